@@ -1,0 +1,39 @@
+"""A reward function for GSM8K: 1 where the final answer of a solution is the reference's, else 0.
+
+Score stored solutions with it:
+
+    reward-loop score rollouts.jsonl --fn examples/gsm8k/reward.py:compute_score
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+# The data set marks its final answers with `####`; the solutions that OpenAI published beside it with `A:`.
+FINAL_ANSWER = re.compile(r"(?:####|\bA:)[ \t]*([^\n]*)")
+
+
+def final_answer(text: str) -> str | None:
+    """Return what follows the last answer mark, or None where there is no mark."""
+    answers = FINAL_ANSWER.findall(text)
+    return answers[-1] if answers else None
+
+
+def as_number(text: str) -> Decimal | None:
+    """Read `$1,234.50` or `18.` as a number; None where it is none."""
+    text = text.strip().rstrip(".").replace(",", "").replace("$", "").replace(" ", "")
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def compute_score(solution_str: str, ground_truth: str) -> dict:
+    """Compare final answers; the ground truth is a bare number, or a whole solution that ends in one."""
+    reference = str(ground_truth)
+    expected = as_number(final_answer(reference) or reference)
+    if expected is None:
+        raise ValueError(f"the ground truth has no final number: {reference[-80:]!r}")
+    answer = final_answer(solution_str)
+    correct = answer is not None and as_number(answer) == expected
+    return {"score": float(correct), "acc": correct, "answer": answer or ""}

@@ -1,0 +1,84 @@
+"""Rewards that never block RL training of language models.
+
+The names below are the public ones. They are imported on first use, so that importing the package is quick and pulls
+in neither torch, Ray, transformers nor verl.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from reward_loop.errors import (
+    ConfigError,
+    FunctionLoadError,
+    InvalidScoreError,
+    RewardFunctionError,
+    RewardLoopError,
+    RewardTimeoutError,
+    ScoringError,
+    ServerDiedError,
+    ServerError,
+    ServerStartError,
+    TooManyFailuresError,
+    UnscoredError,
+)
+from reward_loop.types import ComputeScore, Outcome, Reward, RewardResult, RewardSample
+
+if TYPE_CHECKING:
+    from reward_loop.config import RewardLoopConfig
+    from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
+    from reward_loop.router import RewardModelManager  # type: ignore[attr-defined]
+    from reward_loop.scoring import ScoringFunction, load_function
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ComputeScore",
+    "ConfigError",
+    "FunctionLoadError",
+    "InvalidScoreError",
+    "NaiveRewardLoopManager",
+    "Outcome",
+    "Reward",
+    "RewardFunctionError",
+    "RewardLoopConfig",
+    "RewardLoopError",
+    "RewardLoopManagerBase",
+    "RewardModelManager",
+    "RewardResult",
+    "RewardSample",
+    "RewardTimeoutError",
+    "ScoringError",
+    "ScoringFunction",
+    "ServerDiedError",
+    "ServerError",
+    "ServerStartError",
+    "TooManyFailuresError",
+    "UnscoredError",
+    "__version__",
+    "load_function",
+    "register",
+]
+
+_LAZY = {
+    "NaiveRewardLoopManager": "reward_loop.managers",
+    "RewardLoopConfig": "reward_loop.config",
+    "RewardLoopManagerBase": "reward_loop.managers",
+    "RewardModelManager": "reward_loop.router",
+    "ScoringFunction": "reward_loop.scoring",
+    "load_function": "reward_loop.scoring",
+    "register": "reward_loop.managers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

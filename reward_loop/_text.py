@@ -1,0 +1,28 @@
+"""Words for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "listing", "shorten"]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` where a known name is close, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return the names, sorted and separated by commas, or ``none``."""
+    return ", ".join(sorted(names)) or "none"
+
+
+def shorten(value: object, limit: int = 120) -> str:
+    """Return ``repr(value)``, cut to ``limit`` characters; an object whose ``repr`` raises is named by its type."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__qualname__}, whose repr() raises>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,263 @@
+"""The command ``reward-loop``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from reward_loop import __version__, managers
+from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.offline import Fields, Summary, count_rows, score_file
+from reward_loop.scoring import ScoringFunction, load_function
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+_out = Console(soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        _out.print(f"reward-loop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Rewards that never block RL training of language models."""
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)],
+    fn: Annotated[
+        str,
+        typer.Option(
+            help="The reward function: [cyan]file.py:name[/] or [cyan]package.module:name[/].", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="JSONL, or parquet by its suffix. Default: FILE with .scored before its suffix."
+        ),
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            "-f",
+            metavar="PART=PATH",
+            help="Where a part of the sample is found, e.g. [cyan]solution_str=output[/] or, nested, "
+            "[cyan]ground_truth=reward_model.ground_truth[/]. Parts: solution_str, ground_truth, data_source, "
+            "extra_info, extra_info.KEY. Default: fields of the same name. Repeatable.",
+        ),
+    ] = None,
+    data_source: Annotated[str | None, typer.Option(help="The data source of all rows.")] = None,
+    reward_kwarg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="An argument for the function; the value is JSON, or else text. Repeatable."
+        ),
+    ] = None,
+    manager: Annotated[str, typer.Option(help="The reward manager: a name or an import path.")] = "naive",
+    router_address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/]."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    on_failed: Annotated[
+        str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
+    ] = "mask",
+    on_unscored: Annotated[str, typer.Option(help="The same for rows for which the function returns None.")] = "mask",
+    default_score: Annotated[float, typer.Option(help="The score under the policy default.")] = 0.0,
+    max_failed_share: Annotated[
+        float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
+    ] = 0.5,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="When going on, score rows that failed once more.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
+) -> None:
+    """Score stored rollouts with a reward function.
+
+    The function is called just as in training: by keyword, with those of data_source, solution_str, ground_truth,
+    extra_info, reward_router_address and reward_model_tokenizer that its signature names.
+
+    [bold]Example[/]
+
+      reward-loop score rollouts.jsonl --fn reward.py:compute_score -f solution_str=output -f ground_truth=gts
+
+    The output holds every row of the input, in order, with [cyan]row[/], [cyan]score[/], [cyan]outcome[/] (scored,
+    unscored or failed), [cyan]error[/] and [cyan]reward_extra_info[/]. A run that is interrupted goes on where it
+    stopped when the same command is run again. Exit codes: 0 done, 1 stopped by an error, 2 wrong usage, 130 Ctrl-C.
+    """
+    target = output or file.with_name(f"{file.stem}.scored{file.suffix}")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        summary = _score(
+            file,
+            target,
+            spec=fn,
+            paths=_pairs(field, "--field"),
+            data_source=data_source,
+            reward_kwargs={key: _json_or_text(value) for key, value in _pairs(reward_kwarg, "--reward-kwarg").items()},
+            manager_name=manager,
+            router_address=router_address,
+            concurrency=concurrency,
+            restart=restart,
+            retry_failed=retry_failed,
+            options={
+                "timeout": timeout or None,
+                "max_threads": concurrency,
+                "on_failed": on_failed,
+                "on_unscored": on_unscored,
+                "default_score": default_score,
+                "max_failed_share": max_failed_share,
+            },
+        )
+    except KeyboardInterrupt:
+        _err.print(f"\n[yellow]Interrupted.[/] {_how_to_go_on(partial)}")
+        raise typer.Exit(130) from None
+    except (RewardLoopError, OSError) as error:
+        _err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        if not isinstance(error, ConfigError) and partial.exists():
+            _err.print(_how_to_go_on(partial))
+        raise typer.Exit(1) from None
+    _show(summary, target)
+    if strict and summary.outcomes["failed"]:
+        raise typer.Exit(1)
+
+
+def _score(
+    file: Path,
+    output: Path,
+    *,
+    spec: str,
+    paths: dict[str, str],
+    data_source: str | None,
+    reward_kwargs: dict[str, Any],
+    manager_name: str,
+    router_address: str | None,
+    concurrency: int,
+    restart: bool,
+    retry_failed: bool,
+    options: dict[str, Any],
+) -> Summary:
+    config = parse(RewardLoopConfig, options, "options")
+    loaded = load_function(spec)
+    function = ScoringFunction(
+        loaded, reward_kwargs=reward_kwargs, timeout=config.timeout, max_threads=config.max_threads
+    )
+    if function.has_post_process:
+        _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
+    reward_manager = managers.get(manager_name)(
+        config=config,
+        tokenizer=None,
+        compute_score=function,
+        reward_router_address=router_address,
+        reward_model_tokenizer=None,
+    )
+    # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
+    identity = {
+        "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
+        "field mapping": {**paths, "data_source constant": data_source},
+        "policy": [config.on_failed, config.on_unscored, config.default_score],
+    }
+    if not file.is_file():
+        raise ConfigError(f"no such file: {file}")
+    with Progress(
+        TextColumn("scoring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=_err,
+        disable=not _err.is_terminal,
+    ) as progress:
+        task = progress.add_task("scoring", total=count_rows(file))
+        return score_file(
+            file,
+            output,
+            reward_manager,
+            fields=Fields(paths, data_source=data_source, requires=function.requires),
+            identity=identity,
+            concurrency=concurrency,
+            restart=restart,
+            retry_failed=retry_failed,
+            on_row=lambda done: progress.update(task, completed=done),
+        )
+
+
+def _show(summary: Summary, output: Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
+    resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
+    table.add_row("rows", f"{summary.rows}{resumed}")
+    table.add_row("mean score", mean)
+    table.add_row("outcomes", ", ".join(f"{summary.outcomes[name]} {name}" for name in sorted(summary.outcomes)))
+    table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {_duration(summary.seconds)} in all")
+    table.add_row("slowest", ", ".join(f"{name} {_duration(seconds)}" for seconds, name in summary.slowest))
+    table.add_row("output", escape(str(output)))
+    _out.print(table, highlight=False)
+    if summary.errors:
+        _out.print(f"\n{summary.outcomes['failed']} failed; the first:", highlight=False)
+        for error in summary.errors:
+            _out.print(f"- {escape(error)}", highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _how_to_go_on(partial: Path) -> str:
+    return f"Rows that are done are kept in {escape(str(partial))}: run the same command again to go on."
+
+
+def _pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
+    pairs = {}
+    for item in items or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
+        pairs[key] = value
+    return pairs
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _source_hash(loaded: Any) -> str | None:
+    """Hash the file that the function was loaded from, so that an edited function does not go on with old scores."""
+    module = sys.modules.get(getattr(loaded, "__module__", None) or type(loaded).__module__)
+    source = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None

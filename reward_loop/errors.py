@@ -1,0 +1,82 @@
+"""Every exception that this library raises on purpose.
+
+    RewardLoopError
+    ├── ConfigError                 an option is unknown, missing, or contradicts another
+    ├── FunctionLoadError           the user's function cannot be found, imported or called
+    ├── ScoringError                one sample could not be scored
+    │   ├── RewardFunctionError     the user's function raised
+    │   ├── RewardTimeoutError      it ran past its deadline
+    │   ├── InvalidScoreError       it returned something that is no score
+    │   └── UnscoredError           it returned None, and the policy is to raise
+    ├── TooManyFailuresError        the share of failed samples passed its bound
+    └── ServerError                 a model server or the router
+        ├── ServerStartError        it did not become ready
+        └── ServerDiedError         it ended, and will not be restarted
+
+Messages name the sample, the function or the option, and say what to change.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "FunctionLoadError",
+    "InvalidScoreError",
+    "RewardFunctionError",
+    "RewardLoopError",
+    "RewardTimeoutError",
+    "ScoringError",
+    "ServerDiedError",
+    "ServerError",
+    "ServerStartError",
+    "TooManyFailuresError",
+    "UnscoredError",
+]
+
+
+class RewardLoopError(Exception):
+    """Base class of all errors of this library."""
+
+
+class ConfigError(RewardLoopError):
+    """An option is unknown, missing, malformed, or contradicts another option."""
+
+
+class FunctionLoadError(RewardLoopError):
+    """The user's function cannot be found, imported or called with what the reward loop provides."""
+
+
+class ScoringError(RewardLoopError):
+    """One sample could not be scored."""
+
+
+class RewardFunctionError(ScoringError):
+    """The user's function raised; the original exception is the ``__cause__``."""
+
+
+class RewardTimeoutError(ScoringError):
+    """The user's function ran past its deadline."""
+
+
+class InvalidScoreError(ScoringError):
+    """The user's function returned something that is no score: a string, NaN, a dict without ``score``."""
+
+
+class UnscoredError(ScoringError):
+    """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+
+
+class TooManyFailuresError(RewardLoopError):
+    """The share of failed samples in a run passed its bound."""
+
+
+class ServerError(RewardLoopError):
+    """A model server or the router is not in working order."""
+
+
+class ServerStartError(ServerError):
+    """A server or the router did not become ready; the message shows the tail of its log."""
+
+
+class ServerDiedError(ServerError):
+    """A server or the router ended and will not be restarted; the message shows the tail of its log."""

@@ -1,0 +1,160 @@
+"""What all reward managers share: from a sample or verl's batch row to a reward."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.policy import apply_policy
+from reward_loop.scoring import ScoringFunction
+from reward_loop.types import Reward, RewardResult, RewardSample
+
+__all__ = ["RewardLoopManagerBase"]
+
+_VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
+
+
+class RewardLoopManagerBase(ABC):
+    """Base class of reward managers: implement `run_single`, of the three steps `to_sample`, `score`, `to_reward`.
+
+    It is constructed with the keywords that verl uses, so that verl itself can load it.
+    """
+
+    def __init__(
+        self,
+        config: RewardLoopConfig | Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        compute_score: Any = None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:
+        """Read the options and the function's signature.
+
+        Args:
+            config: a `RewardLoopConfig`, a mapping of its options, or verl's whole configuration, of which the group
+                ``reward_loop`` counts.
+            tokenizer: decodes responses; needed for verl's batches only.
+            compute_score: the reward function in any form that `ScoringFunction` takes, or a `ScoringFunction`,
+                which keeps its own deadline and threads. ``None`` suits only managers that do not call `score`.
+            reward_router_address: ``host:port`` of the router before the reward models, passed to the function.
+            reward_model_tokenizer: the reward model's tokenizer, passed to the function.
+
+        Raises:
+            ConfigError: an option is wrong.
+            FunctionLoadError: the function cannot be called with what the reward loop provides.
+        """
+        self.config = config
+        self.options = _options(config)
+        self.tokenizer = tokenizer
+        self.compute_score = compute_score
+        self.reward_router_address = reward_router_address
+        self.reward_model_tokenizer = reward_model_tokenizer
+        self.function: ScoringFunction | None = None
+        if isinstance(compute_score, ScoringFunction):
+            self.function = compute_score
+        elif compute_score is not None:
+            self.function = ScoringFunction(
+                compute_score, timeout=self.options.timeout, max_threads=self.options.max_threads
+            )
+        self.failures = FailureBound(
+            self.options.max_failed_share,
+            self.options.min_samples_for_failed_share,
+            self.options.failed_share_window,
+        )
+
+    @abstractmethod
+    async def run_single(self, data: Any) -> Reward:
+        """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts."""
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Return the sample in ``data``; a `RewardSample` stays as it is, the last row of a ``DataProto`` is decoded.
+
+        A row without ``data_source`` or ``reward_model.ground_truth`` gives a sample that fails, if the function
+        requires that field.
+        """
+        if isinstance(data, RewardSample):
+            return data
+        if self.tokenizer is None:
+            raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
+        row = _last_row(data)
+        solution = await asyncio.to_thread(self._decode, data.batch)
+        extra_info = dict(row.get("extra_info") or {})
+        extra_info.update(row.get("tool_extra_fields") or {})
+        extra_info["num_turns"] = row.get("__num_turns__")
+        extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
+        reference = row.get("reward_model") or {}
+        requires: frozenset[str] = self.function.requires if self.function else frozenset()
+        error = None
+        if "ground_truth" not in reference and "ground_truth" in requires:
+            error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
+        elif "data_source" not in row and "data_source" in requires:
+            error = 'its row has no non_tensor_batch["data_source"], which the function requires'
+        uid = row.get("uid", row.get("index"))
+        return RewardSample(
+            solution_str=solution,
+            data_source=row.get("data_source", ""),
+            ground_truth=reference.get("ground_truth"),
+            extra_info=extra_info,
+            uid=None if uid is None else str(uid),
+            error=error,
+        )
+
+    async def score(self, sample: RewardSample) -> RewardResult:
+        """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
+        if self.function is None:
+            raise ConfigError(f"{type(self).__name__} was given no compute_score")
+        return await self.function(
+            sample,
+            reward_router_address=self.reward_router_address,
+            reward_model_tokenizer=self.reward_model_tokenizer,
+        )
+
+    def to_reward(self, result: RewardResult) -> Reward:
+        """Count the outcome, and apply the policies for unscored and failed samples.
+
+        Raises:
+            ScoringError: the sample has no score, and the policy is ``raise``.
+            TooManyFailuresError: too large a share of the latest samples failed.
+        """
+        self.failures.count(result)
+        return apply_policy(result, self.options)
+
+    @classmethod
+    def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:
+        """Put each score at the last valid response token of its row; verl calls this on the class."""
+        import torch
+
+        responses, mask = data.batch["responses"], data.batch["attention_mask"]
+        lengths = mask[:, -responses.shape[-1] :].sum(dim=-1)
+        rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+        values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+        return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
+
+    def _decode(self, batch: Any) -> str:
+        responses, mask = batch["responses"], batch["attention_mask"]
+        if responses.ndim == 2:
+            responses, mask = responses[-1], mask[-1]
+        length = int(mask[-responses.shape[-1] :].sum()) if responses.shape[-1] else 0
+        return self.tokenizer.decode(responses[:length], skip_special_tokens=True)
+
+
+def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
+    if isinstance(config, Mapping):
+        if "reward_loop" in config:
+            config = config["reward_loop"]
+        elif _VERL_GROUPS & set(config):
+            config = None
+    return parse(RewardLoopConfig, config, "reward_loop")
+
+
+def _last_row(data: Any) -> dict[str, Any]:
+    """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
+    columns: Mapping[str, Any] = data.non_tensor_batch
+    if data.batch["responses"].ndim == 1:
+        return dict(columns)
+    return {name: column[-1] for name, column in columns.items()}

@@ -1,0 +1,38 @@
+"""The bound on failed samples, past which a run stops."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from reward_loop.errors import TooManyFailuresError
+from reward_loop.types import Outcome, RewardResult
+
+__all__ = ["FailureBound"]
+
+
+class FailureBound:
+    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound."""
+
+    def __init__(self, max_share: float, min_samples: int, window: int = 1024) -> None:
+        self.max_share = max_share
+        self.min_samples = min_samples
+        self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
+        self._failures = 0
+
+    def count(self, result: RewardResult) -> None:
+        """Count one sample.
+
+        Raises:
+            TooManyFailuresError: it failed, and more than ``max_share`` of the latest samples did.
+        """
+        if len(self._failed) == self._failed.maxlen:
+            self._failures -= self._failed[0]
+        failed = result.outcome is Outcome.FAILED
+        self._failed.append(failed)
+        self._failures += failed
+        seen = len(self._failed)
+        if failed and seen >= self.min_samples and self._failures > self.max_share * seen:
+            raise TooManyFailuresError(
+                f"{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} that "
+                f"max_failed_share allows. The latest: {result.error}"
+            )

@@ -1,0 +1,36 @@
+"""What becomes of samples without a score."""
+
+from __future__ import annotations
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.types import Outcome, Reward, RewardResult
+
+__all__ = ["apply_policy"]
+
+
+def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
+    """Turn a result into what ``run_single`` returns.
+
+    ``reward_extra_info`` holds what the function returned, and for every sample ``reward_outcome``,
+    ``reward_masked``, ``reward_seconds`` and ``reward_error``.
+
+    Raises:
+        ScoringError: the sample has no score, and the policy is ``raise``.
+    """
+    score, masked = result.score, False
+    if score is None:
+        policy = options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored
+        if policy == "raise" and result.exception is not None:
+            raise result.exception
+        masked = policy == "mask"
+        score = 0.0 if masked else options.default_score
+    return {
+        "reward_score": score,
+        "reward_extra_info": {
+            **result.extra_info,
+            "reward_outcome": str(result.outcome),
+            "reward_masked": masked,
+            "reward_seconds": result.seconds,
+            "reward_error": result.error or "",
+        },
+    }

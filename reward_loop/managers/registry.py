@@ -1,0 +1,63 @@
+"""Managers by name, or by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from reward_loop._text import did_you_mean, listing
+from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.scoring.load import load_object
+
+__all__ = ["get", "names", "register"]
+
+C = TypeVar("C", bound=type)
+
+_managers: dict[str, type] = {}
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Register a manager class under a name, as a decorator.
+
+    Raises:
+        ConfigError: another class has that name already, or it looks like an import path.
+    """
+    if not name or ":" in name:
+        raise ConfigError(f"{name!r} is no name for a reward manager: a name is not empty and has no colon")
+
+    def decorate(cls: C) -> C:
+        known = _managers.get(name)
+        # A module that is imported a second time defines the same class anew.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"the reward manager {name!r} is registered already: {known.__module__}.{known.__name__}")
+        _managers[name] = cls
+        return cls
+
+    return decorate
+
+
+def get(name: str) -> type[Any]:
+    """Return the manager class that has this name, or that ``package.module:Class`` or ``file.py:Class`` points at.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name in _managers:
+        return _managers[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"unknown reward manager {name!r}{did_you_mean(name, _managers) or '.'} Known: {listing(_managers)}; "
+            "others are named by import path, `package.module:Class` or `file.py:Class`"
+        )
+    try:
+        found = load_object(name)
+    except FunctionLoadError as error:
+        raise ConfigError(f"reward manager {name!r}: {error}") from error
+    if not isinstance(found, type) or not callable(getattr(found, "run_single", None)):
+        raise ConfigError(f"{name} is no reward manager: it must be a class with an async method `run_single`")
+    return found
+
+
+def names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_managers)

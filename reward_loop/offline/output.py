@@ -1,0 +1,106 @@
+"""The output: every input row, in order, with what became of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reward_loop.offline.encode import to_json
+from reward_loop.offline.parquet import import_parquet
+from reward_loop.offline.rows import Row, is_parquet, read_rows
+
+__all__ = ["RESULT_COLUMNS", "write_output"]
+
+RESULT_COLUMNS = ("row", "score", "outcome", "error", "reward_extra_info")
+"""The columns that are added. A column of the input that has such a name is kept as ``input_<name>``."""
+
+ResultOf = Callable[[Row], Mapping[str, Any]]
+
+
+def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
+    """Write the rows of ``source`` with their results to ``output``: all of it, or nothing."""
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        if is_parquet(output):
+            _write_parquet(source, temporary, result_of)
+        else:
+            _write_jsonl(source, temporary, result_of)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_jsonl(source: Path, output: Path, result_of: ResultOf) -> None:
+    with output.open("wb") as lines:
+        for row in read_rows(source):
+            lines.write(to_json({**_renamed(row.columns), **_results(row, result_of)}) + b"\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
+    pa, pq = import_parquet()
+    types = {
+        "row": pa.int64(),
+        "score": pa.float64(),
+        "outcome": pa.string(),
+        "error": pa.string(),
+        "reward_extra_info": pa.string(),
+    }
+    rows = read_rows(source)
+    writer = None
+    try:
+        for columns, count in _tables(source, pa, pq):
+            # Extra info differs in keys and types from row to row, which no parquet struct can hold: it is JSON text.
+            results = [_results(row, result_of) for row, _ in zip(rows, range(count), strict=False)]
+            for result in results:
+                result["reward_extra_info"] = to_json(result["reward_extra_info"]).decode()
+            arrays = {name: pa.array([r[name] for r in results], type=types[name]) for name in RESULT_COLUMNS}
+            table = pa.table({**_renamed(columns), **arrays})
+            writer = writer or pq.ParquetWriter(output, table.schema)
+            writer.write_table(table)
+        if writer is None:
+            pq.write_table(pa.table({name: pa.array([], type=kind) for name, kind in types.items()}), output)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _tables(source: Path, pa: Any, pq: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Give the columns of the input as arrow arrays, with their length: in batches, or a JSONL file in one."""
+    if is_parquet(source):
+        for batch in pq.ParquetFile(source).iter_batches(batch_size=1024):
+            yield dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows
+        return
+    rows = [row.columns for row in read_rows(source)]
+    names = dict.fromkeys(name for columns in rows for name in columns)
+    if rows:
+        yield {name: _array(pa, [columns.get(name) for columns in rows]) for name in names}, len(rows)
+
+
+def _array(pa: Any, values: list[Any]) -> Any:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        # JSON lets one field hold a number here and a list there; a parquet column does not.
+        return pa.array([None if value is None else to_json(value).decode() for value in values])
+
+
+def _results(row: Row, result_of: ResultOf) -> dict[str, Any]:
+    result = result_of(row)
+    return {"row": row.index, **{name: result[name] for name in RESULT_COLUMNS if name != "row"}}
+
+
+def _renamed(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {_free_name(name, columns): value for name, value in columns.items()}
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    if name not in RESULT_COLUMNS:
+        return name
+    name = f"input_{name}"
+    while name in taken:
+        name = f"input_{name}"
+    return name

@@ -1,0 +1,170 @@
+"""Rows of a file of rollouts, and the sample in each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reward_loop._text import did_you_mean, listing, shorten
+from reward_loop.errors import ConfigError
+from reward_loop.offline.parquet import import_parquet
+from reward_loop.types import RewardSample
+
+__all__ = ["Fields", "Row", "count_rows", "is_parquet", "read_rows"]
+
+_TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the input."""
+
+    index: int
+    """Its place among the rows, from 0; blank lines are no rows."""
+    name: str
+    """For messages: ``line 7`` of a JSONL file, ``row 6`` of a parquet file."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    """Why it cannot be read, if so."""
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the suffix says parquet; everything else is JSONL."""
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+def count_rows(path: Path) -> int:
+    """Count the rows that `read_rows` will give."""
+    if is_parquet(path):
+        return int(import_parquet()[1].read_metadata(path).num_rows)
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read one row after the other; a malformed line is a row with an error."""
+    if is_parquet(path):
+        index = 0
+        for batch in import_parquet()[1].ParquetFile(path).iter_batches(batch_size=1024):
+            for columns in batch.to_pylist():
+                yield Row(index, f"row {index}", columns)
+                index += 1
+        return
+    with path.open("rb") as lines:
+        filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        for index, (number, line) in enumerate(filled):
+            yield _parse(index, f"line {number}", line)
+
+
+def _parse(index: int, name: str, line: bytes) -> Row:
+    try:
+        columns = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Row(index, name, error=f"not JSON: {error}")
+    if not isinstance(columns, dict):
+        return Row(index, name, error=f"holds {shorten(columns, 60)}, not an object with named fields")
+    return Row(index, name, columns)
+
+
+class Fields:
+    """Which field of a row becomes which part of a sample."""
+
+    def __init__(
+        self,
+        paths: Mapping[str, str] | None = None,
+        *,
+        data_source: str | None = None,
+        requires: frozenset[str] = frozenset(),
+    ) -> None:
+        """Check the names.
+
+        Args:
+            paths: part of the sample to field of the row, which may be a dotted path; parts are ``solution_str``,
+                ``ground_truth``, ``data_source``, ``extra_info`` and ``extra_info.KEY``. A part that is not named
+                here is looked for under its own name.
+            data_source: a data source for all rows.
+            requires: parts without which a row fails. ``solution_str`` and those in ``paths`` always are.
+
+        Raises:
+            ConfigError: there is no such part.
+        """
+        self.paths = dict(paths or {})
+        self.data_source = data_source
+        for target in self.paths:
+            if target not in _TARGETS and not target.startswith("extra_info."):
+                raise ConfigError(
+                    f"a sample has no part {target!r}{did_you_mean(target, _TARGETS) or '.'} Its parts are "
+                    f"{listing(_TARGETS)}, extra_info.KEY"
+                )
+        self._requires = {"solution_str", *self.paths, *requires}
+
+    def to_sample(self, row: Row) -> RewardSample:
+        """Return the row's sample; where a required field is missing, one that fails."""
+        if row.error is not None:
+            return RewardSample("", uid=row.name, error=row.error)
+        try:
+            return RewardSample(
+                solution_str=self._text(row),
+                data_source=self.data_source
+                if self.data_source is not None
+                else str(self._get(row, "data_source", "")),
+                ground_truth=self._get(row, "ground_truth", None),
+                extra_info=self._extra_info(row),
+                uid=row.name,
+            )
+        except _FieldError as error:
+            return RewardSample("", uid=row.name, error=str(error))
+
+    def _text(self, row: Row) -> str:
+        value = self._get(row, "solution_str", None)
+        if not isinstance(value, str):
+            raise _FieldError(f"field {self._path('solution_str')!r} is {shorten(value, 60)}, not text")
+        return value
+
+    def _extra_info(self, row: Row) -> dict[str, Any]:
+        value = self._get(row, "extra_info", None)
+        if value is not None and not isinstance(value, Mapping):
+            raise _FieldError(f"field {self._path('extra_info')!r} is {shorten(value, 60)}, not an object")
+        extra_info = dict(value or {})
+        for target in self.paths:
+            if target.startswith("extra_info."):
+                extra_info[target.removeprefix("extra_info.")] = self._get(row, target, None)
+        return extra_info
+
+    def _get(self, row: Row, target: str, default: Any) -> Any:
+        path = self._path(target)
+        value = _look_up(row.columns, path)
+        if value is not _MISSING:
+            return value
+        if target in self._requires:
+            raise _FieldError(
+                f"no field {path!r} (for {target}){did_you_mean(path, row.columns) or '.'} "
+                f"Its fields are {listing(row.columns)}"
+            )
+        return default
+
+    def _path(self, target: str) -> str:
+        return self.paths.get(target, target)
+
+
+class _FieldError(Exception):
+    """A row lacks what a sample needs."""
+
+
+def _look_up(columns: Any, path: str) -> Any:
+    """Follow a dotted path through objects and lists; a field whose own name has dots goes first."""
+    if isinstance(columns, Mapping) and path in columns:
+        return columns[path]
+    value = columns
+    for part in path.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _MISSING
+    return value

@@ -1,0 +1,9 @@
+"""The user's reward function: loaded, called, and its answer normalised."""
+
+from __future__ import annotations
+
+from reward_loop.scoring.call import ScoringFunction
+from reward_loop.scoring.load import load_function, load_object
+from reward_loop.scoring.normalise import normalise
+
+__all__ = ["ScoringFunction", "load_function", "load_object", "normalise"]

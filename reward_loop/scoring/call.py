@@ -1,0 +1,256 @@
+"""Call the user's function for one sample: it ends exactly once, as data."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reward_loop.errors import (
+    InvalidScoreError,
+    RewardFunctionError,
+    RewardTimeoutError,
+    ScoringError,
+    UnscoredError,
+)
+from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.signature import resolve
+from reward_loop.scoring.threads import DaemonThreads
+from reward_loop.types import Outcome, RewardResult, RewardSample
+
+__all__ = ["ScoringFunction"]
+
+_TRACEBACK_FRAMES = 3
+_MESSAGE_CHARACTERS = 500
+
+
+class ScoringFunction:
+    """A reward function with its signature read, its deadline and its threads.
+
+    Awaiting ``function(sample)`` gives a `RewardResult`, whatever the user's code does: an exception, a deadline that
+    passes and an invalid return value are *failed* results. Only cancellation and Ctrl-C propagate.
+
+    Async functions are awaited on the loop, sync ones run in daemon threads; where a sync function returns an
+    awaitable, that is awaited on the loop.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        *,
+        reward_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = 300.0,
+        max_threads: int = 64,
+    ) -> None:
+        """Read the signature.
+
+        Args:
+            function: a function, a callable object, or a class or instance with ``compute_score``.
+            reward_kwargs: configured arguments of the function, or of its class.
+            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
+            max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
+
+        Raises:
+            FunctionLoadError: it cannot be called with what the reward loop provides.
+        """
+        self._target = resolve(function, reward_kwargs)
+        self._threads = DaemonThreads(max_threads)
+        self._abandoned: set[asyncio.Future[Any]] = set()
+        self.timeout = timeout
+
+    @property
+    def name(self) -> str:
+        """Function and file, for messages."""
+        return self._target.name
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is awaited on the loop."""
+        return self._target.is_async
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The fields of a sample that its signature names without a default."""
+        return self._target.requires
+
+    @property
+    def has_post_process(self) -> bool:
+        """Whether the user's class has ``post_process_scores``."""
+        return self._target.post_process_scores is not None
+
+    def __repr__(self) -> str:
+        return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
+
+    async def __call__(
+        self,
+        sample: RewardSample,
+        *,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> RewardResult:
+        """Score one sample."""
+        if sample.error is not None:
+            return _ended_badly(ScoringError(f"{_describe(sample)}: {sample.error}"))
+        where = f"{_describe(sample)}: {self.name}"
+        try:
+            ended = await self._run(self._arguments(sample, reward_router_address, reward_model_tokenizer))
+        except TimeoutError:
+            assert self.timeout is not None
+            message = f"{where} ran past its deadline of {self.timeout:g} s"
+            return _ended_badly(RewardTimeoutError(message), self.timeout)
+        if ended.exception is not None:
+            failure = RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}")
+            failure.__cause__ = ended.exception
+            return _ended_badly(failure, ended.seconds)
+        try:
+            score, extra_info = normalise(ended.value)
+        except InvalidScoreError as error:
+            return _ended_badly(InvalidScoreError(f"{where} {error}"), ended.seconds)
+        if score is None:
+            unscored = UnscoredError(f"{where} gave no score")
+            return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=ended.seconds, exception=unscored)
+        return RewardResult(Outcome.SCORED, score, extra_info, seconds=ended.seconds)
+
+    async def post_process_scores(self, scores: list[float]) -> list[float]:
+        """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
+
+        Raises:
+            ScoringError: it raised, ran past the deadline, or did not return one finite number for each score.
+        """
+        if self._target.post_process_scores is None:
+            return scores
+        where = f"post_process_scores beside {self.name}"
+        call = functools.partial(_call, self._target.post_process_scores, (list(scores),), {})
+        try:
+            ended = await self._threads.run(call, self.timeout)
+        except TimeoutError:
+            raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
+        if ended.exception is not None:
+            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+        try:
+            processed = [normalise(score)[0] for score in ended.value]
+        except (InvalidScoreError, TypeError) as error:
+            raise InvalidScoreError(f"{where} must return a list of numbers: {error}") from error
+        numbers = [score for score in processed if score is not None]
+        if len(numbers) != len(scores):
+            raise InvalidScoreError(f"{where} was given {len(scores)} scores and returned {len(numbers)} numbers")
+        return numbers
+
+    def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
+        passes = self._target.passes
+        arguments = dict(self._target.reward_kwargs)
+        for name in ("data_source", "solution_str", "ground_truth"):
+            if name in passes:
+                arguments[name] = getattr(sample, name)
+        if "extra_info" in passes:
+            arguments["extra_info"] = {key: _copy(value) for key, value in sample.extra_info.items()}
+        if "reward_router_address" in passes:
+            arguments["reward_router_address"] = router_address
+        if "reward_model_tokenizer" in passes:
+            arguments["reward_model_tokenizer"] = tokenizer
+        return arguments
+
+    async def _run(self, arguments: dict[str, Any]) -> _Ended:
+        """Run the function; only a deadline that has passed raises `TimeoutError`, the function's own is data."""
+        if self._target.is_async:
+            return await self._within(_await(lambda: self._target.call(**arguments)), self.timeout)
+        ended = await self._threads.run(functools.partial(_call, self._target.call, (), arguments), self.timeout)
+        if ended.exception is not None or not inspect.isawaitable(ended.value):
+            return ended
+        left = None if self.timeout is None else max(0.0, self.timeout - ended.seconds)
+        awaited = await self._within(_await(lambda: ended.value), left)
+        return replace(awaited, seconds=ended.seconds + awaited.seconds)
+
+    async def _within(self, call: Coroutine[Any, Any, _Ended], timeout: float | None) -> _Ended:
+        # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
+        # at its deadline, and the sample still ends.
+        task = asyncio.get_running_loop().create_task(call)
+        try:
+            await asyncio.wait({task}, timeout=timeout)
+        finally:
+            if not task.done():
+                self._abandoned.add(task)
+                task.add_done_callback(self._abandoned.discard)
+                task.cancel()
+        if task in self._abandoned:
+            raise TimeoutError
+        return task.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a call ended."""
+
+    value: Any
+    exception: BaseException | None
+    seconds: float
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ended:
+    """Call in this thread. Nothing is raised: not even SystemExit may end the thread, or the process."""
+    started = time.perf_counter()
+    try:
+        value, exception = function(*args, **kwargs), None
+    except BaseException as error:
+        value, exception = None, error
+    return _Ended(value, exception, time.perf_counter() - started)
+
+
+async def _await(start: Callable[[], Any]) -> _Ended:
+    """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
+    started = time.perf_counter()
+    value: Any = None
+    exception: BaseException | None = None
+    try:
+        value = await start()
+    except (Exception, SystemExit) as error:
+        exception = error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        exception = error
+    return _Ended(value, exception, time.perf_counter() - started)
+
+
+def _ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+    return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def _copy(value: Any) -> Any:
+    """Copy containers and numpy arrays; share other objects, which `copy.deepcopy` would be slow with, or refuse."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(_copy(item) for item in value)
+    if kind is set:
+        return set(value)
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return value.copy()
+    return value
+
+
+def _describe(sample: RewardSample) -> str:
+    name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
+    return f"{name} (data source {sample.data_source!r})" if sample.data_source else name
+
+
+def _describe_exception(error: BaseException) -> str:
+    """Type, message, and the last lines of user code that it passed."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be printed)"
+    if len(message) > _MESSAGE_CHARACTERS:
+        message = message[:_MESSAGE_CHARACTERS] + "..."
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
+    return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")

@@ -1,0 +1,144 @@
+"""Find what the user names: a function or class in a file or in an importable module."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from reward_loop._text import did_you_mean, listing
+from reward_loop.errors import FunctionLoadError
+
+__all__ = ["load_function", "load_object"]
+
+_import_lock = threading.RLock()
+
+
+def load_function(path: str, name: str | None = None) -> Any:
+    """Load a reward function.
+
+    Args:
+        path: a file (``reward.py``), ``pkg://module``, or one import path: ``reward.py:compute_score``,
+            ``package.module:compute_score``.
+        name: what to take from it, where ``path`` does not say; ``compute_score`` if neither does. A dotted name
+            reaches attributes: ``judge.score``.
+
+    Returns:
+        The object itself: a function, a callable object, or a class or instance with ``compute_score``.
+
+    Raises:
+        FunctionLoadError: it cannot be found or imported, or is not callable.
+    """
+    loaded = load_object(path, name or (None if _split(path)[1] else "compute_score"))
+    if not callable(loaded) and not callable(getattr(loaded, "compute_score", None)):
+        raise FunctionLoadError(
+            f"{_spec(path, name)} is a {type(loaded).__name__}, which cannot be called: name a function, a callable "
+            "object, or a class with a `compute_score` method"
+        )
+    return loaded
+
+
+def load_object(path: str, name: str | None = None) -> Any:
+    """Load any object by the paths that `load_function` takes; here the name has no default."""
+    source, in_path = _split(path)
+    if name and in_path and name != in_path:
+        raise FunctionLoadError(f"{path!r} names {in_path!r}, and the name given beside it is {name!r}: leave one out")
+    name = name or in_path
+    if not name:
+        raise FunctionLoadError(f"{path!r} does not say what to load: write `{path}:name`")
+    module = _load_file(source) if source.endswith(".py") else _load_module(source)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            callables = _callables(module)
+            raise FunctionLoadError(
+                f"{source} has no {name!r}{did_you_mean(name, callables) or '.'} Callables there: {listing(callables)}"
+            ) from None
+    return found
+
+
+def _split(path: str) -> tuple[str, str | None]:
+    """Part ``source:name`` into its two halves, and drop the ``pkg://`` prefix."""
+    source, colon, name = path.removeprefix("pkg://").partition(":")
+    return (source, name) if colon else (source, None)
+
+
+def _spec(path: str, name: str | None) -> str:
+    return path if _split(path)[1] else f"{path}:{name or 'compute_score'}"
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """Names of the callables that the module itself defines."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", module.__name__) == module.__name__
+    ]
+
+
+def _load_file(path: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise FunctionLoadError(f"no such file: {path} (looked for {file}){did_you_mean(file.name, near)}")
+    # A stable name per file: the same file is one module, and dataclasses, pickle and inspect find it by name.
+    name = f"reward_loop_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    with _import_lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise FunctionLoadError(f"{path} cannot be loaded as a Python module")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise FunctionLoadError(f"importing {path} failed: {_cause(error)}{_neighbour(error, file)}") from error
+        return module
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise FunctionLoadError(
+                f"no module named {error.name!r}: a file is written with its suffix (`path/to/file.py:name`), and a "
+                "module must be installed or on PYTHONPATH"
+            ) from error
+        raise FunctionLoadError(f"importing {name} failed: {_cause(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise FunctionLoadError(f"importing {name} failed: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Describe an exception with the last line of user code that it passed."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return text
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
+    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def _is_user_code(filename: str) -> bool:
+    return not filename.startswith("<") and filename not in (__file__, importlib.__file__)
+
+
+def _neighbour(error: BaseException, file: Path) -> str:
+    """Say how to import a file that lies beside the one being loaded."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and ((file.parent / f"{missing}.py").exists() or (file.parent / missing).is_dir()):
+        return f"; {missing} lies beside it: add its folder to PYTHONPATH"
+    return ""

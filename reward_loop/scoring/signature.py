@@ -1,0 +1,162 @@
+"""Which arguments a reward function is called with: decided once, from its signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reward_loop._text import did_you_mean, listing
+from reward_loop.errors import FunctionLoadError
+
+__all__ = ["PROVIDED", "Target", "resolve"]
+
+PROVIDED = (
+    "data_source",
+    "solution_str",
+    "ground_truth",
+    "extra_info",
+    "reward_router_address",
+    "reward_model_tokenizer",
+)
+"""What the reward loop can pass to a function, by these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A callable, and how to call it."""
+
+    call: Callable[..., Any]
+    name: str
+    """For messages: ``compute_score (reward.py)``."""
+    is_async: bool
+    passes: frozenset[str]
+    """Those of `PROVIDED` that it is called with."""
+    requires: frozenset[str]
+    """Those of them that its signature names without a default."""
+    reward_kwargs: Mapping[str, Any]
+    """The configured arguments that it is called with."""
+    post_process_scores: Callable[[list[float]], list[float]] | None
+
+
+def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Target:
+    """Inspect a function, a callable object, or a class or instance with ``compute_score``.
+
+    A class is instantiated, once, with those of ``reward_kwargs`` that its ``__init__`` names.
+
+    Raises:
+        FunctionLoadError: it cannot be called with what the reward loop provides.
+    """
+    function, kwargs = _unwrap_verl(function, dict(reward_kwargs or {}))
+    name = _name(function)
+    used: set[str] = set()
+    if inspect.isclass(function):
+        function, used = _instantiate(function, kwargs, name)
+    post_process = getattr(function, "post_process_scores", None)
+    if callable(getattr(function, "compute_score", None)):
+        function = function.compute_score
+        name = _name(function)
+    if not callable(function):
+        raise FunctionLoadError(
+            f"{name} cannot be called: a reward function is a function, a callable object, or a class or instance "
+            "with a `compute_score` method"
+        )
+    parameters, takes_any = _parameters(function, name)
+    unknown = [key for key in kwargs if not takes_any and key not in parameters and key not in used]
+    if unknown:
+        raise FunctionLoadError(
+            f"{name} does not take the configured reward_kwargs {listing(unknown)}"
+            f"{did_you_mean(unknown[0], parameters) or ';'} its parameters are {listing(parameters)}"
+        )
+    call_kwargs = {key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in used)}
+    required = {key for key, has_default in parameters.items() if not has_default}
+    if missing := required - set(PROVIDED) - set(call_kwargs):
+        raise FunctionLoadError(
+            f"{name} requires {listing(missing)}, which the reward loop does not provide. It provides "
+            f"{', '.join(PROVIDED)}; give others a default, or a value in reward_kwargs"
+        )
+    bound = _bound_names(function) | set(call_kwargs)
+    passes = {key for key in PROVIDED if (takes_any or key in parameters) and key not in bound}
+    return Target(
+        call=function,
+        name=name,
+        is_async=_is_async(function),
+        passes=frozenset(passes),
+        requires=frozenset(required & passes),
+        reward_kwargs=call_kwargs,
+        post_process_scores=post_process if callable(post_process) else None,
+    )
+
+
+def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Take apart the partial in which verl binds a configured function, whose own signature says nothing."""
+    if (
+        isinstance(function, functools.partial)
+        and getattr(function.func, "__module__", "") == "verl.trainer.ppo.reward"
+        and function.func.__name__.startswith("_call_with_kwargs")
+        and len(function.args) == 2
+    ):
+        raw, bound = function.args
+        return raw, {**bound, **reward_kwargs}
+    return function, reward_kwargs
+
+
+def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, set[str]]:
+    parameters, takes_any = _parameters(cls, name)
+    mine = {key: value for key, value in kwargs.items() if takes_any or key in parameters}
+    if missing := {key for key, has_default in parameters.items() if not has_default} - set(mine):
+        raise FunctionLoadError(
+            f"class {name} requires {listing(missing)} to be instantiated: give a default, or a value in reward_kwargs"
+        )
+    try:
+        return cls(**mine), set(mine)
+    except Exception as error:
+        raise FunctionLoadError(f"class {name} cannot be instantiated: {type(error).__name__}: {error}") from error
+
+
+def _parameters(function: Any, name: str) -> tuple[dict[str, bool], bool]:
+    """Return the parameters, each with whether it has a default, and whether any keyword is taken."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise FunctionLoadError(f"the signature of {name} cannot be read ({error}): wrap it in a function") from error
+    named: dict[str, bool] = {}
+    takes_any = False
+    for parameter in signature.parameters.values():
+        has_default = parameter.default is not inspect.Parameter.empty
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            takes_any = True
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            if not has_default:
+                raise FunctionLoadError(
+                    f"{name} takes {parameter.name} by position only, and reward functions are called by keyword"
+                )
+        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[parameter.name] = has_default
+    return named, takes_any
+
+
+def _bound_names(function: Any) -> set[str]:
+    """Return the arguments that the user has already bound by `functools.partial`; they are not passed again."""
+    return set(function.keywords) if isinstance(function, functools.partial) else set()
+
+
+def _is_async(function: Any) -> bool:
+    # A sync wrapper around an async function is called in a thread, and the awaitable it returns awaited on the loop:
+    # it may as well drive the coroutine itself, which must not happen on the loop.
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__qualname__"):
+        function = type(function)
+    file = getattr(inspect.getmodule(function), "__file__", None)
+    where = Path(file).name if file else function.__module__
+    return f"{function.__qualname__} ({where})"

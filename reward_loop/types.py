@@ -1,0 +1,82 @@
+"""The whole contract on one page: what goes into a reward function, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypedDict
+
+from reward_loop.errors import ScoringError
+
+__all__ = ["RESERVED_KEYS", "ComputeScore", "Outcome", "Reward", "RewardResult", "RewardSample"]
+
+RESERVED_KEYS = frozenset({"reward_outcome", "reward_masked", "reward_seconds", "reward_error"})
+"""Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
+
+
+class Outcome(StrEnum):
+    """How the scoring of one sample ended. The three are never confused."""
+
+    SCORED = "scored"
+    """The function returned a finite score."""
+    UNSCORED = "unscored"
+    """The function returned ``None``: it has no opinion, or the judge's answer could not be parsed."""
+    FAILED = "failed"
+    """The function raised, timed out, or returned something that is no score."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """One finished rollout, as a reward function sees it. Names are verl's."""
+
+    solution_str: str
+    """The decoded response, special tokens left out."""
+    data_source: str = ""
+    """Which data set the prompt came from; functions choose their rule by it."""
+    ground_truth: Any = None
+    """The reference answer, or ``None`` where the data has none."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the data set carries. A function receives a copy; the caller's mapping is never changed."""
+    uid: str | None = None
+    """The sample's name in messages and logs."""
+    error: str | None = None
+    """Why it cannot be scored, where the row it was made from is broken. Such a sample fails without a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """What became of one sample."""
+
+    outcome: Outcome
+    score: float | None
+    """A finite number if and only if the outcome is *scored*."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys that the function returned, for logs."""
+    error: str | None = None
+    """For a failed sample: what went wrong, naming sample and function."""
+    seconds: float = 0.0
+    """How long the function itself ran, in seconds; waiting for a free thread is not counted."""
+    exception: ScoringError | None = field(default=None, repr=False, compare=False)
+    """For an unscored or failed sample: what to raise where the policy is to raise."""
+
+
+class Reward(TypedDict):
+    """What ``run_single`` returns: verl's own contract."""
+
+    reward_score: float
+    reward_extra_info: dict[str, Any]
+
+
+class ComputeScore(Protocol):
+    """A reward function, sync or async.
+
+    It is called by keyword with those of ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``,
+    ``reward_router_address`` (``host:port``), ``reward_model_tokenizer`` and the configured ``reward_kwargs`` that its
+    signature names; with all of them if it takes ``**kwargs``.
+
+    It returns a number, a bool, a dict with ``score``, a tuple ``(score, prompt, explanation)``, or ``None``
+    (*unscored*).
+    """
+
+    def __call__(self, **kwargs: Any) -> Any | Awaitable[Any]: ...

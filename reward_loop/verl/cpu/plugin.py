@@ -1,0 +1,46 @@
+"""What verl imports in every process of a CPU run (``VERL_USE_EXTERNAL_MODULES``): registers the CPU's parts."""
+
+from __future__ import annotations
+
+import os
+
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from reward_loop.verl.cpu.platform import CPUPlatform
+
+ROLLOUT_NAME = "transformers"
+"""``actor_rollout_ref.rollout.name`` of the CPU rollout."""
+
+
+def _register_rollout() -> None:
+    from verl.workers.rollout import base
+    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+
+    def load() -> type[RolloutReplica]:
+        from reward_loop.verl.cpu.rollout import CPUReplica
+
+        return CPUReplica
+
+    RolloutReplicaRegistry.register(ROLLOUT_NAME, load)
+    # verl has no register function for this table.
+    base._ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "reward_loop.verl.cpu.rollout.ServerAdapter"
+
+
+def _prepare_training_worker() -> None:
+    import torch.distributed
+
+    # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses; it leaves a group alone that is there already.
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            backend="cpu:gloo",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            init_method=os.environ.get("DIST_INIT_METHOD"),
+        )
+    import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
+
+
+PlatformRegistry.register(platform="cpu")(CPUPlatform)
+_register_rollout()
+if os.environ.get("WG_BACKEND") == "ray":  # set by verl in its training workers alone
+    _prepare_training_worker()

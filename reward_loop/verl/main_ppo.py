@@ -1,0 +1,100 @@
+"""``python -m reward_loop.verl.main_ppo <verl options>``: verl's PPO trainer, with rewards from the reward loop.
+
+The options are verl's, and those of ``reward_loop/verl/config``. ``--config-name cpu`` runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+
+CPU_ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs workers at nice 15 otherwise, and everything else on the machine goes first.
+    "RAY_worker_niceness": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQ_CLIENT_ZMQ_IO_THREADS": "1",
+    "TQ_NUM_THREADS": "1",
+}
+"""Set for a run on a CPU, unless the user has set them."""
+
+
+def run(config: DictConfig) -> None:
+    """Trains as configured.
+
+    Raises:
+        RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
+            the rewards fail in a way that must stop the run.
+    """
+    settle(config)
+    _check_function(config)
+    if config.trainer.device == "cpu":
+        _prepare_cpu(config)
+
+    # verl chooses its platform while it is imported, so it is imported no sooner.
+    from ray.exceptions import RayTaskError
+    from verl.trainer.main_ppo import run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    from reward_loop.verl.task_runner import TaskRunner
+
+    auto_set_device(config)
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    try:
+        run_ppo(config, task_runner_class=TaskRunner)
+    except RayTaskError as error:
+        if isinstance(error.cause, RewardLoopError):
+            raise error.cause from None
+        raise
+
+
+def _check_function(config: DictConfig) -> None:
+    """Loads the user's function here, so that a mistake shows at once and not after minutes of start-up."""
+    custom = config.reward.custom_reward_function
+    if custom.path:
+        from reward_loop.scoring.load import load_function
+
+        load_function(custom.path, custom.name)
+
+
+def _prepare_cpu(config: DictConfig) -> None:
+    for name, value in CPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if config.ray_kwargs.ray_init.num_cpus is None:
+        # Logical processors: verl's actors ask for one each, and it waits without a word when there are too few.
+        ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers
+
+
+@hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)
+def _main(config: DictConfig) -> None:
+    try:
+        run(config)
+    except RewardLoopError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def main() -> None:
+    """The command."""
+    try:
+        sys.argv.append(f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]")
+    except RewardLoopError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    _main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""The bridge between the options that verl users write and those that take effect.
+
+verl 0.9.1 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
+take effect: each moves to its successor under ``reward.*``. One that contradicts its successor, or that nobody knows,
+is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from reward_loop._text import did_you_mean, listing
+from reward_loop.config import RewardLoopConfig, RewardModelConfig, parse
+from reward_loop.errors import ConfigError
+
+__all__ = ["CONFIG_DIR", "reward_loop_options", "reward_model_options", "settle", "verl_config_dir", "without_reward"]
+
+CONFIG_DIR = Path(__file__).parent / "config"
+
+_MOVED = {
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.enable_resource_pool": "reward.reward_model.enable_resource_pool",
+    "reward_model.n_gpus_per_node": "reward.reward_model.n_gpus_per_node",
+    "reward_model.nnodes": "reward.reward_model.nnodes",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "custom_reward_function.reward_kwargs": "reward.custom_reward_function.reward_kwargs",
+    "sandbox_fusion.url": "reward.sandbox_fusion.url",
+    "sandbox_fusion.max_concurrent": "reward.sandbox_fusion.max_concurrent",
+    "sandbox_fusion.memory_limit_mb": "reward.sandbox_fusion.memory_limit_mb",
+}
+"""Old key -> its successor. ``reward_model.rollout.*`` moves to ``reward.reward_model.rollout.*``, key by key."""
+
+_OPEN = {
+    "reward.reward_kwargs",
+    "reward.custom_reward_function.reward_kwargs",
+    "reward.reward_model.rollout.engine_kwargs",
+    "reward_model.reward_kwargs",
+    "reward_model.rollout.engine_kwargs",
+    "custom_reward_function.reward_kwargs",
+    "reward_model.server",
+}
+"""Groups whose keys are the user's own (``reward_model.server`` is checked by its own model)."""
+
+_UNUSED = {
+    "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
+    "reward_model.model.trust_remote_code": "reward models with code of their own are not supported",
+}
+"""Old keys that verl has no successor for, and what to do instead."""
+
+
+def verl_config_dir() -> Path:
+    """Where the installed verl keeps its Hydra configuration. Found without importing verl.
+
+    Raises:
+        ConfigError: verl is not installed.
+    """
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        raise ConfigError("verl is not installed: pip install 'reward-loop[verl]'")
+    return Path(spec.origin).parent / "trainer" / "config"
+
+
+def settle(config: DictConfig) -> None:
+    """Moves the keys that users write to where they take effect, in place, and checks them.
+
+    Raises:
+        ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
+    """
+    defaults = _defaults()
+    unknown = [
+        message
+        for group in ("reward", "reward_model", "custom_reward_function", "sandbox_fusion", "reward_loop")
+        for message in _unknown(group, config.get(group) or {}, defaults[group])
+    ]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    for key, advice in _UNUSED.items():
+        if OmegaConf.select(config, key) is not None:
+            raise ConfigError(f"{key} has no effect: {advice}")
+    moved = dict(_MOVED)
+    for key in config.reward_model.get("rollout") or {}:
+        moved[f"reward_model.rollout.{key}"] = f"reward.reward_model.rollout.{key}"
+    with open_dict(config):
+        for old, new in moved.items():
+            _move(config, old, new, defaults)
+        if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
+            config.reward.reward_manager.source = "importlib"
+    _check(config)
+
+
+def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
+    """The ``reward_loop`` group."""
+    return parse(RewardLoopConfig, config.reward_loop, "reward_loop")
+
+
+def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
+    """How the reward model is served, or ``None`` if there is none."""
+    model = config.reward.reward_model
+    if not model.enable:
+        return None
+    return parse(
+        RewardModelConfig,
+        {"model_path": model.model_path, "engine": model.rollout.name, **config.reward_model.server},
+        "reward_model.server",
+    )
+
+
+def without_reward(config: DictConfig) -> DictConfig:
+    """A copy for verl's trainer with verl's own reward workers and servers switched off: ours do their work."""
+    config = OmegaConf.create(OmegaConf.to_container(config))
+    with open_dict(config):
+        config.reward.num_workers = 0
+        config.reward.reward_model.enable = False
+        config.reward.custom_reward_function.path = None
+        config.reward.reward_manager.source = "register"
+        config.reward.reward_manager.name = "naive"
+    return config
+
+
+def _defaults() -> DictConfig:
+    directory = verl_config_dir()
+    return OmegaConf.merge(
+        OmegaConf.load(directory / "legacy_reward_impl.yaml"),
+        {"reward": OmegaConf.load(directory / "reward" / "reward.yaml")},
+        {
+            "reward_model": {"reward_kwargs": None},
+            "custom_reward_function": {"reward_kwargs": None},
+            "reward": {"reward_kwargs": None, "custom_reward_function": {"reward_kwargs": None}},
+        },
+        OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
+    )  # type: ignore[return-value]
+
+
+def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    if where in _OPEN:
+        return
+    for key in given:
+        path = f"{where}.{key}"
+        if key not in known:
+            hint = did_you_mean(str(key), list(known)) or "."
+            yield f"{path}: unknown option{hint} Known here: {listing(list(known))}"
+            continue
+        value = None if OmegaConf.is_missing(given, key) else given[key]
+        if isinstance(value, Mapping) and path not in _OPEN:
+            inner = None if OmegaConf.is_missing(known, key) else known[key]
+            yield from _unknown(path, value, inner if isinstance(inner, Mapping) else {})
+
+
+def _move(config: DictConfig, old: str, new: str, defaults: DictConfig) -> None:
+    value = OmegaConf.select(config, old)
+    if value is None:
+        return
+    current, default = _select(config, new), _select(defaults, new)
+    if current not in (default, value):
+        raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
+    OmegaConf.update(config, new, value, force_add=True)
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    # Mandatory values that nobody gave ("???") count as not given.
+    return OmegaConf.select(config, key, throw_on_missing=False)
+
+
+def _check(config: DictConfig) -> None:
+    if config.reward_model.use_reward_loop and config.reward_model.launch_reward_fn_async is False:
+        raise ConfigError(
+            "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True: the reward loop "
+            "scores every rollout as soon as it is finished. Leave the former out, or set use_reward_loop=False"
+        )
+    function = config.reward.custom_reward_function
+    model = config.reward.reward_model
+    if model.enable and not model.model_path:
+        raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+    if model.enable and not function.path:
+        raise ConfigError(
+            "reward_model.enable=True needs a function that asks the model: set custom_reward_function.path to a file "
+            "whose compute_score takes reward_router_address"
+        )
+    if config.reward.num_workers < 1:
+        raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")
+    if not config.trainer.get("use_v1", True):
+        raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
+    reward_loop_options(config)
+    reward_model_options(config)

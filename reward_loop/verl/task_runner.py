@@ -1,0 +1,52 @@
+"""The process that holds verl's trainer, and with it the reward model's servers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.main_ppo import TaskRunnerV1
+
+from reward_loop.verl.options import reward_model_options
+
+__all__ = ["TaskRunner"]
+
+
+@ray.remote
+class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc,name-defined]
+    """verl's V1 task runner, with the reward loop in its trainer and the reward model behind it."""
+
+    def run(self, config: DictConfig) -> None:
+        """Starts the reward model, trains, and stops the reward model whatever happens."""
+        import transfer_queue as tq
+        from verl.trainer.ppo.v1 import get_trainer_cls
+        from verl.utils.logging_utils import configure_verl_logging
+
+        from reward_loop.router.manager import serve_reward_model
+        from reward_loop.verl.trainer import with_reward_loop
+
+        configure_verl_logging()
+        config.transfer_queue.enable = True
+        OmegaConf.resolve(config)
+        self.config = config
+        with ExitStack() as stack:
+            tq.init(config.transfer_queue)
+            stack.callback(tq.close)
+            address = None
+            model = reward_model_options(config)
+            if model is not None:
+                address = stack.enter_context(serve_reward_model(model))
+            trainer: Any = with_reward_loop(get_trainer_cls(config.trainer.v1.trainer_mode))(config, address)
+            self.trainer = trainer
+            succeeded = False
+            try:
+                trainer.init()
+                self.init_agent_loop_manager()
+                trainer.fit(self.agent_loop_manager)
+                succeeded = True
+            finally:
+                tracking = getattr(trainer, "logger", None)
+                if tracking is not None:
+                    tracking.finish(exit_code=0 if succeeded else 1)

@@ -1,0 +1,216 @@
+"""verl's V1 trainer with rewards from the reward loop, in whatever mode it runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from tensordict import NonTensorStack, TensorDict
+from torch.nn.utils.rnn import pad_sequence
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from reward_loop.types import Outcome, Reward
+from reward_loop.verl.options import without_reward
+from reward_loop.verl.workers import RewardClient, RewardWorkers
+
+__all__ = ["with_reward_loop"]
+
+
+class _RewardLoop:
+    """What verl's trainer asks of its reward loop manager."""
+
+    def __init__(self, workers: RewardWorkers, inside_rollout: bool) -> None:
+        self.workers = workers
+        self.reward_loop_worker_handles: list[RewardClient] | None = [workers.client] if inside_rollout else None
+
+
+class RewardLoopTrainer(PPOTrainer):
+    """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
+
+    Args:
+        config: verl's whole configuration, settled.
+        reward_router_address: ``host:port`` of the router before the reward models.
+    """
+
+    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
+        self._full_config = config
+        self._reward_router_address = reward_router_address
+        self._pending_rewards: tuple[list[str], list[Any]] | None = None
+        super().__init__(without_reward(config))
+
+    def _setup(self) -> None:
+        super()._setup()
+        self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
+        self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+        try:
+            return super()._step_once(metrics, timing_raw, sample_batch_size)
+        except Exception:
+            # verl turns the failure of every group into an error of its own that says nothing about the reward.
+            self.reward_workers.raise_fatal_error()
+            raise
+
+    def on_sample_end(self) -> None:
+        super().on_sample_end()
+        self.reward_workers.raise_fatal_error()
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        self.reward_workers.raise_fatal_error()
+        return metrics
+
+    def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
+        """Scores the whole batch after the rollout (``use_reward_loop=False``)."""
+        keys, rows = _session_rows(batch)
+        pending = self.reward_workers.start_batch(rows)
+        in_background = self._full_config.reward_model.launch_reward_fn_async and batch.partition_id == "train"
+        if in_background:
+            self._pending_rewards = (keys, pending)
+        else:
+            _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
+        return batch
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        if self._pending_rewards is not None:
+            keys, pending = self._pending_rewards
+            self._pending_rewards = None
+            _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
+        infos = _reward_infos(batch)
+        metrics.update(_reward_metrics(infos))
+        _leave_out(batch, [key for key, info in infos.items() if info.get("reward_masked")])
+        return super()._compute_advantage(batch, metrics)
+
+
+def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
+    """The trainer of a mode, with rewards from the reward loop."""
+    return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
+
+
+def _session_of(key: str) -> tuple[str, int]:
+    """Splits verl's key ``{uid}_{session}_{index}`` into session and index."""
+    session, index = key.rsplit("_", 1)
+    return session, int(index)
+
+
+def _session_rows(batch: Any) -> tuple[list[str], list[DataProto]]:
+    """The rollouts of a batch as the agent loop hands them to a reward worker: one ``DataProto`` a session, a row an
+    output. Returns the key of each session's last output beside it."""
+    sessions: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for position, key in enumerate(batch.keys):
+        session, index = _session_of(key)
+        sessions[session].append((index, position))
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    tensors = {name: list(data[name].unbind()) for name in ("prompts", "responses", "input_ids", "position_ids")}
+    others = {
+        name: list(data[name])
+        for name in data.keys()  # noqa: SIM118  iterating a TensorDict goes over its rows
+        if not isinstance(data.get(name), torch.Tensor) and name not in ("rm_scores", "multi_modal_inputs")
+    }
+    keys, rows = [], []
+    for outputs in sessions.values():
+        positions = [position for _, position in sorted(outputs)]
+        keys.append(batch.keys[positions[-1]])
+        rows.append(_row(tensors, others, positions))
+    return keys, rows
+
+
+def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], positions: Sequence[int]) -> DataProto:
+    padded = {name: pad_sequence([values[p] for p in positions], batch_first=True) for name, values in tensors.items()}
+    padded["attention_mask"] = pad_sequence(
+        [torch.ones_like(tensors["input_ids"][p]) for p in positions], batch_first=True
+    )
+    columns = {name: _objects(values[p] for p in positions) for name, values in others.items()}
+    columns["__num_turns__"] = columns.pop("num_turns", _objects(None for _ in positions))
+    columns["tool_extra_fields"] = columns.pop("extra_fields", _objects({} for _ in positions))
+    return DataProto(batch=TensorDict(padded, batch_size=len(positions)), non_tensor_batch=columns)
+
+
+def _objects(values: Iterator[Any] | Any) -> np.ndarray:
+    items = [getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value for value in values]
+    column = np.empty(len(items), dtype=object)
+    column[:] = items
+    return column
+
+
+def _write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -> None:
+    """Puts the rewards into TransferQueue: each session's at the last token of all its outputs, as verl does."""
+    by_session = {_session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
+    # Padding rows were made from copies of others, and carry their fields.
+    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=["responses", "extra_fields"])
+    scores, extra_fields = [], []
+    for key, response, extra in zip(rows, data["responses"].unbind(), list(data["extra_fields"]), strict=True):
+        reward = by_session[_session_of(key)[0]]
+        score = torch.zeros(len(response), dtype=torch.float32)
+        score[-1:] = reward["reward_score"]
+        scores.append(score)
+        extra = getattr(extra, "data", extra)
+        extra_fields.append({**extra, "reward_extra_info": reward["reward_extra_info"]})
+    fields = TensorDict(
+        {
+            "rm_scores": torch.nested.as_nested_tensor(scores, layout=torch.jagged),
+            "extra_fields": NonTensorStack(*extra_fields),
+        },
+        batch_size=len(rows),
+    )
+    tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=fields)
+
+
+def _reward_infos(batch: Any) -> dict[str, dict[str, Any]]:
+    """``reward_extra_info`` of each trajectory of a batch, without padding."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    extra_fields = [getattr(value, "data", value) for value in data["extra_fields"]]
+    return {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
+
+
+def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Counts of outcomes, the mean of every number that the function returned, and how long it took.
+
+    Sessions count once. Keys may differ between samples: a mean is over those that have the key.
+    """
+    last = {}
+    for key, info in infos.items():
+        session, index = _session_of(key)
+        if session not in last or last[session][0] < index:
+            last[session] = (index, info)
+    counts: dict[str, float] = {f"reward_loop/{outcome}": 0 for outcome in Outcome}
+    seconds: list[float] = []
+    components: dict[str, list[float]] = defaultdict(list)
+    for _, info in last.values():
+        outcome = info.get("reward_outcome")
+        if outcome is not None:
+            counts[f"reward_loop/{outcome}"] += 1
+            seconds.append(info["reward_seconds"])
+        for name, value in info.items():
+            if isinstance(value, int | float | np.number) and name not in ("reward_seconds", "reward_masked"):
+                components[name].append(float(value))
+    metrics = dict(counts)
+    if seconds:
+        metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
+        metrics["reward_loop/seconds/max"] = float(np.max(seconds))
+    return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+
+
+def _leave_out(batch: Any, keys: Sequence[str]) -> None:
+    """Takes trajectories out of their group's baseline, the advantage and the loss: each gets a group of its own, and
+    no token of it counts."""
+    if not keys:
+        return
+    keys = list(keys)
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+    empty = torch.nested.as_nested_tensor(
+        [torch.zeros_like(mask) for mask in data["response_mask"].unbind()], layout=torch.jagged
+    )
+    fields = TensorDict(
+        {"response_mask": empty, "loss_mask": empty.clone(), "uid": NonTensorStack(*(f"masked:{key}" for key in keys))},
+        batch_size=len(keys),
+    )
+    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)

@@ -1,0 +1,260 @@
+"""Reward workers: Ray actors, on all nodes, that score verl's rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import RayActorError, RayTaskError
+
+from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers.registry import names as manager_names
+from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.load import load_function, load_object
+from reward_loop.scoring.normalise import normalise
+from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.verl.options import reward_loop_options
+
+__all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
+
+logger = logging.getLogger(__name__)
+
+MAX_TASK_RETRIES = 3
+"""How many deaths of its worker a sample survives: it is scored again each time, and then counts as failed."""
+
+START_TIMEOUT_S = 300.0
+"""Seconds until all workers must have loaded the tokenizer and the user's function."""
+
+STATUS_TIMEOUT_S = 60.0
+"""Seconds until a worker must have said how it is; a restart fits in."""
+
+
+class RewardWorker:
+    """Scores samples through one reward manager. A Ray actor with asynchronous methods."""
+
+    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
+        self._options = reward_loop_options(config)
+        self._manager = _build_manager(config, reward_router_address)
+        self._fatal: str | None = None
+
+    async def compute_score(self, data: Any) -> Reward:
+        """The reward of one rollout.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        try:
+            if isinstance(self._manager, RewardLoopManagerBase):
+                return await self._manager.run_single(data)
+            return await self._run_foreign(data)
+        except RewardLoopError as error:
+            self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+            raise
+
+    async def compute_score_batch(self, rows: list[Any]) -> list[Reward]:
+        """The rewards of several rollouts, scored at the same time."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.compute_score(row)) for row in rows]
+        return [task.result() for task in tasks]
+
+    async def fatal_error(self) -> str | None:
+        """Why the run must stop, if it must. Also says that the worker is up."""
+        return self._fatal
+
+    async def _run_foreign(self, data: Any) -> Reward:
+        """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
+        name = type(self._manager).__name__
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(self._options.timeout):
+                returned = await self._manager.run_single(data)
+            score, _ = normalise(returned["reward_score"])
+            result = RewardResult(
+                outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
+                score=score,
+                extra_info=dict(returned.get("reward_extra_info") or {}),
+                seconds=loop.time() - started,
+            )
+        except Exception as error:
+            failure = RewardFunctionError(f"reward manager {name}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            result = RewardResult(
+                outcome=Outcome.FAILED,
+                score=None,
+                error=str(failure),
+                exception=failure,
+                seconds=loop.time() - started,
+            )
+        return apply_policy(result, self._options)
+
+
+def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any:
+    from verl.utils import hf_tokenizer
+    from verl.utils.fs import copy_to_local
+
+    def tokenizer(path: str) -> Any:
+        return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
+
+    policy = config.actor_rollout_ref.model
+    keywords = {
+        "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
+        "reward_router_address": reward_router_address,
+        "reward_model_tokenizer": (
+            tokenizer(config.reward.reward_model.model_path) if config.reward.reward_model.enable else None
+        ),
+    }
+    manager = config.reward.reward_manager
+    if manager.source == "importlib":
+        cls: Any = load_object(manager.module.path, manager.name)
+    elif manager.name in manager_names() or ":" in manager.name:
+        cls = get_manager(manager.name)
+    else:
+        cls = None
+    if cls is not None and issubclass(cls, RewardLoopManagerBase):
+        return cls(config=config, compute_score=_scoring_function(config), **keywords)
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    return load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
+
+
+def _scoring_function(config: DictConfig) -> ScoringFunction:
+    options = reward_loop_options(config)
+    custom = config.reward.custom_reward_function
+    if custom.path:
+        function = load_function(custom.path, custom.name)
+        reward_kwargs = OmegaConf.to_container(custom.get("reward_kwargs") or OmegaConf.create({}))
+    else:
+        from verl.utils.reward_score import default_compute_score
+
+        function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
+    return ScoringFunction(
+        function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
+    )
+
+
+def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
+    sandbox = config.reward.sandbox_fusion
+    if not sandbox.url:
+        return {}
+    # Each worker gets its share, so that the bound holds for the whole job.
+    share = max(1, sandbox.max_concurrent // config.reward.num_workers)
+    return {
+        "sandbox_fusion_url": sandbox.url,
+        "concurrent_semaphore": threading.Semaphore(share),
+        "memory_limit_mb": sandbox.memory_limit_mb,
+    }
+
+
+class RewardClient:
+    """Stands where verl's agent loop expects the handle of a reward worker: ``client.compute_score.remote(data)``.
+
+    Deals the samples out to the workers in turn. A sample whose worker keeps dying is a failed sample.
+    """
+
+    def __init__(self, workers: Sequence[Any], config: DictConfig) -> None:
+        self._workers = list(workers)
+        self._options = reward_loop_options(config)
+        self._turn = 0
+
+    @property
+    def compute_score(self) -> RewardClient:
+        """The method whose ``remote`` verl calls."""
+        return self
+
+    def remote(self, data: Any) -> Coroutine[Any, Any, Reward]:
+        """An awaitable of the reward of ``data``, one rollout as a ``DataProto``."""
+        return self._score(data)
+
+    async def _score(self, data: Any) -> Reward:
+        worker = self._workers[self._turn % len(self._workers)]
+        self._turn += 1
+        try:
+            return await worker.compute_score.remote(data)
+        except RayActorError as error:
+            return self._died(error)
+
+    def _died(self, error: Exception) -> Reward:
+        failure = RewardFunctionError(
+            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample: does the reward "
+            f"function crash the interpreter, or run out of memory? ({type(error).__name__})"
+        )
+        logger.error("%s", failure)
+        result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
+        return apply_policy(result, self._options)
+
+
+class RewardWorkers:
+    """Starts the reward workers, one after the other on all nodes, and lets them be used.
+
+    Ray restarts a worker that dies, elsewhere if its node is gone, and sends it again what it had not answered.
+
+    Args:
+        config: verl's whole configuration, settled.
+        reward_router_address: ``host:port`` of the router before the reward models.
+    """
+
+    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
+        nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+        actor = ray.remote(RewardWorker)
+        self.handles = [
+            actor.options(
+                name=f"reward_loop_worker_{i}",
+                max_restarts=-1,
+                max_task_retries=MAX_TASK_RETRIES,
+                max_concurrency=100_000,
+                scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                    node_id=nodes[i % len(nodes)], soft=True
+                ),
+            ).remote(config, reward_router_address)
+            for i in range(config.reward.num_workers)
+        ]
+        self.client = RewardClient(self.handles, config)
+        self._ask_all("fatal_error", START_TIMEOUT_S)
+
+    def raise_fatal_error(self) -> None:
+        """Raises what a worker said must stop the run.
+
+        Raises:
+            RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
+        """
+        for message in self._ask_all("fatal_error", STATUS_TIMEOUT_S):
+            if message is not None:
+                raise RewardLoopError(message)
+
+    def start_batch(self, rows: Sequence[Any]) -> list[Any]:
+        """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""
+        count = len(self.handles)
+        return [
+            worker.compute_score_batch.remote(list(rows[i::count]))
+            for i, worker in enumerate(self.handles)
+            if rows[i::count]
+        ]
+
+    def finish_batch(self, pending: list[Any]) -> list[Reward]:
+        """Waits for the rewards of a batch, in the order of its rows."""
+        try:
+            chunks = ray.get(pending)
+        except RayTaskError as error:
+            self.raise_fatal_error()
+            raise RewardLoopError(f"a reward worker failed: {error}") from error
+        rewards: list[Any] = [None] * sum(map(len, chunks))
+        for i, chunk in enumerate(chunks):
+            rewards[i :: len(chunks)] = chunk
+        return rewards
+
+    def _ask_all(self, question: str, timeout: float) -> list[Any]:
+        try:
+            return ray.get([getattr(worker, question).remote() for worker in self.handles], timeout=timeout)
+        except RayActorError as error:
+            raise RewardLoopError(f"a reward worker did not start: {error}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise RewardLoopError(f"a reward worker gave no sign of life for {timeout:.0f} s") from error

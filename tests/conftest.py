@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import build_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_generative_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a ``Qwen2ForCausalLM`` with random weights."""
+    return build_tiny_model(tmp_path_factory.mktemp("generative"), "generative")
+
+
+@pytest.fixture(scope="session")
+def tiny_discriminative_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a ``Qwen2ForSequenceClassification`` with one label and random weights."""
+    return build_tiny_model(tmp_path_factory.mktemp("discriminative"), "discriminative")

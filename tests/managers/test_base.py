@@ -1,0 +1,245 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from reward_loop import (
+    ConfigError,
+    NaiveRewardLoopManager,
+    Outcome,
+    RewardFunctionError,
+    RewardLoopConfig,
+    RewardLoopManagerBase,
+    RewardResult,
+    RewardSample,
+    ScoringFunction,
+    TooManyFailuresError,
+    UnscoredError,
+)
+from reward_loop.types import RESERVED_KEYS
+
+
+class Tokenizer:
+    """Token n is the n-th letter; 0 is a special token."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(ord("a") + int(i) - 1) for i in ids if int(i))
+
+
+def column(*values):
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def batch(responses, masks, **columns):
+    """What a manager sees of verl's DataProto."""
+    return SimpleNamespace(
+        batch={"responses": np.array(responses), "attention_mask": np.array(masks)},
+        non_tensor_batch={name: column(*values) for name, values in columns.items()},
+    )
+
+
+def one_row(**columns):
+    row = {"data_source": "math", "reward_model": {"ground_truth": "abc"}, "extra_info": {"level": 1}}
+    row.update(columns)
+    return batch(
+        [[1, 2, 3, 0, 9]],
+        [[0, 1, 1, 1, 1, 1, 1, 0]],
+        **{name: [value] for name, value in row.items() if value is not None},
+    )
+
+
+def exact(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+
+def manager(function=exact, config=None, **kwargs):
+    return NaiveRewardLoopManager(config=config, tokenizer=Tokenizer(), compute_score=function, **kwargs)
+
+
+async def test_a_row_becomes_a_sample():
+    data = one_row(
+        uid="u1", __num_turns__=2, reward_scores={"tool": 0.5}, tool_extra_fields={"calls": 3}, level="ignored"
+    )
+    caller = data.non_tensor_batch["extra_info"][0]
+    sample = await manager().to_sample(data)
+    assert sample == RewardSample(
+        "abc",
+        "math",
+        "abc",
+        {"level": 1, "calls": 3, "num_turns": 2, "rollout_reward_scores": {"tool": 0.5}},
+        "u1",
+    )
+    assert caller == {"level": 1}
+
+
+async def test_of_several_rows_the_last_counts():
+    data = batch(
+        [[1, 1], [2, 3]],
+        [[1, 1, 1], [1, 1, 0]],
+        data_source=["x", "y"],
+        reward_model=[{"ground_truth": "aa"}, {"ground_truth": "b"}],
+        index=[7, 8],
+    )
+    sample = await manager().to_sample(data)
+    assert (sample.solution_str, sample.data_source, sample.ground_truth, sample.uid) == ("b", "y", "b", "8")
+
+
+async def test_a_single_item():
+    data = SimpleNamespace(
+        batch={"responses": np.array([1, 2]), "attention_mask": np.array([1, 1, 1])},
+        non_tensor_batch={"data_source": "math", "reward_model": {"ground_truth": "ab"}},
+    )
+    assert (await manager().run_single(data))["reward_score"] == 1.0
+
+
+async def test_an_empty_response_is_a_sample():
+    data = batch([[0, 0]], [[1, 0, 0]], data_source=["m"], reward_model=[{"ground_truth": ""}])
+    assert (await manager().to_sample(data)).solution_str == ""
+
+
+async def test_a_sample_stays_as_it_is():
+    sample = RewardSample("x")
+    assert await manager().to_sample(sample) is sample
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "error"),
+    [
+        (exact, {"reward_model": {}}, 'no non_tensor_batch["reward_model"]["ground_truth"]'),
+        (exact, {"reward_model": None}, 'no non_tensor_batch["reward_model"]["ground_truth"]'),
+        (lambda data_source: 1, {"data_source": None}, 'no non_tensor_batch["data_source"]'),
+        (lambda solution_str, ground_truth=None: 1, {"reward_model": None}, ""),
+        (lambda **kwargs: 1, {"reward_model": None, "data_source": None, "extra_info": None}, ""),
+    ],
+)
+async def test_a_missing_field_fails_only_where_the_function_requires_it(function, columns, error):
+    reward = await manager(function).run_single(one_row(uid="u1", **columns))
+    if error:
+        assert error in reward["reward_extra_info"]["reward_error"]
+        assert "u1" in reward["reward_extra_info"]["reward_error"]
+    assert reward["reward_extra_info"]["reward_outcome"] == ("failed" if error else "scored")
+
+
+async def test_a_dataproto_needs_a_tokenizer():
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        await NaiveRewardLoopManager(compute_score=exact).run_single(one_row())
+
+
+async def test_score_needs_a_function():
+    with pytest.raises(ConfigError, match="was given no compute_score"):
+        await NaiveRewardLoopManager().score(RewardSample("x"))
+
+
+async def test_address_and_tokenizer_reach_the_function():
+    def function(reward_router_address, reward_model_tokenizer):
+        return {"score": 1, "got": (reward_router_address, reward_model_tokenizer)}
+
+    reward = await manager(function, reward_router_address="h:1", reward_model_tokenizer="t").run_single(one_row())
+    assert reward["reward_extra_info"]["got"] == ("h:1", "t")
+
+
+def fails(solution_str):
+    raise KeyError("rubric")
+
+
+POLICIES = [
+    (fails, "on_failed", Outcome.FAILED, RewardFunctionError),
+    (lambda: None, "on_unscored", Outcome.UNSCORED, UnscoredError),
+]
+
+
+@pytest.mark.parametrize(("function", "option", "outcome", "error"), POLICIES)
+async def test_policies(function, option, outcome, error):
+    other = {"on_failed": "on_unscored", "on_unscored": "on_failed"}[option]
+    sample = RewardSample("x", uid="u1")
+
+    masked = await manager(function, {option: "mask", other: "raise"}).run_single(sample)
+    assert masked["reward_score"] == 0.0
+    assert masked["reward_extra_info"]["reward_masked"] is True
+    assert masked["reward_extra_info"]["reward_outcome"] == outcome
+
+    default = await manager(function, {option: "default", "default_score": -1, other: "raise"}).run_single(sample)
+    assert default["reward_score"] == -1.0
+    assert default["reward_extra_info"]["reward_masked"] is False
+    assert default["reward_extra_info"]["reward_outcome"] == outcome
+
+    with pytest.raises(error, match="u1"):
+        await manager(function, {option: "raise"}).run_single(sample)
+
+
+async def test_every_reward_has_the_same_keys_of_the_loop_and_its_own_of_the_function():
+    # In verl 0.9, the first sample's keys are taken for all.
+    def ragged(solution_str):
+        return {"a": {"score": 1, "a": 1}, "b": {"score": 2, "b": 2}, "c": None, "d": "no score"}[solution_str]
+
+    rewards = [await manager(ragged).run_single(RewardSample(name)) for name in "abcd"]
+    infos = [reward["reward_extra_info"] for reward in rewards]
+    assert [set(info) - RESERVED_KEYS for info in infos] == [{"score", "a"}, {"score", "b"}, set(), set()]
+    for info in infos:
+        assert set(info) >= RESERVED_KEYS
+        assert type(info["reward_outcome"]) is str
+        assert type(info["reward_masked"]) is bool
+        assert type(info["reward_error"]) is str
+        assert info["reward_seconds"] >= 0
+
+
+async def test_a_run_whose_samples_fail_stops():
+    failing = manager(fails, {"min_samples_for_failed_share": 3})
+    for _ in range(2):
+        await failing.run_single(RewardSample("x"))
+    with pytest.raises(TooManyFailuresError, match=r"3 of the last 3.*sample u9: fails .*KeyError: 'rubric'"):
+        await failing.run_single(RewardSample("x", uid="u9"))
+
+
+@pytest.mark.parametrize(
+    ("config", "timeout"),
+    [
+        (None, 300),
+        (RewardLoopConfig(timeout=5), 5),
+        ({"timeout": 5}, 5),
+        ({"actor_rollout_ref": {}, "reward": {}, "reward_loop": {"timeout": 5}}, 5),
+        ({"actor_rollout_ref": {}, "reward": {}}, 300),
+        ({"actor_rollout_ref": {}, "reward_loop": None}, 300),
+    ],
+)
+def test_the_forms_of_configuration(config, timeout):
+    made = manager(config=config)
+    assert made.options.timeout == timeout
+    assert made.function.timeout == timeout
+    assert made.config is config
+
+
+def test_a_wrong_option_is_named():
+    with pytest.raises(ConfigError, match=r"reward_loop\.timout"):
+        manager(config={"trainer": {}, "reward_loop": {"timout": 5}})
+
+
+def test_a_scoring_function_is_kept():
+    function = ScoringFunction(exact, timeout=7)
+    assert manager(function).function is function
+
+
+def test_run_single_is_what_a_subclass_states():
+    with pytest.raises(TypeError, match="run_single"):
+        RewardLoopManagerBase()
+
+    class Constant(RewardLoopManagerBase):
+        async def run_single(self, data):
+            return self.to_reward(RewardResult(Outcome.SCORED, 1.0))
+
+    assert Constant().function is None
+
+
+def test_scores_are_assembled_at_the_last_response_token():
+    torch = pytest.importorskip("torch")
+    data = SimpleNamespace(
+        batch={
+            "responses": torch.tensor([[1, 2, 0], [1, 2, 3], [0, 0, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0]]),
+        }
+    )
+    scores = NaiveRewardLoopManager.assemble_rm_scores(data, [0.5, 2.0, 1.0])
+    assert scores.tolist() == [[0, 0.5, 0], [0, 0, 2.0], [1.0, 0, 0]]

@@ -1,0 +1,58 @@
+import pytest
+
+from reward_loop import ConfigError, NaiveRewardLoopManager, register
+from reward_loop.managers import registry
+
+
+@pytest.fixture(autouse=True)
+def only_for_this_test(monkeypatch):
+    monkeypatch.setattr(registry, "_managers", dict(registry._managers))
+
+
+class WrittenForVerl:
+    async def run_single(self, data):
+        return {"reward_score": 1.0, "reward_extra_info": {}}
+
+
+def test_by_name():
+    assert registry.get("naive") is NaiveRewardLoopManager
+    assert "naive" in registry.names()
+
+
+def test_a_class_of_the_users_own():
+    assert register("mine")(WrittenForVerl) is WrittenForVerl
+    assert registry.get("mine") is WrittenForVerl
+    register("mine")(WrittenForVerl)
+
+
+def test_by_import_path(tmp_path):
+    assert registry.get("reward_loop.managers.naive:NaiveRewardLoopManager") is NaiveRewardLoopManager
+    path = tmp_path / "managers.py"
+    path.write_text("class Mine:\n    async def run_single(self, data):\n        return {}\n")
+    assert registry.get(f"{path}:Mine").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("niave", r"unknown reward manager 'niave'; did you mean 'naive'\? Known: .*naive.*import path"),
+        ("zzz", r"unknown reward manager 'zzz'\. Known: "),
+        ("no_such_package_here:Manager", "no module named"),
+        ("json:dumps", "is no reward manager: it must be a class"),
+        ("reward_loop:RewardSample", "is no reward manager: it must be a class"),
+    ],
+)
+def test_what_is_no_manager(name, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.get(name)
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ConfigError, match=r"'naive' is registered already: reward_loop\.managers\.naive"):
+        register("naive")(WrittenForVerl)
+
+
+@pytest.mark.parametrize("name", ["", "pkg:Class"])
+def test_what_is_no_name(name):
+    with pytest.raises(ConfigError, match="is no name for a reward manager"):
+        register(name)

@@ -1,0 +1,435 @@
+import asyncio
+import functools
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from reward_loop import (
+    FunctionLoadError,
+    InvalidScoreError,
+    Outcome,
+    RewardFunctionError,
+    RewardSample,
+    RewardTimeoutError,
+    ScoringFunction,
+)
+
+SAMPLE = RewardSample("4", data_source="math", ground_truth="4", extra_info={"level": 1}, uid="u7")
+
+
+def plain(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+
+async def coroutine(solution_str, ground_truth):
+    await asyncio.sleep(0)
+    return float(solution_str == ground_truth)
+
+
+def with_bonus(solution_str, ground_truth, bonus):
+    return float(solution_str == ground_truth) + bonus
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Callable:
+    def __call__(self, solution_str, ground_truth):
+        return plain(solution_str, ground_truth)
+
+
+class AsyncCallable:
+    async def __call__(self, solution_str, ground_truth):
+        return plain(solution_str, ground_truth)
+
+
+class Judge:
+    def __init__(self, threshold=0.0):
+        self.threshold = threshold
+
+    async def compute_score(self, solution_str, ground_truth):
+        return plain(solution_str, ground_truth) + self.threshold
+
+    def post_process_scores(self, scores):
+        return [score - min(scores) for score in scores]
+
+
+class SyncJudge:
+    def compute_score(self, solution_str, ground_truth):
+        return plain(solution_str, ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_async"),
+    [
+        (plain, False),
+        (coroutine, True),
+        (functools.partial(with_bonus, bonus=0), False),
+        (functools.partial(coroutine), True),
+        (functools.partial(functools.partial(AsyncCallable())), True),
+        (logged(plain), False),
+        (logged(coroutine), False),
+        (lambda **kwargs: coroutine(kwargs["solution_str"], kwargs["ground_truth"]), False),
+        (Callable(), False),
+        (AsyncCallable(), True),
+        (Judge, True),
+        (Judge(), True),
+        (SyncJudge, False),
+        (SyncJudge().compute_score, False),
+        (Judge().compute_score, True),
+    ],
+)
+async def test_every_form_is_called(function, is_async):
+    scoring = ScoringFunction(function)
+    assert scoring.is_async is is_async
+    result = await scoring(SAMPLE)
+    assert (result.outcome, result.score, result.error) == (Outcome.SCORED, 1.0, None)
+    assert result.seconds >= 0
+
+
+async def test_by_keyword_only_what_the_signature_names():
+    seen = {}
+
+    def named(solution_str, extra_info, reward_router_address):
+        seen.update(solution_str=solution_str, extra_info=extra_info, reward_router_address=reward_router_address)
+        return 1
+
+    await ScoringFunction(named)(SAMPLE, reward_router_address="host:1", reward_model_tokenizer="tokenizer")
+    assert seen == {"solution_str": "4", "extra_info": {"level": 1}, "reward_router_address": "host:1"}
+
+
+async def test_everything_for_a_function_with_kwargs():
+    seen = {}
+
+    def anything(**kwargs):
+        seen.update(kwargs)
+        return 1
+
+    scoring = ScoringFunction(anything, reward_kwargs={"alpha": 2})
+    await scoring(SAMPLE, reward_router_address="host:1", reward_model_tokenizer="tokenizer")
+    assert seen == {
+        "data_source": "math",
+        "solution_str": "4",
+        "ground_truth": "4",
+        "extra_info": {"level": 1},
+        "reward_router_address": "host:1",
+        "reward_model_tokenizer": "tokenizer",
+        "alpha": 2,
+    }
+
+
+async def test_what_the_user_bound_is_not_overridden():
+    def address(reward_router_address):
+        return {"score": 1, "address": reward_router_address}
+
+    bound = functools.partial(address, reward_router_address="mine:1")
+    assert (await ScoringFunction(bound)(SAMPLE)).extra_info["address"] == "mine:1"
+    configured = ScoringFunction(address, reward_kwargs={"reward_router_address": "mine:2"})
+    assert (await configured(SAMPLE, reward_router_address="other:1")).extra_info["address"] == "mine:2"
+
+
+async def test_reward_kwargs_reach_the_class_and_the_method():
+    class Both:
+        def __init__(self, alpha):
+            self.alpha = alpha
+
+        def compute_score(self, solution_str, beta):
+            return self.alpha + beta
+
+    assert (await ScoringFunction(Both, reward_kwargs={"alpha": 1, "beta": 2})(SAMPLE)).score == 3
+
+
+class Fussy:
+    def __init__(self, model):
+        pass
+
+    def compute_score(self, solution_str):
+        return 0
+
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no GPU")
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "message"),
+    [
+        (with_bonus, {}, "with_bonus .*requires bonus, which the reward loop does not provide.*reward_kwargs"),
+        (
+            with_bonus,
+            {"bonus": 1, "bonsu": 1},
+            "does not take the configured reward_kwargs bonsu; did you mean 'bonus'",
+        ),
+        (Fussy, {}, "class Fussy .*requires model"),
+        (Broken, {}, "class Broken .*cannot be instantiated: RuntimeError: no GPU"),
+        (lambda solution_str, /: 0, {}, "takes solution_str by position only"),
+        (3, {}, "cannot be called"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_at_once(function, kwargs, message):
+    with pytest.raises(FunctionLoadError, match=message):
+        ScoringFunction(function, reward_kwargs=kwargs)
+
+
+def test_requires_names_the_fields_without_a_default():
+    def function(solution_str, ground_truth, extra_info=None):
+        return 0
+
+    assert ScoringFunction(function).requires == {"solution_str", "ground_truth"}
+
+
+async def test_the_callers_extra_info_is_never_changed():
+    # In verl 0.9, the function is given the data set's own dict.
+    extra_info = {"rubric": {"points": [1, 2]}, "pair": ([1],), "tags": {"a"}, "array": np.zeros(2), 3: object()}
+
+    def spoil(extra_info):
+        extra_info["rubric"]["points"].append(3)
+        extra_info["pair"][0].append(2)
+        extra_info["tags"].add("b")
+        extra_info["array"] += 1
+        extra_info["new"] = 1
+        return 0
+
+    assert (await ScoringFunction(spoil)(RewardSample("", extra_info=extra_info))).outcome is Outcome.SCORED
+    assert extra_info["rubric"] == {"points": [1, 2]}
+    assert extra_info["pair"] == ([1],)
+    assert extra_info["tags"] == {"a"}
+    assert extra_info["array"].tolist() == [0, 0]
+    assert "new" not in extra_info
+
+
+def parse_answer(text):
+    return int(text)
+
+
+def raises(solution_str):
+    return parse_answer("forty")
+
+
+async def raises_async(solution_str):
+    return parse_answer("forty")
+
+
+def returns_raising_coroutine(solution_str):
+    return raises_async(solution_str)
+
+
+@pytest.mark.parametrize("function", [raises, raises_async, returns_raising_coroutine])
+async def test_an_exception_is_a_failed_result_that_names_all(function):
+    result = await ScoringFunction(function)(SAMPLE)
+    assert (result.outcome, result.score) == (Outcome.FAILED, None)
+    for part in (
+        "sample u7 (data source 'math')",
+        function.__name__,
+        "test_call.py",
+        "ValueError: invalid literal for int() with base 10: 'forty'",
+        "in parse_answer",
+        "return int(text)",
+    ):
+        assert part in result.error
+    assert "scoring/call.py" not in result.error
+    assert isinstance(result.exception, RewardFunctionError)
+    assert isinstance(result.exception.__cause__, ValueError)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [SystemExit(3), StopIteration(), asyncio.CancelledError(), TimeoutError("mine"), Unprintable()],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_no_exception_of_the_user_ends_more_than_its_sample(exception, is_async):
+    def sync():
+        raise exception
+
+    async def coroutine():
+        raise exception
+
+    result = await ScoringFunction(coroutine if is_async else sync)(SAMPLE)
+    assert result.outcome is Outcome.FAILED
+    assert isinstance(result.exception, RewardFunctionError)
+
+
+async def test_a_result_that_is_no_score():
+    result = await ScoringFunction(lambda: "high")(SAMPLE)
+    assert result.outcome is Outcome.FAILED
+    assert isinstance(result.exception, InvalidScoreError)
+    assert "sample u7" in result.error
+    assert "returned 'high'" in result.error
+
+
+async def test_none_is_unscored():
+    result = await ScoringFunction(lambda: None)(SAMPLE)
+    assert (result.outcome, result.score, result.error) == (Outcome.UNSCORED, None, None)
+
+
+async def test_a_broken_sample_fails_without_a_call():
+    called = []
+    result = await ScoringFunction(lambda: called.append(1))(RewardSample("", uid="u1", error="no field 'x'"))
+    assert result.error == "sample u1: no field 'x'"
+    assert result.outcome is Outcome.FAILED
+    assert not called
+
+
+async def test_a_sync_function_that_blocks_does_not_block_the_loop():
+    release = threading.Event()
+
+    def blocks():
+        assert release.wait(10)
+        return 1
+
+    task = asyncio.create_task(ScoringFunction(blocks)(SAMPLE))
+    # Only a loop that goes on can reach the release.
+    await asyncio.sleep(0)
+    release.set()
+    assert (await task).score == 1
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_deadline_is_a_failed_result(is_async):
+    release = threading.Event()
+
+    async def hangs():
+        await asyncio.Event().wait()
+
+    def blocks():
+        release.wait()
+
+    result = await ScoringFunction(hangs if is_async else blocks, timeout=0.01)(SAMPLE)
+    release.set()
+    assert result.outcome is Outcome.FAILED
+    assert isinstance(result.exception, RewardTimeoutError)
+    assert "ran past its deadline of 0.01 s" in result.error
+    assert "sample u7" in result.error
+
+
+async def test_a_function_that_swallows_its_cancellation_still_ends_at_its_deadline():
+    release, swallowed = asyncio.Event(), 0
+
+    async def stubborn():
+        nonlocal swallowed
+        while not release.is_set():
+            try:
+                await release.wait()
+            except BaseException:
+                swallowed += 1
+
+    result = await ScoringFunction(stubborn, timeout=0.01)(SAMPLE)
+    assert isinstance(result.exception, RewardTimeoutError)
+    await asyncio.sleep(0)
+    assert swallowed == 1
+    release.set()
+
+
+async def test_a_hung_function_does_not_keep_its_slot():
+    release = threading.Event()
+
+    def hang_or_not(solution_str):
+        if solution_str == "hang":
+            release.wait()
+        return 1
+
+    scoring = ScoringFunction(hang_or_not, timeout=0.3, max_threads=1)
+    hung = await scoring(RewardSample("hang"))
+    assert hung.outcome is Outcome.FAILED
+    assert (await scoring(RewardSample("4"))).score == 1
+    release.set()
+
+
+async def test_the_deadline_does_not_count_the_queue():
+    # With one thread, the last of the calls waits for longer than its deadline, counted from its submission.
+    timeout, calls = 0.4, 8
+    scoring = ScoringFunction(lambda: time.sleep(timeout / 4) or 1, timeout=timeout, max_threads=1)
+    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(calls)))
+    assert [result.outcome for result in results] == [Outcome.SCORED] * calls
+
+
+async def test_an_awaitable_of_a_sync_function_has_the_same_deadline():
+    def returns_awaitable():
+        return asyncio.Event().wait()
+
+    result = await ScoringFunction(returns_awaitable, timeout=0.01)(SAMPLE)
+    assert isinstance(result.exception, RewardTimeoutError)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_cancellation_propagates(is_async):
+    loop, started, ended, release = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), threading.Event()
+
+    async def waits():
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def blocks():
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+
+    task = asyncio.create_task(ScoringFunction(waits if is_async else blocks)(SAMPLE))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+    if is_async:
+        await ended.wait()
+
+
+def test_a_hung_function_does_not_keep_the_interpreter():
+    code = """
+import asyncio, threading
+from reward_loop import RewardSample, ScoringFunction
+result = asyncio.run(ScoringFunction(lambda: threading.Event().wait(), timeout=0.05)(RewardSample("")))
+print(result.outcome)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "failed", done.stderr
+
+
+async def test_post_process_scores():
+    assert await ScoringFunction(plain).post_process_scores([1.0, 2.0]) == [1.0, 2.0]
+    scoring = ScoringFunction(Judge)
+    assert scoring.has_post_process
+    assert await scoring.post_process_scores([1.0, 3.0]) == [0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("process", "error", "message"),
+    [
+        (lambda scores: scores[:-1], InvalidScoreError, "was given 2 scores and returned 1"),
+        (lambda scores: None, InvalidScoreError, "must return a list of numbers"),
+        (lambda scores: [float("nan")] * 2, InvalidScoreError, "not finite"),
+        (lambda scores: 1 / 0, RewardFunctionError, "ZeroDivisionError"),
+    ],
+)
+async def test_post_process_scores_that_goes_wrong(process, error, message):
+    judge = SyncJudge()
+    judge.post_process_scores = process
+    with pytest.raises(error, match=message):
+        await ScoringFunction(judge).post_process_scores([1.0, 2.0])
+
+
+def test_results_can_be_pickled():
+    import pickle
+
+    result = asyncio.run(ScoringFunction(raises)(SAMPLE))
+    copy = pickle.loads(pickle.dumps(result))
+    assert copy == result
+    assert isinstance(copy.exception, RewardFunctionError)

@@ -1,0 +1,67 @@
+import asyncio
+import threading
+
+import pytest
+
+from reward_loop.scoring.threads import DaemonThreads
+
+
+async def test_threads_are_daemons_and_reused():
+    threads = DaemonThreads(4)
+    first = await threads.run(threading.current_thread)
+    second = await threads.run(threading.current_thread)
+    assert first is second
+    assert first.daemon
+    assert first is not threading.current_thread()
+
+
+async def test_exceptions_pass_through():
+    threads = DaemonThreads(1)
+    with pytest.raises(ValueError, match="no"):
+        await threads.run(lambda: int("no"))
+    assert await threads.run(lambda: 1) == 1
+
+
+async def test_no_more_than_the_limit_at_a_time():
+    threads = DaemonThreads(2)
+    running, peak, lock = 0, 0, threading.Lock()
+    both = threading.Barrier(2)
+
+    def work():
+        nonlocal running, peak
+        with lock:
+            running += 1
+            peak = max(peak, running)
+        both.wait(10)
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*(threads.run(work) for _ in range(6)))
+    assert peak == 2
+
+
+async def test_an_abandoned_call_leaves_its_slot():
+    threads, release, started = DaemonThreads(1), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang():
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+
+    task = asyncio.create_task(threads.run(hang))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await threads.run(lambda: "free") == "free"
+    release.set()
+
+
+def test_one_object_serves_one_loop_after_the_other():
+    threads = DaemonThreads(1)
+
+    async def contend():
+        return await asyncio.gather(*(threads.run(lambda: 1) for _ in range(3)))
+
+    assert asyncio.run(contend()) == [1, 1, 1]
+    assert asyncio.run(contend()) == [1, 1, 1]

@@ -1,0 +1,156 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import __version__, cli
+
+ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
+FUNCTION = """
+def compute_score(solution_str, ground_truth, weight=1, extra_info=None):
+    if solution_str == "5":
+        raise ValueError("five")
+    return weight * float(solution_str == ground_truth)
+
+class Judge:
+    def compute_score(self, solution_str):
+        return 1
+    def post_process_scores(self, scores):
+        return scores
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "reward.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(cli.app, list(args))
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+SCORE = ("score", "rollouts.jsonl", "--fn", "reward.py:compute_score", "-f", "solution_str=output")
+MAPPED = (*SCORE, "-f", "ground_truth=gts")
+
+
+def test_a_summary_and_an_output_beside_the_input(folder):
+    shown = run(*MAPPED)
+    for part in ("rows 6", "mean score 0.6 over 5 rows", "1 failed, 5 scored", "rows/s", "rollouts.scored.jsonl"):
+        assert part in shown
+    assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
+    scored = [json.loads(line) for line in (folder / "rollouts.scored.jsonl").read_text().splitlines()]
+    assert [row["score"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
+
+
+def test_strict(folder):
+    run(*MAPPED, "--strict", code=1)
+    assert (folder / "rollouts.scored.jsonl").exists()
+
+
+def test_reward_kwargs_are_json_or_text(folder):
+    run(*MAPPED, "--reward-kwarg", "weight=0.5", "-o", "out.jsonl")
+    assert json.loads((folder / "out.jsonl").read_text().splitlines()[0])["score"] == 0.5
+    assert cli._json_or_text("plain text") == "plain text"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((*SCORE[:2], "--fn", "reward.py:compute_scor"), "did you mean 'compute_score'?"),
+        ((*SCORE[:2], "--fn", "rewrad.py:compute_score"), "no such file: rewrad.py"),
+        ((*SCORE[:2], "--fn", "reward.py:Judge", "--reward-kwarg", "x=1"), "reward_kwargs x"),
+        ((*MAPPED, "--manager", "niave"), "did you mean 'naive'?"),
+        ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
+        ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
+        ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
+        (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_1(folder, args, message):
+    shown = run(*args, code=1)
+    assert shown.startswith("error: ")
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_wrong_usage_is_exit_code_2(folder):
+    assert "expected NAME=VALUE" in run(*SCORE, "-f", "nonsense", code=2)
+    run("score", "rollouts.jsonl", code=2)
+
+
+def test_a_mapping_that_is_wrong_for_all_rows_shows_in_every_row(folder):
+    shown = run(*SCORE, "-f", "ground_truth=gt")
+    assert "6 failed" in shown
+    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output" in shown
+
+
+def test_a_second_run_needs_restart(folder):
+    run(*MAPPED)
+    assert "--restart" in run(*MAPPED, code=1)
+    run(*MAPPED, "--restart")
+
+
+def test_post_process_scores_is_not_applied_silently(folder):
+    shown = run("score", "rollouts.jsonl", "--fn", "reward.py:Judge", "-f", "solution_str=output")
+    assert "post_process_scores is not applied" in shown
+
+
+def test_an_edited_function_does_not_go_on_with_old_scores(folder, monkeypatch):
+    run(*MAPPED, "--on-failed", "raise", "--concurrency", "1", code=1)
+    assert "that had another policy" in run(*MAPPED, code=1)
+    (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
+    assert "that had another function" in run(*MAPPED, "--on-failed", "raise", code=1)
+
+
+def test_help_and_version():
+    shown = run("score", "--help")
+    assert "Example" in shown
+    assert "reward-loop score rollouts.jsonl --fn reward.py:compute_score" in shown
+    assert run("--version") == f"reward-loop {__version__}"
+
+
+BLOCKS = """
+import os, pathlib, threading
+
+def compute_score(solution_str):
+    with open("calls", "a") as calls:
+        calls.write(solution_str + "\\n")
+    if solution_str == "3" and not os.path.exists("go-on"):
+        pathlib.Path("blocked").touch()
+        threading.Event().wait()
+    return 1
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_killed_run_goes_on(folder, number):
+    (folder / "blocks.py").write_text(BLOCKS)
+    # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()"]
+    command += ["score", "rollouts.jsonl", "--fn", "blocks.py", "-f", "solution_str=output", "--concurrency", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment["PYTHONPATH"] += os.pathsep + str(cli.__file__).removesuffix("/reward_loop/cli.py")
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (folder / "blocked").exists():
+        assert run.poll() is None, run.stderr.read()
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=30)
+    if number == signal.SIGINT:
+        assert run.returncode == 130
+        assert "run the same command again to go on" in errors
+    (folder / "go-on").touch()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "3 of them by an earlier run" in done.stdout
+    # Only the row that was in work when the run died is called twice.
+    assert (folder / "calls").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]

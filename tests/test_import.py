@@ -1,0 +1,76 @@
+import subprocess
+import sys
+
+import reward_loop
+
+PUBLIC = [
+    "ComputeScore",
+    "ConfigError",
+    "FunctionLoadError",
+    "InvalidScoreError",
+    "NaiveRewardLoopManager",
+    "Outcome",
+    "Reward",
+    "RewardFunctionError",
+    "RewardLoopConfig",
+    "RewardLoopError",
+    "RewardLoopManagerBase",
+    "RewardModelManager",
+    "RewardResult",
+    "RewardSample",
+    "RewardTimeoutError",
+    "ScoringError",
+    "ScoringFunction",
+    "ServerDiedError",
+    "ServerError",
+    "ServerStartError",
+    "TooManyFailuresError",
+    "UnscoredError",
+    "__version__",
+    "load_function",
+    "register",
+]
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names():
+    assert reward_loop.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(reward_loop))
+
+
+def test_lazy_names_are_the_real_ones():
+    from reward_loop.managers.base import RewardLoopManagerBase
+
+    assert reward_loop.RewardLoopManagerBase is RewardLoopManagerBase
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(reward_loop, "no_such_name")
+
+
+def test_import_is_quick():
+    # The best of several: a busy machine adds time, and never takes any away.
+    code = "import time; t = time.perf_counter(); import reward_loop; print(time.perf_counter() - t)"
+    assert min(float(run(code)) for _ in range(5)) < 0.3
+
+
+def test_import_pulls_in_nothing_heavy():
+    heavy = {"torch", "ray", "transformers", "verl", "fastapi", "aiohttp", "pyarrow", "numpy"}
+    code = "import sys, reward_loop; print(*{name.partition('.')[0] for name in sys.modules})"
+    assert not heavy & set(run(code).split())
+
+
+def test_scoring_needs_none_of_the_extras():
+    code = """
+import asyncio, sys
+from reward_loop import NaiveRewardLoopManager, RewardSample
+manager = NaiveRewardLoopManager(compute_score=lambda solution_str: 1)
+asyncio.run(manager.run_single(RewardSample("x")))
+print(*{name.partition('.')[0] for name in sys.modules})
+"""
+    assert not {"torch", "ray", "transformers", "verl", "pyarrow"} & set(run(code).split())

@@ -1,0 +1,447 @@
+import json
+import math
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop import (
+    ConfigError,
+    NaiveRewardLoopManager,
+    RewardFunctionError,
+    RewardLoopError,
+    RewardSample,
+    TooManyFailuresError,
+    load_function,
+)
+from reward_loop.offline import Fields, Journal, Row, count_rows, read_rows, score_file
+from reward_loop.offline.encode import to_json
+from reward_loop.offline.output import RESULT_COLUMNS
+from tests.gsm8k import DATA, ROOT, needs_gsm8k
+
+
+def exact(solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read_jsonl(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no strict JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def score(source, output, function=exact, *, fields=None, config=None, **kwargs):
+    manager = NaiveRewardLoopManager(config=config, compute_score=function)
+    fields = fields or Fields(requires=manager.function.requires)
+    return score_file(source, output, manager, fields=fields, **kwargs)
+
+
+def untimed(rows):
+    """Rows without the time that each took, which no two runs share."""
+    return [
+        {**row, "reward_extra_info": {k: v for k, v in row["reward_extra_info"].items() if k != "reward_seconds"}}
+        for row in rows
+    ]
+
+
+ROWS = [{"solution_str": str(i), "ground_truth": str(i - i % 3), "id": f"q{i}"} for i in range(12)]
+
+
+def test_every_row_in_order_with_its_columns(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out" / "out.jsonl"
+    progress = []
+    summary = score(source, output, concurrency=5, on_row=progress.append)
+    scored = read_jsonl(output)
+    assert [row["row"] for row in scored] == list(range(12))
+    assert [row["id"] for row in scored] == [row["id"] for row in ROWS]
+    assert [row["score"] for row in scored] == [1.0, 0.0, 0.0] * 4
+    assert all(row["outcome"] == "scored" and row["error"] is None for row in scored)
+    assert scored[10]["reward_extra_info"]["length"] == 2
+    assert progress == list(range(13))
+    assert (summary.rows, summary.mean, summary.resumed) == (12, pytest.approx(1 / 3), 0)
+    assert len(summary.slowest) == 5
+    assert summary.slowest == sorted(summary.slowest, reverse=True)
+    assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl"]
+
+
+def test_bad_rows_are_failed_rows(tmp_path):
+    rows = [
+        ROWS[0],
+        '{"solution_str": "torn',
+        "",
+        "[1, 2]",
+        {"ground_truth": "1"},
+        {"solution_str": "1"},
+        {"solution_str": None, "ground_truth": "1"},
+        {"solution_str": "1", "ground_truth": "1", "extra_info": [1]},
+        {"solution_str": "", "ground_truth": ""},
+    ]
+    source, output = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    summary = score(source, output)
+    scored = read_jsonl(output)
+    assert count_rows(source) == len(scored) == 8
+    errors = [row["error"] for row in scored]
+    assert errors[0] is None
+    assert "line 2: not JSON" in errors[1]
+    assert "line 4: holds [1, 2], not an object" in errors[2]
+    assert "line 5: no field 'solution_str' (for solution_str). Its fields are ground_truth" in errors[3]
+    assert "line 6: no field 'ground_truth'" in errors[4]
+    assert "line 7: field 'solution_str' is None, not text" in errors[5]
+    assert "line 8: field 'extra_info' is [1], not an object" in errors[6]
+    assert scored[7]["score"] == 1.0
+    assert [row["score"] for row in scored[1:7]] == [None] * 6
+    assert summary.outcomes == {"scored": 2, "failed": 6}
+    assert len(summary.errors) == 5
+
+
+def test_unscored_failed_and_not_finite(tmp_path):
+    def function(solution_str):
+        return {"none": None, "nan": math.nan, "extra": {"score": 1, "x": math.inf, 3: {1}}}[solution_str]
+
+    source = write_jsonl(tmp_path / "in.jsonl", [{"solution_str": s} for s in ("none", "nan", "extra", "other")])
+    output = tmp_path / "out.jsonl"
+    score(source, output, function)
+    scored = read_jsonl(output)
+    assert [row["outcome"] for row in scored] == ["unscored", "failed", "scored", "failed"]
+    assert [row["score"] for row in scored] == [None, None, 1.0, None]
+    assert "not finite" in scored[1]["error"]
+    assert "KeyError: 'other'" in scored[3]["error"]
+    assert scored[2]["reward_extra_info"]["x"] is None
+    assert scored[2]["reward_extra_info"]["3"] == [1]
+
+
+def test_the_policy_default_gives_a_score(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
+    config = {"on_unscored": "default", "default_score": 0.25}
+    summary = score(source, output, lambda solution_str: None, config=config)
+    assert [(row["score"], row["outcome"]) for row in read_jsonl(output)] == [(0.25, "unscored")] * 2
+    assert summary.mean == 0.25
+
+
+def test_fields():
+    row = Row(0, "line 1", {"a": {"b": ["x", "y"]}, "c.d": "z", "ground_truth": 3, "extra_info": {"k": 1}, "n": 7})
+    fields = Fields({"solution_str": "a.b.1", "data_source": "c.d", "extra_info.n": "n"})
+    assert fields.to_sample(row) == RewardSample("y", "z", 3, {"k": 1, "n": 7}, "line 1")
+    assert row.columns["extra_info"] == {"k": 1}
+    assert Fields({"solution_str": "c.d"}, data_source="math").to_sample(row).data_source == "math"
+    assert (
+        "no field 'a.c' (for ground_truth)"
+        in Fields({"solution_str": "c.d", "ground_truth": "a.c"}).to_sample(row).error
+    )
+    with pytest.raises(ConfigError, match=r"no part 'solution'; did you mean 'solution_str'\?"):
+        Fields({"solution": "x"})
+
+
+def test_columns_that_have_our_names_are_kept(tmp_path):
+    rows = [{**ROWS[0], "score": "old", "row": 99, "input_row": 1}]
+    output = tmp_path / "out.jsonl"
+    score(write_jsonl(tmp_path / "in.jsonl", rows), output)
+    (row,) = read_jsonl(output)
+    assert (row["score"], row["input_score"]) == (1.0, "old")
+    assert (row["row"], row["input_row"], row["input_input_row"]) == (0, 1, 99)
+
+
+def test_no_more_rows_in_work_than_asked(tmp_path):
+    at_work, peak = 0, 0
+
+    class Manager:
+        async def run_single(self, sample):
+            import asyncio
+
+            nonlocal at_work, peak
+            at_work += 1
+            peak = max(peak, at_work)
+            await asyncio.sleep(0)
+            at_work -= 1
+            return {"reward_score": 1.0, "reward_extra_info": {}}
+
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+    summary = score_file(source, tmp_path / "out.jsonl", Manager(), fields=Fields(), concurrency=3)
+    assert peak == 3
+    assert summary.outcomes == {"scored": 12}
+
+
+class Calls:
+    """A reward function that counts its calls, and stops the run at one of them."""
+
+    def __init__(self, stop_at=None):
+        self.calls = Counter()
+        self.stop_at = stop_at
+
+    async def compute_score(self, solution_str, ground_truth):
+        if self.stop_at is not None and self.calls.total() == self.stop_at:
+            raise KeyboardInterrupt
+        self.calls[solution_str] += 1
+        return exact(solution_str, ground_truth)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 5, 11])
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, stop_at):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    calls = Calls(stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        score(source, output, calls, concurrency=1)
+    assert not output.exists()
+    calls.stop_at = None
+    summary = score(source, output, calls, concurrency=1)
+    assert summary.resumed == stop_at
+    assert set(calls.calls.values()) == {1}
+    expected = tmp_path / "expected.jsonl"
+    score(source, expected)
+    assert untimed(read_jsonl(output)) == untimed(read_jsonl(expected))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A source, its output, and the journal as it was just before the end."""
+    folder = tmp_path_factory.mktemp("finished")
+    source, output = write_jsonl(folder / "in.jsonl", [*ROWS, "torn {"]), folder / "out.jsonl"
+    calls = Calls(len(ROWS) - 1)
+    with pytest.raises(KeyboardInterrupt):
+        score(source, output, calls, concurrency=1)
+    journal = (folder / "out.jsonl.partial").read_bytes()
+    calls.stop_at = None
+    score(source, output, calls, concurrency=1)
+    return source, read_jsonl(output), journal
+
+
+@settings(deadline=None, max_examples=60)
+@given(share=st.floats(0, 1), garbage=st.sampled_from([b"", b'{"row": 1', b"\x00\x00", b"\n"]))
+def test_a_journal_cut_at_any_byte_gives_the_same_output(finished, share, garbage):
+    source, expected, journal = finished
+    output = source.with_name("resumed.jsonl")
+    output.unlink(missing_ok=True)
+    kept = journal[: round(share * len(journal))]
+    source.with_name("resumed.jsonl.partial").write_bytes(kept + garbage)
+    calls = Calls()
+    summary = score(source, output, calls, concurrency=4)
+    assert untimed(read_jsonl(output)) == untimed(expected)
+    # A row is called again only if its record was cut.
+    whole = max(0, (kept + (b"\n" if garbage == b"\n" and kept in _prefixes(journal) else b"")).count(b"\n") - 1)
+    assert summary.resumed == whole
+    assert calls.calls.total() == len(ROWS) - whole
+    assert set(calls.calls.values()) <= {1}
+
+
+def _prefixes(journal):
+    """What a journal is like when only the newline of its last record is missing."""
+    lines = journal.splitlines(keepends=True)
+    return {b"".join(lines[:n])[:-1] for n in range(1, len(lines) + 1)}
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    write, written = Journal._write, []
+
+    def full(self, line):
+        if len(written) == 5:
+            self._file.write(line[:7])
+            raise OSError(28, "No space left on device")
+        written.append(line)
+        write(self, line)
+
+    monkeypatch.setattr(Journal, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        score(source, output, concurrency=1)
+    monkeypatch.undo()
+    assert score(source, output).resumed == 4
+    assert len(read_jsonl(output)) == 12
+
+
+def test_a_run_that_died_after_its_output_is_not_scored_again(tmp_path, monkeypatch):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    monkeypatch.setattr(Journal, "delete", lambda self: None)
+    score(source, output)
+    first = output.read_bytes()
+    monkeypatch.undo()
+    assert score(source, output).resumed == 12
+    assert output.read_bytes() == first
+
+
+@pytest.mark.parametrize("change", ["input", "function"])
+def test_another_run_is_not_continued(tmp_path, change):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        score(source, output, Calls(3), identity={"function": "a"})
+    if change == "input":
+        write_jsonl(source, ROWS[:-1])
+    identity = {"function": "b" if change == "function" else "a"}
+    with pytest.raises(
+        ConfigError, match=f"out.jsonl.partial holds an interrupted run that had another {change}.*--restart"
+    ):
+        score(source, output, identity=identity)
+    assert score(source, output, identity=identity, restart=True).resumed == 0
+
+
+def test_two_runs_at_once_are_refused(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with Journal(tmp_path / "out.jsonl.partial", {}), pytest.raises(ConfigError, match="another run is writing"):
+        score(source, output)
+
+
+def test_an_output_is_not_overwritten_unasked(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    with pytest.raises(ConfigError, match=r"out.jsonl exists.*--restart"):
+        score(source, output)
+    assert output.read_text() == "precious\n"
+    score(source, output, restart=True)
+    assert len(read_jsonl(output)) == 12
+    with pytest.raises(ConfigError, match="would overwrite the input"):
+        score(source, source, restart=True)
+    with pytest.raises(ConfigError, match="no such file"):
+        score(tmp_path / "none.jsonl", output)
+
+
+def raises(solution_str):
+    raise KeyError("rubric")
+
+
+def test_what_stops_a_run(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with pytest.raises(TooManyFailuresError, match=r"KeyError: 'rubric'"):
+        score(source, output, raises, config={"min_samples_for_failed_share": 6}, concurrency=1)
+    assert score(source, output, raises).resumed == 5
+    with pytest.raises(RewardFunctionError, match="line 1"):
+        score(source, output, raises, config={"on_failed": "raise"}, restart=True)
+
+    class Broken:
+        async def run_single(self, sample):
+            return sample.batch
+
+    with pytest.raises(RewardLoopError, match=r"line 1: Broken.run_single raised AttributeError"):
+        score_file(source, output, Broken(), fields=Fields(), restart=True)
+
+
+def test_failed_rows_are_tried_again_where_asked(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    down, calls = True, Counter()
+
+    def judge(solution_str):
+        calls[solution_str] += 1
+        if int(solution_str) > 5 and down:
+            raise ConnectionError("judge is down")
+        return 1
+
+    with pytest.raises(TooManyFailuresError):
+        score(source, output, judge, config={"max_failed_share": 0.2, "min_samples_for_failed_share": 8}, concurrency=1)
+    down = False
+    assert score(source, output, judge, retry_failed=True).resumed == 6
+    assert [row["score"] for row in read_jsonl(output)] == [1.0] * 12
+    assert {row for row, count in calls.items() if count > 1} == {"6", "7"}
+
+
+def test_parquet(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    rows = [{"output": row["solution_str"], "reward_model": {"ground_truth": row["ground_truth"]}} for row in ROWS]
+    source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), source)
+    fields = Fields({"solution_str": "output", "ground_truth": "reward_model.ground_truth"})
+    assert score(source, output, fields=fields).mean == pytest.approx(1 / 3)
+    table = pq.read_table(output)
+    assert table.column_names == ["output", "reward_model", *RESULT_COLUMNS]
+    scored = table.to_pylist()
+    assert [row["output"] for row in scored] == [row["output"] for row in rows]
+    assert [row["row"] for row in scored] == list(range(12))
+    assert json.loads(scored[0]["reward_extra_info"])["length"] == 1
+    score(source, tmp_path / "out.jsonl", fields=fields)
+    assert read_jsonl(tmp_path / "out.jsonl")[1]["reward_model"] == {"ground_truth": "0"}
+
+
+def test_jsonl_to_parquet_with_columns_of_mixed_types(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    rows = [{**ROWS[0], "note": 1}, {**ROWS[1], "note": [1]}, "torn {", {**ROWS[2], "late": "x"}]
+    source, output = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    score(source, output)
+    scored = pq.read_table(output).to_pylist()
+    assert [row["note"] for row in scored] == ["1", "[1]", None, None]
+    assert [row["late"] for row in scored] == [None, None, None, "x"]
+    assert [row["outcome"] for row in scored] == ["scored", "scored", "failed", "scored"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_empty_file(tmp_path, suffix):
+    source, output = write_jsonl(tmp_path / "in.jsonl", []), tmp_path / f"out.{suffix}"
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    summary = score(source, output)
+    assert (summary.rows, summary.mean) == (0, None)
+    assert output.exists()
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "in.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"parquet files need pyarrow: pip install 'reward-loop\[parquet\]'"):
+        list(read_rows(tmp_path / "in.parquet"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner),
+)
+
+
+@given(json_values)
+def test_whatever_a_function_returns_is_one_line_of_strict_json(value):
+    encoded = to_json(value)
+    assert b"\n" not in encoded
+    encoded.decode("utf-8")
+    json.loads(encoded, parse_constant=lambda constant: pytest.fail(constant))
+
+
+def test_arrays_and_objects_are_encoded():
+    import numpy as np
+
+    value = {"array": np.array([1.0, np.nan]), "scalar": np.int64(3), "surrogate": "\ud800", "type": int}
+    assert json.loads(to_json(value)) == {
+        "array": [1.0, None],
+        "scalar": 3,
+        "surrogate": "\ud800",
+        "type": "<class 'int'>",
+    }
+
+
+@needs_gsm8k
+@pytest.mark.parametrize(
+    ("model", "correct"),
+    [("6b_finetuning", 146), ("6b_verification", 266), ("175b_finetuning", 225), ("175b_verification", 371)],
+)
+def test_gsm8k_solutions_get_the_published_verdicts(tmp_path, model, correct):
+    output = tmp_path / "out.jsonl"
+    function = load_function(str(ROOT / "examples" / "gsm8k" / "reward.py"))
+    fields = Fields({"solution_str": f"{model}.solution"}, requires=frozenset({"ground_truth"}))
+    summary = score(DATA / "model_solutions.jsonl", output, function, fields=fields)
+    assert summary.outcomes == {"scored": 660}
+    assert summary.total == correct
+    assert [row["row"] for row in read_jsonl(output) if row["score"] != row[model]["is_correct"]] == []
+
+
+@pytest.mark.parametrize(
+    ("solution", "reference", "expected"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "18", 1),
+        ("#### $1,018.00", "1018", 1),
+        ("#### 18.", "thus\nA: 18", 1),
+        ("#### 17\n#### 18", "x\n#### 18", 1),
+        ("#### 18\n#### 17", "18", 0),
+        ("A: -5", "-5", 1),
+        ("18", "18", 0),
+        ("", "18", 0),
+        ("#### none", "18", 0),
+        ("#### NaN", "18", 0),
+        ("#### 18", 18, 1),
+    ],
+)
+def test_the_gsm8k_example(solution, reference, expected):
+    compute_score = load_function(str(ROOT / "examples" / "gsm8k" / "reward.py"))
+    assert compute_score(solution, reference)["score"] == expected

@@ -1,0 +1,84 @@
+"""Tiny models and their tokenizer, made on the spot: no download, no GPU, a fraction of a second each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+PAD = "<|pad|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level tokenizer: one token for each of the 256 bytes, and three special ones. Its eos is ``<|im_end|>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def build_tiny_model(
+    path: str | Path,
+    kind: Literal["generative", "discriminative"],
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    max_position_embeddings: int = 512,
+    seed: int = 0,
+) -> Path:
+    """Saves a random Qwen2 in float32, with its tokenizer, to ``path``, and returns that.
+
+    The discriminative one has one label and a ``score.bias`` of zero: SGLang draws a missing bias at random.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+    tokenizer = tiny_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_position_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    if kind == "discriminative":
+        config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "generative":
+            model = Qwen2ForCausalLM(config)
+        else:
+            model = Qwen2ForSequenceClassification(config)
+            head = torch.nn.Linear(hidden_size, 1)
+            head.weight.data.normal_(std=0.5)
+            head.bias.data.zero_()
+            model.score = head
+    path = Path(path)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
