@@ -147,11 +147,11 @@ def _defaults() -> DictConfig:
 def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
     if where in _OPEN:
         return
+    names = list(known)  # `in` says no to mandatory values ("???")
     for key in given:
         path = f"{where}.{key}"
-        if key not in known:
-            hint = did_you_mean(str(key), list(known)) or "."
-            yield f"{path}: unknown option{hint} Known here: {listing(list(known))}"
+        if key not in names:
+            yield f"{path}: unknown option{did_you_mean(str(key), names) or '.'} Known here: {listing(names)}"
             continue
         value = None if OmegaConf.is_missing(given, key) else given[key]
         if isinstance(value, Mapping) and path not in _OPEN:

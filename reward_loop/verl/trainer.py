@@ -21,6 +21,10 @@ from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["with_reward_loop"]
 
+POLL_INTERVAL_S = 0.2
+"""Seconds between two looks at what has been rolled out and scored. verl's own 2.0 s is not an option of its
+configuration, and is a large part of a short step."""
+
 
 class _RewardLoop:
     """What verl's trainer asks of its reward loop manager."""
@@ -43,6 +47,7 @@ class RewardLoopTrainer(PPOTrainer):
         self._reward_router_address = reward_router_address
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
         super().__init__(without_reward(config))
+        self.replay_buffer.poll_interval = POLL_INTERVAL_S
 
     def _setup(self) -> None:
         super()._setup()

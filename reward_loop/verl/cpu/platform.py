@@ -35,6 +35,7 @@ def _device_module() -> ModuleType:
         setattr(module, action, nothing)
     module.is_available = lambda: False  # type: ignore[attr-defined]
     module.current_device = lambda: "cpu"  # type: ignore[attr-defined]
+    module.get_device_name = lambda *args: "CPU"  # type: ignore[attr-defined]
     module.mem_get_info = lambda *args: (0, 0)  # type: ignore[attr-defined]
     module.get_rng_state = lambda *args: torch.get_rng_state()  # type: ignore[attr-defined]
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import torch
+from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
@@ -170,7 +171,7 @@ class CPUReplica(RolloutReplica):
             ray.remote(CPURolloutServer)
             .options(name=_server_name(self.replica_rank), num_cpus=1, max_concurrency=self.max_concurrency)
             .remote(
-                model_path=self.model_config.local_path,
+                model_path=copy_to_local(self.model_config.path),
                 prompt_length=self.config.prompt_length,
                 response_length=self.config.response_length,
                 max_num_seqs=self.config.max_num_seqs,
