@@ -11,7 +11,10 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.registry import names as manager_names
+from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.load import load_function
 from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
 
 CPU_ENVIRONMENT = {
@@ -61,12 +64,21 @@ def run(config: DictConfig) -> None:
 
 
 def _check_function(config: DictConfig) -> None:
-    """Loads the user's function here, so that a mistake shows at once and not after minutes of start-up."""
-    custom = config.reward.custom_reward_function
-    if custom.path:
-        from reward_loop.scoring.load import load_function
+    """Loads the user's function here, so that a mistake shows at once and not after minutes of start-up.
 
-        load_function(custom.path, custom.name)
+    A class is not made an instance of: it may load a model, and that is the workers' business.
+    """
+    custom = config.reward.custom_reward_function
+    if not custom.path:
+        return
+    function = load_function(custom.path, custom.name)
+    if hasattr(function, "post_process_scores"):
+        raise ConfigError(
+            f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which needs the scores of a "
+            "whole group; samples are scored one by one here. Remove the method, or normalise in compute_score"
+        )
+    if not isinstance(function, type) and config.reward.reward_manager.name in manager_names():
+        ScoringFunction(function, reward_kwargs=custom.get("reward_kwargs"))
 
 
 def _prepare_cpu(config: DictConfig) -> None:

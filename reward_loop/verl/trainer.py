@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,11 @@ from reward_loop.verl.options import without_reward
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["with_reward_loop"]
+
+GROUP_ESTIMATORS = frozenset(
+    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
+)
+"""verl's advantage estimators whose baseline is the group's mean or the like."""
 
 POLL_INTERVAL_S = 0.2
 """Seconds between two looks at what has been rolled out and scored. verl's own 2.0 s is not an option of its
@@ -50,8 +55,10 @@ class RewardLoopTrainer(PPOTrainer):
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
 
     def _setup(self) -> None:
-        super()._setup()
+        # First, so that they load while the policy does.
         self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
+        super()._setup()
+        self.reward_workers.wait_until_ready()
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
@@ -89,7 +96,10 @@ class RewardLoopTrainer(PPOTrainer):
             _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
         infos = _reward_infos(batch)
         metrics.update(_reward_metrics(infos))
-        _leave_out(batch, [key for key, info in infos.items() if info.get("reward_masked")])
+        masked = {key for key, info in infos.items() if info.get("reward_masked")}
+        if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
+            masked |= _without_baseline(infos, masked)
+        _leave_out(batch, sorted(masked))
         return super()._compute_advantage(batch, metrics)
 
 
@@ -137,7 +147,7 @@ def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], p
     return DataProto(batch=TensorDict(padded, batch_size=len(positions)), non_tensor_batch=columns)
 
 
-def _objects(values: Iterator[Any] | Any) -> np.ndarray:
+def _objects(values: Iterable[Any]) -> np.ndarray:
     items = [getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value for value in values]
     column = np.empty(len(items), dtype=object)
     column[:] = items
@@ -181,7 +191,7 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
 
     Sessions count once. Keys may differ between samples: a mean is over those that have the key.
     """
-    last = {}
+    last: dict[str, tuple[int, dict[str, Any]]] = {}
     for key, info in infos.items():
         session, index = _session_of(key)
         if session not in last or last[session][0] < index:
@@ -202,6 +212,21 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
         metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
         metrics["reward_loop/seconds/max"] = float(np.max(seconds))
     return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+
+
+def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
+    """The trajectories that are the last of their group, all others being masked. verl takes 0 as the baseline of a
+    group of one, so that the raw score would become the advantage."""
+    members: dict[str, set[str]] = defaultdict(set)
+    left: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        session, _ = _session_of(key)
+        group = session.rsplit("_", 1)[0]
+        members[group].add(session)
+        if key not in masked:
+            left[group].add(session)
+    lone = {next(iter(sessions)) for group, sessions in left.items() if len(sessions) == 1 < len(members[group])}
+    return {key for key in keys if _session_of(key)[0] in lone}
 
 
 def _leave_out(batch: Any, keys: Sequence[str]) -> None:

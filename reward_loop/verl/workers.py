@@ -218,6 +218,13 @@ class RewardWorkers:
             for i in range(config.reward.num_workers)
         ]
         self.client = RewardClient(self.handles, config)
+
+    def wait_until_ready(self) -> None:
+        """Waits until every worker has loaded the tokenizer and the user's function.
+
+        Raises:
+            RewardLoopError: one could not.
+        """
         self._ask_all("fatal_error", START_TIMEOUT_S)
 
     def raise_fatal_error(self) -> None:

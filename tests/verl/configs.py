@@ -1,0 +1,20 @@
+"""verl's configuration, composed as the command does it."""
+
+from __future__ import annotations
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+
+
+def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
+    searchpath = f"hydra.searchpath=[file://{verl_config_dir()}]"
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose(name, [searchpath, *overrides])
+
+
+def settled(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
+    config = configuration(*overrides, name=name)
+    settle(config)
+    return config

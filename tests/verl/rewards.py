@@ -1,0 +1,86 @@
+"""Reward functions for runs of verl's trainer. They write what they return to the file ``$REWARD_LOG``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import zlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+
+def _log(**row: Any) -> None:
+    with open(os.environ["REWARD_LOG"], "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def number(solution_str: str) -> int:
+    """A number that depends on nothing but the response."""
+    return zlib.crc32(solution_str.encode())
+
+
+class Mixed:
+    """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ."""
+
+    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        value = number(solution_str)
+        score: float | None = (value % 100) / 100
+        outcome = "scored"
+        if value % 7 == 0:
+            score, outcome = None, "unscored"
+        elif value % 7 == 1:
+            score, outcome = None, "failed"
+        split = extra_info["split"]
+        _log(output=solution_str, gts=ground_truth, score=score, outcome=outcome, split=split)
+        if outcome == "failed":
+            raise ValueError(f"no score for {value}")
+        if score is None:
+            return None
+        return {"score": score, f"key_{value % 3}": value % 10, "text": "seen"}
+
+
+def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    """A sync function that scores everything."""
+    score = (number(solution_str) % 100) / 100
+    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
+    return score
+
+
+def _kill_once(pid: int, marker: str) -> None:
+    flag = Path(os.environ["REWARD_LOG"]).with_name(marker)
+    try:
+        flag.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(pid, signal.SIGKILL)
+
+
+async def judged(
+    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, servers: str
+) -> float:
+    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself.
+
+    ``servers`` is a file that the test fills with the model servers' process ids.
+    """
+    lines = Path(os.environ["REWARD_LOG"])
+    seen = len(lines.read_text().splitlines()) if lines.exists() else 0
+    if seen >= 20:
+        for pid in Path(servers).read_text().split():
+            _kill_once(int(pid), "killed-server")
+    if seen >= 30:
+        _kill_once(os.getpid(), "killed-worker")
+    async with aiohttp.ClientSession() as session:
+        body = {"input": solution_str or " ", "use_activation": False}
+        async with session.post(f"http://{reward_router_address}/classify", json=body) as response:
+            answer = await response.json()
+    score = float(answer["data"][0]["probs"][0])
+    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
+    return score
+
+
+def broken(solution_str: str) -> float:
+    """Never scores anything."""
+    raise RuntimeError(f"the judge is on strike, {len(solution_str)} characters unread")

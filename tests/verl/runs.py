@@ -1,0 +1,150 @@
+"""Runs of verl's own trainer on a CPU, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+TIMEOUT_S = 600
+"""A run takes about one minute on two quiet cores; a run that hangs must not hang the tests."""
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    returncode: int
+    output: str
+    directory: Path
+
+    @property
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """The logged metrics by step; step 0 is the validation before training."""
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        steps: dict[int, dict[str, Any]] = {}
+        for line in map(json.loads, lines):
+            steps.setdefault(line["step"], {}).update(line["data"])
+        return steps
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """What the reward function wrote, in the order of its calls."""
+        return _json_lines(self.directory / "calls.jsonl")
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a training step as verl saw them after the update."""
+        return _json_lines(self.directory / "rollouts" / f"{step}.jsonl")
+
+    def validation(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a validation."""
+        return _json_lines(self.directory / "validation" / f"{step}.jsonl")
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_data(directory: Path, prompts: int = 16, validation: int = 8) -> None:
+    """Makes a data set in verl's format."""
+    for split, count, first in (("train", prompts, 0), ("val", validation, 1000)):
+        rows = [
+            {
+                "data_source": "sums",
+                "prompt": [{"role": "user", "content": f"{i}+{i + 1}="}],
+                "reward_model": {"style": "rule", "ground_truth": str(2 * i + 1)},
+                "extra_info": {"index": i, "split": split},
+            }
+            for i in range(first, first + count)
+        ]
+        pd.DataFrame(rows).to_parquet(directory / f"{split}.parquet")
+
+
+def train(
+    directory: Path,
+    policy: Path,
+    *overrides: str,
+    function: str | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Run:
+    """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "train.parquet").exists():
+        write_data(directory)
+    command = [
+        sys.executable,
+        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
+        f"actor_rollout_ref.model.path={policy}",
+        f"data.train_files={directory}/train.parquet",
+        f"data.val_files={directory}/val.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=12",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "algorithm.adv_estimator=grpo",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={directory}/checkpoints",
+        f"trainer.rollout_data_dir={directory}/rollouts",
+        f"trainer.validation_data_dir={directory}/validation",
+        f"hydra.run.dir={directory}",
+        *overrides,
+    ]
+    if function:
+        command += [f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}"]
+        command += [f"custom_reward_function.name={function}"]
+    environment = os.environ | {
+        "REWARD_LOG": str(directory / "calls.jsonl"),
+        "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=directory,
+        start_new_session=True,
+    ) as process:
+        lines = []
+        alarm = _Alarm(process.pid)
+        with alarm:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                if on_line is not None:
+                    on_line(line)
+            returncode = process.wait()
+    output = "".join(lines)
+    assert not alarm.rang, f"the run did not end within {TIMEOUT_S} s:\n{output[-5000:]}"
+    return Run(returncode, output, directory)
+
+
+class _Alarm:
+    """Kills a run's process group after the time limit."""
+
+    def __init__(self, group: int) -> None:
+        self.rang = False
+        self._group = group
+
+    def __enter__(self) -> None:
+        def ring(*_: Any) -> None:
+            self.rang = True
+            os.killpg(self._group, signal.SIGKILL)
+
+        self._before = signal.signal(signal.SIGALRM, ring)
+        signal.alarm(TIMEOUT_S)
+
+    def __exit__(self, *exc: object) -> None:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, self._before)

@@ -1,0 +1,176 @@
+"""Real steps of verl's own trainer on a CPU, with rewards from the reward loop."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.verl import rewards
+from tests.verl.runs import Run, train
+
+pytestmark = pytest.mark.integration
+
+
+def signature(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, float]]:
+    return Counter((row["output"], row["gts"], round(row["score"] or 0.0, 6)) for row in rows)
+
+
+def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
+    """GRPO by hand: the masked leave their group, and who is left alone has no baseline."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rollouts:
+        groups[row["uid"].rsplit("_", 2)[0]].append(row)
+    advantages = []
+    for group in groups.values():
+        scored = [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1]
+        if len(scored) > 1:
+            mean, deviation = statistics.mean(scored), statistics.stdev(scored)
+            advantages += [(score - mean) / (deviation + 1e-6) for score in scored]
+    return advantages
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed."""
+    return train(
+        tmp_path_factory.mktemp("mixed"),
+        tiny_generative_model,
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+        "trainer.test_freq=3",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "reward.num_workers=2",
+        function="Mixed",
+    )
+
+
+def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:
+    assert mixed_run.returncode == 0, mixed_run.output[-5000:]
+    seen = [row for step in (1, 2, 3) for row in mixed_run.rollouts(step)]
+    assert len(seen) == 3 * 8 * 4
+    calls = [call for call in mixed_run.calls if call["split"] == "train"]
+    assert signature(calls) == signature(seen)
+    validated = [row for step in (0, 3) for row in mixed_run.validation(step)]
+    assert signature([call for call in mixed_run.calls if call["split"] == "val"]) == signature(validated)
+
+
+def test_the_advantage_is_that_of_the_returned_scores(mixed_run: Run) -> None:
+    for step in (1, 2, 3):
+        metrics = mixed_run.steps[step]
+        advantages = expected_advantages(mixed_run.rollouts(step))
+        assert metrics["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+        assert metrics["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
+
+
+def test_outcomes_reach_the_metrics(mixed_run: Run) -> None:
+    for step in (1, 2, 3):
+        metrics = mixed_run.steps[step]
+        numbers = [rewards.number(row["output"]) for row in mixed_run.rollouts(step)]
+        assert metrics["reward_loop/unscored"] == sum(n % 7 == 0 for n in numbers)
+        assert metrics["reward_loop/failed"] == sum(n % 7 == 1 for n in numbers)
+        scores = [(n % 100) / 100 for n in numbers if n % 7 > 1]
+        assert metrics["reward_loop/scored"] == len(scores)
+        assert metrics["reward_loop/score/mean"] == pytest.approx(statistics.mean(scores))
+        ragged = [n % 10 for n in numbers if n % 7 > 1 and n % 3 == 0]
+        assert metrics["reward_loop/key_0/mean"] == pytest.approx(statistics.mean(ragged))
+
+
+def test_training_metrics_are_finite(mixed_run: Run) -> None:
+    for step in (1, 2, 3):
+        metrics = mixed_run.steps[step]
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        assert {name for name, value in numbers.items() if not math.isfinite(value)} == set()
+        assert metrics["actor/grad_norm"] > 0
+        # The rollout and the trainer must agree on the policy, or the gradient is that of another one.
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.fixture(scope="module")
+def batch_run(tmp_path_factory: pytest.TempPathFactory, mixed_run: Run, tiny_generative_model: Path) -> Run:
+    """Goes on from the checkpoint of step 2, and scores whole batches after the rollout, in the background."""
+    return train(
+        tmp_path_factory.mktemp("batch"),
+        tiny_generative_model,
+        "trainer.total_training_steps=4",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "reward_model.use_reward_loop=False",
+        "reward_model.launch_reward_fn_async=True",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={mixed_run.directory}/checkpoints/global_step_2",
+        function="Mixed",
+    )
+
+
+def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run, batch_run: Run) -> None:
+    assert batch_run.returncode == 0, batch_run.output[-5000:]
+    assert max(batch_run.steps) == 4
+    seen = [row for step in (3, 4) for row in batch_run.rollouts(step)]
+    assert len(seen) == 2 * 8 * 4
+    for row in seen:
+        value = rewards.number(row["output"])
+        assert row["score"] == pytest.approx((value % 100) / 100 if value % 7 > 1 else 0.0)
+    for step in (3, 4):
+        advantages = expected_advantages(batch_run.rollouts(step))
+        assert batch_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+
+
+def test_killed_servers_and_workers_lose_nothing(
+    tmp_path: Path, tiny_generative_model: Path, tiny_discriminative_model: Path
+) -> None:
+    servers = tmp_path / "servers"
+    before = {process.pid for process in psutil.process_iter()}
+
+    def note_servers(line: str) -> None:
+        if "ready in" in line:
+            servers.write_text(
+                "\n".join(
+                    str(process.pid)
+                    for process in psutil.process_iter(["cmdline"])
+                    if "reward_loop.router.servers.embedded" in " ".join(process.info["cmdline"] or [])
+                    and process.pid not in before
+                )
+            )
+
+    run = train(
+        tmp_path,
+        tiny_generative_model,
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+        "reward_model.enable=True",
+        f"reward_model.model.path={tiny_discriminative_model}",
+        f"+custom_reward_function.reward_kwargs.servers={servers}",
+        function="judged",
+        on_line=note_servers,
+    )
+    assert run.returncode == 0, run.output[-5000:]
+    assert (tmp_path / "killed-server").exists()
+    assert (tmp_path / "killed-worker").exists()
+    for step in (1, 2):
+        assert run.steps[step]["reward_loop/scored"] == 8 * 4
+        assert run.steps[step]["reward_loop/failed"] == 0
+    seen = signature([row for step in (1, 2) for row in run.rollouts(step)])
+    assert not seen - signature(run.calls), "a rollout has a score that the function did not return"
+    left = [p for p in psutil.process_iter(["cmdline"]) if "reward_loop.router" in " ".join(p.info["cmdline"] or [])]
+    assert [p for p in left if p.pid not in before] == []
+
+
+def test_a_run_whose_function_always_fails_stops_and_says_why(tmp_path: Path, tiny_generative_model: Path) -> None:
+    run = train(
+        tmp_path,
+        tiny_generative_model,
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+        "reward_loop.on_failed=raise",
+        function="broken",
+    )
+    assert run.returncode == 1
+    assert "the judge is on strike" in run.output.splitlines()[-1]

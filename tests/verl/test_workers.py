@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
+from tests.tiny_models import tiny_tokenizer
+from tests.verl.configs import settled
+
+pytestmark = pytest.mark.integration
+
+
+def rollout(text: str, **columns: Any) -> Any:
+    """One rollout as verl's agent loop hands it over."""
+    from verl.protocol import DataProto
+
+    prompt = torch.tensor([tiny_tokenizer().encode("1+1=")])
+    response = torch.tensor([tiny_tokenizer().encode(text)], dtype=torch.int64).reshape(1, -1)
+    batch = {
+        "prompts": prompt,
+        "responses": response,
+        "attention_mask": torch.ones(1, prompt.shape[1] + response.shape[1], dtype=torch.int64),
+    }
+    row = {
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"index": 0},
+        "uid": "u",
+        **columns,
+    }
+    arrays = {}
+    for name, value in row.items():
+        arrays[name] = np.empty(1, dtype=object)
+        arrays[name][0] = value
+    return DataProto(batch=TensorDict(batch, batch_size=1), non_tensor_batch=arrays)
+
+
+def verl_manager(name: str, *overrides: str) -> tuple[str, ...]:
+    path = Path(__file__).with_name("managers.py")
+    return (f"reward_model.reward_loop_module_path={path}", f"reward_model.reward_loop_class_name={name}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_generative_model: Path) -> str:
+    return f"actor_rollout_ref.model.path={tiny_generative_model}"
+
+
+async def test_a_manager_written_for_verl_runs_unchanged(policy: str) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager("Length")), None)
+    reward = await worker.compute_score(rollout("four"))
+    assert reward["reward_score"] == 4.0
+    assert reward["reward_extra_info"]["text"] == "four"
+    assert reward["reward_extra_info"]["reward_outcome"] == "scored"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "cause"),
+    [
+        ("Raises", [], "ConnectionError: the sandbox is gone"),
+        ("Hangs", ["reward_loop.timeout=0.01"], "TimeoutError"),
+        ("NotANumber", [], "nan"),
+    ],
+)
+async def test_what_goes_wrong_in_it_is_a_failed_sample(
+    policy: str, name: str, overrides: list[str], cause: str
+) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager(name, *overrides)), None)
+    info = (await worker.compute_score(rollout("four")))["reward_extra_info"]
+    assert info["reward_outcome"] == "failed"
+    assert info["reward_masked"]
+    assert name in info["reward_error"]
+    assert cause in info["reward_error"]
+    assert await worker.fatal_error() is None
+
+
+async def test_verls_own_managers_are_found_by_name(policy: str) -> None:
+    worker = RewardWorker(settled(policy, "reward_model.reward_manager=dapo"), None)
+    data = rollout("The answer is \\boxed{2}", data_source="math_dapo", response_len=8)
+    assert (await worker.compute_score(data))["reward_extra_info"]["reward_outcome"] == "scored"
+
+
+async def test_without_a_function_verls_rules_apply_by_data_source(policy: str) -> None:
+    worker = RewardWorker(settled(policy), None)
+    right = await worker.compute_score(rollout("#### 2", data_source="openai/gsm8k"))
+    wrong = await worker.compute_score(rollout("#### 3", data_source="openai/gsm8k"))
+    unknown = await worker.compute_score(rollout("2", data_source="nonesuch"))
+    assert (right["reward_score"], wrong["reward_score"]) == (1.0, 0.0)
+    assert unknown["reward_extra_info"]["reward_outcome"] == "failed"
+    assert "nonesuch" in unknown["reward_extra_info"]["reward_error"]
+
+
+async def test_an_empty_response_and_a_missing_ground_truth(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text("def compute_score(solution_str, ground_truth): return float(solution_str == '')\n")
+    worker = RewardWorker(settled(policy, f"custom_reward_function.path={function}"), None)
+    assert (await worker.compute_score(rollout("")))["reward_score"] == 1.0
+    info = (await worker.compute_score(rollout("2", reward_model={})))["reward_extra_info"]
+    assert info["reward_outcome"] == "failed"
+    assert "ground_truth" in info["reward_error"]
+
+
+async def test_the_policy_raise_is_remembered_as_fatal(policy: str) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager("Raises", "reward_loop.on_failed=raise")), None)
+    with pytest.raises(RewardLoopError, match="the sandbox is gone"):
+        await worker.compute_score(rollout("four"))
+    fatal = await worker.fatal_error()
+    assert fatal is not None
+    assert "the sandbox is gone" in fatal
+
+
+def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
+    from reward_loop.verl.workers import _sandbox_kwargs
+
+    overrides = ("sandbox_fusion.url=http://x", "sandbox_fusion.max_concurrent=10", "reward.num_workers=3")
+    kwargs = _sandbox_kwargs(settled(policy, *overrides))
+    assert kwargs["concurrent_semaphore"]._value == 3
+    assert kwargs["sandbox_fusion_url"] == "http://x"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    repository = Path(__file__).parents[2]
+    environment = {"PYTHONPATH": str(repository), "RAY_worker_niceness": "0"}
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment})
+    yield
+    ray.shutdown()
+
+
+KILLER = """
+import os, pathlib, signal
+def compute_score(solution_str, flag):
+    kills, path = int(solution_str.split()[0]), pathlib.Path(flag)
+    done = len(path.read_text()) if path.exists() else 0
+    if done < kills:
+        path.write_text("x" * (done + 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
+    cluster: None, policy: str, tmp_path: Path
+) -> None:
+    function, flag = tmp_path / "f.py", tmp_path / "flag"
+    function.write_text(KILLER)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        f"custom_reward_function.path={function}",
+        f"+custom_reward_function.reward_kwargs.flag={flag}",
+    )
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    once = await workers.client.compute_score.remote(rollout("1 death"))
+    assert once["reward_extra_info"]["reward_outcome"] == "scored"
+    always = await workers.client.compute_score.remote(rollout("99 deaths"))
+    assert always["reward_extra_info"]["reward_outcome"] == "failed"
+    assert f"died {MAX_TASK_RETRIES + 1} times" in always["reward_extra_info"]["reward_error"]
+    flag.write_text("x" * 99)
+    workers.raise_fatal_error()
+    batch = [rollout(f"{i} deaths") for i in range(5)]
+    rewards = workers.finish_batch(workers.start_batch(batch))
+    assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+async def test_samples_are_dealt_out_in_turn(policy: str) -> None:
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        @property
+        def compute_score(self) -> Handle:
+            return self
+
+        async def remote(self, data: Any) -> int:
+            return self.number
+
+    client = RewardClient([Handle(0), Handle(1)], settled(policy))
+    assert [await client.compute_score.remote(None) for _ in range(4)] == [0, 1, 0, 1]
