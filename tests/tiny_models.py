@@ -16,7 +16,7 @@ CHATML = (
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer: one token for each of the 256 bytes, and three special ones. Its eos is ``<|im_end|>``."""
+    """A byte-level tokenizer: one token for each of the 256 bytes and three special ones. Its eos is ``<|im_end|>``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

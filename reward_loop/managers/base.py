@@ -97,7 +97,7 @@ class RewardLoopManagerBase(ABC):
         uid = row.get("uid", row.get("index"))
         return RewardSample(
             solution_str=solution,
-            data_source=row.get("data_source", ""),
+            data_source=str(row.get("data_source", "")),
             ground_truth=reference.get("ground_truth"),
             extra_info=extra_info,
             uid=None if uid is None else str(uid),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +29,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc,name-de
         from reward_loop.verl.trainer import with_reward_loop
 
         configure_verl_logging()
+        logging.getLogger("reward_loop").setLevel(logging.INFO)
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
         self.config = config

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome, Reward
 from reward_loop.verl.options import without_reward
 from reward_loop.verl.workers import RewardClient, RewardWorkers
@@ -97,6 +98,12 @@ class RewardLoopTrainer(PPOTrainer):
         infos = _reward_infos(batch)
         metrics.update(_reward_metrics(infos))
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
+        if len(masked) == len(infos):
+            info = next(iter(infos.values()))
+            raise RewardLoopError(
+                f"no sample of step {self.global_steps} has a score to learn from; the first one is "
+                f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
+            )
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= _without_baseline(infos, masked)
         _leave_out(batch, sorted(masked))

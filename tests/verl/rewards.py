@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 
 def _log(**row: Any) -> None:
@@ -58,18 +59,21 @@ def _kill_once(pid: int, marker: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-async def judged(
-    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, servers: str
-) -> float:
-    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself.
+def processes_with(*words: str) -> list[int]:
+    """The processes with all these words in their command lines."""
+    found = psutil.process_iter(["cmdline"])
+    return [process.pid for process in found if all(word in " ".join(process.info["cmdline"] or []) for word in words)]
 
-    ``servers`` is a file that the test fills with the model servers' process ids.
-    """
+
+async def judged(
+    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
+) -> float:
+    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20:
-        for pid in Path(servers).read_text().split():
-            _kill_once(int(pid), "killed-server")
+        for pid in processes_with("reward_loop.router.servers.embedded", model):
+            _kill_once(pid, "killed-server")
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")
     async with aiohttp.ClientSession() as session:

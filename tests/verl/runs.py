@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,7 @@ def train(
     directory: Path,
     policy: Path,
     *overrides: str,
-    function: str | None = None,
-    on_line: Callable[[str], None] | None = None,
+    function: str,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,11 +94,10 @@ def train(
         f"trainer.rollout_data_dir={directory}/rollouts",
         f"trainer.validation_data_dir={directory}/validation",
         f"hydra.run.dir={directory}",
+        f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
+        f"custom_reward_function.name={function}",
         *overrides,
     ]
-    if function:
-        command += [f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}"]
-        command += [f"custom_reward_function.name={function}"]
     environment = os.environ | {
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
@@ -116,16 +113,9 @@ def train(
         cwd=directory,
         start_new_session=True,
     ) as process:
-        lines = []
-        alarm = _Alarm(process.pid)
-        with alarm:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                if on_line is not None:
-                    on_line(line)
-            returncode = process.wait()
-    output = "".join(lines)
+        with _Alarm(process.pid) as alarm:
+            output, _ = process.communicate()
+        returncode = process.returncode
     assert not alarm.rang, f"the run did not end within {TIMEOUT_S} s:\n{output[-5000:]}"
     return Run(returncode, output, directory)
 
@@ -137,13 +127,14 @@ class _Alarm:
         self.rang = False
         self._group = group
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Alarm:
         def ring(*_: Any) -> None:
             self.rang = True
             os.killpg(self._group, signal.SIGKILL)
 
         self._before = signal.signal(signal.SIGALRM, ring)
         signal.alarm(TIMEOUT_S)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         signal.alarm(0)

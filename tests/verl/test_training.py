@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.verl import rewards
@@ -126,20 +125,6 @@ def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run,
 def test_killed_servers_and_workers_lose_nothing(
     tmp_path: Path, tiny_generative_model: Path, tiny_discriminative_model: Path
 ) -> None:
-    servers = tmp_path / "servers"
-    before = {process.pid for process in psutil.process_iter()}
-
-    def note_servers(line: str) -> None:
-        if "ready in" in line:
-            servers.write_text(
-                "\n".join(
-                    str(process.pid)
-                    for process in psutil.process_iter(["cmdline"])
-                    if "reward_loop.router.servers.embedded" in " ".join(process.info["cmdline"] or [])
-                    and process.pid not in before
-                )
-            )
-
     run = train(
         tmp_path,
         tiny_generative_model,
@@ -147,9 +132,8 @@ def test_killed_servers_and_workers_lose_nothing(
         "trainer.val_before_train=False",
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
-        f"+custom_reward_function.reward_kwargs.servers={servers}",
+        f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
         function="judged",
-        on_line=note_servers,
     )
     assert run.returncode == 0, run.output[-5000:]
     assert (tmp_path / "killed-server").exists()
@@ -159,8 +143,7 @@ def test_killed_servers_and_workers_lose_nothing(
         assert run.steps[step]["reward_loop/failed"] == 0
     seen = signature([row for step in (1, 2) for row in run.rollouts(step)])
     assert not seen - signature(run.calls), "a rollout has a score that the function did not return"
-    left = [p for p in psutil.process_iter(["cmdline"]) if "reward_loop.router" in " ".join(p.info["cmdline"] or [])]
-    assert [p for p in left if p.pid not in before] == []
+    assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
 
 
 def test_a_run_whose_function_always_fails_stops_and_says_why(tmp_path: Path, tiny_generative_model: Path) -> None:

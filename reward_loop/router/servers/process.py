@@ -1,0 +1,211 @@
+"""A server in a child process that this process owns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import anyio
+
+from reward_loop.errors import ServerDiedError, ServerStartError
+from reward_loop.router.servers.lifeline import Lifeline
+
+__all__ = ["ServerProcess", "listen", "url_of"]
+
+_LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 25
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening TCP socket on ``host``; port 0 lets the kernel choose.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=4096)
+
+
+def url_of(listener: socket.socket) -> str:
+    """The ``http://host:port`` that a listening socket is reached at."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ServerProcess:
+    """One run of a server, from its start to its exit.
+
+    An async context manager: it is entered when the server answers, and at exit the process is gone. The child
+    inherits the listening socket, which stays open here. So the port is settled before the child exists, a connection
+    made too early waits in the backlog, and a later run serves the same address.
+
+    The command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child must end when it reads the end
+    of the latter (:func:`reward_loop.router.servers.lifeline.follow`). It runs in a session of its own, so that
+    Ctrl-C reaches it through its owner only.
+
+    Args:
+        name: what messages call it.
+        command: program and arguments.
+        listener: a listening socket.
+        log_path: its standard output and error are appended here.
+        env: environment variables, added to this process's.
+        health_path: a GET of it is answered with a status below 400 once the server is ready.
+        start_timeout_s: seconds until it must be ready.
+        stop_timeout_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        listener: socket.socket,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        health_path: str = "/health",
+        start_timeout_s: float = 600.0,
+        stop_timeout_s: float = 10.0,
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.started_in_s: float | None = None
+        """How many seconds it took to become ready; ``None`` until then."""
+        self._command = list(command)
+        self._listener = listener
+        self._env = dict(env or {})
+        self._health_path = health_path
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: Lifeline | None = None
+        self._exited: asyncio.Future[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, once there is one."""
+        return self._process.pid if self._process else None
+
+    async def __aenter__(self) -> Self:
+        began = time.monotonic()
+        self._spawn()
+        try:
+            await self._ready()
+        except BaseException:
+            await self._stop()
+            raise
+        self.started_in_s = time.monotonic() - began
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def wait(self) -> ServerDiedError:
+        """Waits until the process ends by itself, and returns an error that says how and shows the log's tail."""
+        assert self._exited is not None
+        code = await asyncio.shield(self._exited)
+        return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self._log()}")
+
+    def _spawn(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._exited = loop.create_future()
+        self._lifeline = Lifeline()
+        fd = self._listener.fileno()
+        try:
+            with self.log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*self._command, "--fd", str(fd), "--lifeline-fd", str(self._lifeline.child_fd)],
+                    env={**os.environ, **self._env},
+                    pass_fds=(fd, self._lifeline.child_fd),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._lifeline.cut()
+            raise ServerStartError(f"{self.name} cannot be started: {error}") from error
+        self._lifeline.release()
+        # A thread rather than asyncio's child watcher: it works on every loop, in every thread.
+        waiter = threading.Thread(
+            target=_wait, args=(self._process, loop, self._exited), name=f"wait-{self.name}", daemon=True
+        )
+        waiter.start()
+
+    async def _ready(self) -> None:
+        assert self._exited is not None
+        health = asyncio.create_task(self._ask_health())
+        try:
+            await asyncio.wait(
+                [health, self._exited], timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._exited.done():
+                what = f"{_ending(self._exited.result())} before it was ready"
+            elif not health.done():
+                what = f"was not ready after {self._start_timeout_s:g} s"
+            elif health.exception():
+                what = f"cannot be asked for its health: {health.exception()}"
+            elif (status := health.result()) < 400:
+                return
+            else:
+                what = f"answered {self._health_path} with status {status}"
+        finally:
+            health.cancel()
+        raise ServerStartError(f"{self.name} {what}.\n{self._log()}")
+
+    async def _ask_health(self) -> int:
+        url = url_of(self._listener) + self._health_path
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+            return response.status
+
+    async def _stop(self) -> None:
+        process, exited, lifeline = self._process, self._exited, self._lifeline
+        if process is None or exited is None or lifeline is None:
+            return
+        try:
+            with anyio.CancelScope(shield=True):
+                if not exited.done():
+                    process.send_signal(signal.SIGTERM)
+                    await asyncio.wait([exited], timeout=self._stop_timeout_s)
+                if not exited.done():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    await asyncio.wait([exited])
+        finally:
+            # Reached without an exit only if the waiting was broken off, by a second Ctrl-C for example.
+            if not exited.done():
+                process.kill()
+            lifeline.cut()
+
+    def _log(self) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        if not lines:
+            return f"Its log {self.log_path} is empty."
+        return "\n".join([f"The end of its log {self.log_path}:", *(f"    {line}" for line in lines)])
+
+
+def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
+    code = process.wait()
+    # The loop is closed when its owner was broken off; nobody waits then.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(exited.set_result, code)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

@@ -1,0 +1,160 @@
+"""How one batch of token sequences is sampled: hooks for transformers' ``generate``.
+
+Sampling is done with the Gumbel-max trick: noise from the request's own random stream is added to the processed
+log-probabilities, and ``generate`` takes the arg-max. That draws from exactly the same distribution as a multinomial,
+and makes a seeded request draw the same numbers in whatever batch it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+__all__ = ["Generation", "RowEndings", "RowSampler", "SamplingParams"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to decode one request. Names and meanings are vLLM's."""
+
+    max_tokens: int
+    """At most this many new tokens, the end token included."""
+    temperature: float = 1.0
+    """0 decodes greedily."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0 switches it off."""
+    repetition_penalty: float = 1.0
+    """Applies to the tokens of prompt and response, before the temperature."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens besides the engine's own."""
+    seed: int | None = None
+    """Gives the request a random stream of its own: the same seed draws the same numbers, whoever shares the batch."""
+
+    def __post_init__(self) -> None:
+        for name, valid in {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= -1,
+            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+        }.items():
+            if not valid:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)}")
+
+    @property
+    def distribution(self) -> tuple[Any, ...]:
+        """What must be equal for two requests to share a batch. Length and seed are kept row by row."""
+        return (self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.stop_token_ids)
+
+
+@dataclass(slots=True)
+class Generation:
+    """What the model wrote for one request."""
+
+    token_ids: list[int]
+    """The new tokens, up to and including the end token if there is one."""
+    logprobs: list[float]
+    """The log-probability of each token under the distribution it was drawn from: after repetition penalty,
+    temperature, top-k and top-p. For greedy decoding, the model's own (after the repetition penalty, if any)."""
+    finish_reason: Literal["stop", "length"]
+
+
+class RowSampler(LogitsProcessor):
+    """Turns logits into perturbed log-probabilities, the arg-max of which is a sample.
+
+    Args:
+        params: one for each row; their ``distribution`` is the same.
+        shared: the random stream of the rows without a seed.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], shared: torch.Generator) -> None:
+        first = params[0]
+        self._greedy = first.temperature == 0
+        self._processors = LogitsProcessorList(_processors(first))
+        self._shared = shared
+        self._seeded = {
+            row: torch.Generator(shared.device).manual_seed(p.seed)
+            for row, p in enumerate(params)
+            if p.seed is not None
+        }
+        self.logprobs: torch.Tensor
+        """The log-probabilities of the latest step, rows by vocabulary."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logprobs = torch.log_softmax(self._processors(input_ids, scores), dim=-1)
+        if self._greedy:
+            return self.logprobs
+        noise = torch.empty_like(self.logprobs).exponential_(generator=self._shared)
+        for row, stream in self._seeded.items():
+            noise[row].exponential_(generator=stream)
+        # A draw of exactly 0 would let a token of probability 0 win.
+        noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+        return self.logprobs - noise.log_()
+
+
+def _processors(params: SamplingParams) -> list[LogitsProcessor]:
+    processors: list[LogitsProcessor] = []
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.temperature not in (0, 1):
+        processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.temperature and params.top_k > 0:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.temperature and params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    return processors
+
+
+class RowEndings(StoppingCriteria):
+    """Ends each row at its end token, at its own length, or when nobody waits for it any more.
+
+    Args:
+        params: one for each row.
+        sampler: where the log-probabilities of each step are.
+        end_token_ids: tokens that end a row, besides the parameters' own.
+        abandoned: says of a row number whether the row may end early.
+        deliver: called with the row number and its generation, as soon as the row has ended.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        sampler: RowSampler,
+        end_token_ids: Sequence[int],
+        *,
+        abandoned: Callable[[int], bool],
+        deliver: Callable[[int, Generation], object],
+    ) -> None:
+        self._params = params
+        self._sampler = sampler
+        self._end_token_ids = frozenset(end_token_ids) | frozenset(params[0].stop_token_ids)
+        self._abandoned = abandoned
+        self._deliver = deliver
+        self._alive = dict(enumerate(Generation([], [], "length") for _ in params))
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        chosen = input_ids[:, -1:]
+        tokens = chosen[:, 0].tolist()
+        logprobs = self._sampler.logprobs.gather(1, chosen)[:, 0].tolist()
+        for row, generation in list(self._alive.items()):
+            generation.token_ids.append(tokens[row])
+            generation.logprobs.append(logprobs[row])
+            if tokens[row] in self._end_token_ids:
+                generation.finish_reason = "stop"
+            elif len(generation.token_ids) < self._params[row].max_tokens and not self._abandoned(row):
+                continue
+            del self._alive[row]
+            self._deliver(row, generation)
+        ended = [row not in self._alive for row in range(len(tokens))]
+        return torch.tensor(ended, device=input_ids.device)

@@ -1,0 +1,116 @@
+"""Keeps one server running at one address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from reward_loop.errors import ServerError, ServerStartError
+from reward_loop.router.servers.process import ServerProcess
+
+__all__ = ["RestartPolicy", "Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a process may be started again."""
+
+    max_restarts: int
+    window_s: float
+    """Restarts longer ago than this many seconds do not count."""
+
+
+async def _nothing(*_: str) -> None:
+    pass
+
+
+class Supervisor:
+    """Starts a server, and starts it again when it dies.
+
+    Args:
+        new_process: makes the next run of the server.
+        policy: when to give up.
+        starts: how many servers may be starting at a time.
+        on_up: awaited whenever the server has become ready.
+        on_down: awaited with the reason whenever it has died and will be started again.
+        on_lost: awaited with the reason when it is given up.
+    """
+
+    def __init__(
+        self,
+        new_process: Callable[[], ServerProcess],
+        policy: RestartPolicy,
+        *,
+        starts: asyncio.Semaphore,
+        on_up: Callable[[], Awaitable[None]] = _nothing,
+        on_down: Callable[[str], Awaitable[None]] = _nothing,
+        on_lost: Callable[[str], Awaitable[None]] = _nothing,
+    ) -> None:
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the server is ready for the first time, or raises the ServerStartError of its first start."""
+        self._new_process = new_process
+        self._policy = policy
+        self._starts = starts
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_lost = on_lost
+        self._process: ServerProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, or ``None`` between two runs."""
+        return self._process.pid if self._process else None
+
+    async def run(self) -> None:
+        """Runs until cancelled, until the first start has failed, or until the server is given up."""
+        restarts: deque[float] = deque()
+        while True:
+            try:
+                error = await self._live()
+            except ServerStartError as failed:
+                if not self.started.done():
+                    self.started.set_exception(failed)
+                    return
+                error = failed
+            now = time.monotonic()
+            while restarts and now - restarts[0] > self._policy.window_s:
+                restarts.popleft()
+            if len(restarts) >= self._policy.max_restarts:
+                window = self._policy.window_s
+                logger.error("given up after %d restarts within %g s: %s", len(restarts), window, error)
+                await self._on_lost(_first_line(error))
+                return
+            pause = min(_FIRST_PAUSE_S * 2 ** len(restarts), _LONGEST_PAUSE_S)
+            restarts.append(now)
+            logger.warning("to be started again in %.1f s: %s", pause, error)
+            await self._on_down(_first_line(error))
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> ServerError:
+        """One run of the server, from start to death."""
+        self._process = self._new_process()
+        try:
+            async with AsyncExitStack() as stack:
+                async with self._starts:
+                    process = await stack.enter_async_context(self._process)
+                logger.info("%s ready in %.1f s", process.name, process.started_in_s)
+                await self._on_up()
+                if not self.started.done():
+                    self.started.set_result(None)
+                return await process.wait()
+        finally:
+            self._process = None
+
+
+def _first_line(error: ServerError) -> str:
+    return str(error).partition("\n")[0]

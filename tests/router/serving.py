@@ -1,0 +1,91 @@
+"""Helpers of this directory's tests: ASGI apps on real sockets, stub servers in processes, and whether one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI
+
+from reward_loop.router.servers.process import listen, url_of
+
+STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serves an ASGI app on this loop; yields its URL."""
+    listener = listen("127.0.0.1")
+    lifespan = "on" if isinstance(app, FastAPI) else "off"
+    server = _Server(uvicorn.Config(app, log_level="error", lifespan=lifespan, date_header=False, server_header=False))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield url_of(listener)
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def resetting() -> AsyncIterator[str]:
+    """A server that reads a request and then closes the connection; yields its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
+    async with server:
+        yield url_of(listener)
+
+
+def refusing() -> str:
+    """The URL of a port that nobody listens on."""
+    with listen("127.0.0.1") as listener:
+        return url_of(listener)
+
+
+async def post(url: str, path: str = "/", body: bytes = b"", **options: Any) -> tuple[int, bytes]:
+    """One request on a connection of its own; returns status and body."""
+    async with (
+        aiohttp.ClientSession(auto_decompress=False) as session,
+        session.post(url + path, data=body, **options) as response,
+    ):
+        return response.status, await response.read()
+
+
+class Watched:
+    """Some processes, watched from before they end."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._fds = [os.pidfd_open(pid) for pid in pids]
+
+    def left_after(self, seconds: float) -> int:
+        """How many are still there; returns as soon as none is."""
+        deadline = time.monotonic() + seconds
+        left = list(self._fds)
+        while left:
+            ended, _, _ = select.select(left, [], [], max(0, deadline - time.monotonic()))
+            if not ended:
+                break
+            left = [fd for fd in left if fd not in ended]
+        return len(left)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)

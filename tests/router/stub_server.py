@@ -1,0 +1,66 @@
+"""A server process that starts at once. ``POST /echo`` answers with the body, everything else with its process id.
+
+Environment: ``STUB_DELAY`` seconds for an echo; ``STUB_EXIT`` makes it complain and exit with that status;
+``STUB_DEAF`` makes it never answer, and ignore SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(str(os.getpid()).encode())
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(float(os.environ.get("STUB_DELAY", "0")))
+        self.answer(body)
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    args = parser.parse_args()
+
+    def lifeline() -> None:
+        os.read(args.lifeline_fd, 1)
+        os._exit(1)
+
+    threading.Thread(target=lifeline, daemon=True).start()
+    if status := os.environ.get("STUB_EXIT"):
+        print("the stub is told to fail", file=sys.stderr)
+        sys.exit(int(status))
+    if os.environ.get("STUB_DEAF"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("the stub is deaf", flush=True)
+        threading.Event().wait()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=args.fd)
+    server.daemon_threads = True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yarl import URL
+
+from reward_loop.router.app import create_app
+from reward_loop.router.pool import WorkerPool
+from reward_loop.router.proxy import Proxy, client_session
+from tests.router.serving import post, refusing, resetting, serving
+
+
+@asynccontextmanager
+async def proxied(
+    *workers: str, timeout_s: float = 30, probe: Callable[[str], Any] | None = None
+) -> AsyncIterator[str]:
+    """A proxy in front of workers that are taken to be well."""
+
+    async def well(url: str) -> None:
+        if probe:
+            await probe(url)
+
+    async with (
+        client_session() as session,
+        WorkerPool(workers, well) as pool,
+        serving(Proxy(pool, session, timeout_s)) as url,
+    ):
+        yield url
+
+
+def answering(status: int = 200, headers: dict[str, str] | None = None, body: bytes = b"ok") -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+async def mirror(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with what it got: the target and headers as JSON, or the body where there is one."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message["body"]
+        more = message["more_body"]
+    if scope["path"] != "/echo":
+        seen = {"method": scope["method"], "path": scope["raw_path"].decode(), "query": scope["query_string"].decode()}
+        body = orjson.dumps({**seen, "headers": {k.decode(): v.decode() for k, v in scope["headers"]}})
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_bodies_arrive_byte_for_byte() -> None:
+    with asyncio.Runner() as runner:
+
+        async def open_all() -> tuple[AsyncExitStack, str]:
+            stack = AsyncExitStack()
+            worker = await stack.enter_async_context(serving(mirror))
+            return stack, await stack.enter_async_context(proxied(worker))
+
+        async def close(stack: AsyncExitStack) -> None:
+            await stack.aclose()
+
+        stack, url = runner.run(open_all())
+
+        @settings(max_examples=50, deadline=None)
+        @given(st.binary(max_size=300_000))
+        def check(body: bytes) -> None:
+            assert runner.run(post(url, "/echo", body)) == (200, body)
+
+        check()
+        runner.run(close(stack))
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_method_path_and_query_are_untouched(method: str) -> None:
+    async with serving(mirror) as worker, proxied(worker) as url, aiohttp.ClientSession() as session:
+        target = "/a%2Fb/../c//d?x=%20+y&z"
+        async with session.request(method, URL(url + target, encoded=True)) as response:
+            seen = await response.json(content_type=None)
+    assert (seen["method"], seen["path"], seen["query"]) == (method, "/a%2Fb/../c//d", "x=%20+y&z")
+
+
+async def test_headers_go_through_except_those_of_the_connection() -> None:
+    sent = {
+        "Authorization": "Bearer x",
+        "X-Own": "ü",
+        "Connection": "keep-alive, X-Private",
+        "X-Private": "1",
+        "Proxy-Authorization": "secret",
+        "TE": "trailers",
+    }
+    async with (
+        serving(mirror) as worker,
+        proxied(worker) as url,
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=sent, skip_auto_headers=["Accept", "User-Agent"]) as response,
+    ):
+        seen = (await response.json(content_type=None))["headers"]
+    assert seen["authorization"] == "Bearer x"
+    assert seen["x-own"] == "ü"
+    assert seen["host"] == worker.removeprefix("http://")
+    assert not {"x-private", "proxy-authorization", "te", "accept", "user-agent"} & set(seen)
+
+
+@pytest.mark.parametrize("status", [204, 301, 400, 404, 422, 500, 503])
+async def test_statuses_and_bodies_of_workers_are_unchanged(status: int) -> None:
+    body = b"" if status == 204 else b'{"error": {"message" : "no"}}'
+    headers = {"Content-Type": "application/json; odd=1", "Location": "/elsewhere", "Keep-Alive": "timeout=1"}
+    if body:
+        headers["Content-Length"] = str(len(body))
+    async with (
+        serving(answering(status, headers, body)) as worker,
+        proxied(worker) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url, allow_redirects=False) as response,
+    ):
+        assert (response.status, await response.read()) == (status, body)
+        assert response.headers["Content-Type"] == "application/json; odd=1"
+        assert "Keep-Alive" not in response.headers
+        assert "Date" not in response.headers
+
+
+async def test_a_compressed_body_stays_compressed() -> None:
+    packed = gzip.compress(b"x" * 1000)
+    async with serving(answering(headers={"Content-Encoding": "gzip"}, body=packed)) as worker, proxied(worker) as url:
+        assert await post(url) == (200, packed)
+
+
+async def test_chunks_are_passed_on_as_they_come() -> None:
+    more = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+    async with (
+        serving(app) as worker,
+        proxied(worker) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url) as response,
+    ):
+        assert await response.content.readany() == b"data: 1\n\n"
+        more.set()
+        assert await response.content.read() == b"data: 2\n\n"
+
+
+@pytest.mark.parametrize("dead", ["refusing", "resetting"])
+async def test_a_request_moves_from_a_dead_worker_to_a_live_one(dead: str) -> None:
+    async with AsyncExitStack() as stack:
+        lost = refusing() if dead == "refusing" else await stack.enter_async_context(resetting())
+        live = await stack.enter_async_context(serving(answering()))
+        url = await stack.enter_async_context(proxied(lost, live))
+        assert await asyncio.gather(*(post(url) for _ in range(6))) == [(200, b"ok")] * 6
+
+
+async def test_a_request_waits_for_its_worker_to_come_back() -> None:
+    down, back = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        # Without an answer, uvicorn closes a connection whose response has begun.
+        if back.is_set():
+            await answering()(scope, receive, send)
+        else:
+            headers = [(b"content-length", b"2")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def probe(url: str) -> None:
+        if probes := probed.count(url):
+            assert probes == 1
+            down.set()
+            await back.wait()
+        probed.append(url)
+
+    probed: list[str] = []
+    async with serving(app) as worker, proxied(worker, probe=probe) as url:
+        request = asyncio.create_task(post(url))
+        await down.wait()
+        assert not request.done()
+        back.set()
+        assert await request == (200, b"ok")
+
+
+async def test_without_a_worker_until_the_deadline_the_503_says_why() -> None:
+    async def unwell(url: str) -> None:
+        raise ConnectionRefusedError("nobody there")
+
+    worker = refusing()
+    async with proxied(worker, probe=unwell, timeout_s=0.1) as url:
+        status, body = await post(url)
+    assert status == 503
+    assert f"{worker} is down (ConnectionRefusedError: nobody there)".encode() in body
+
+
+async def test_a_request_that_breaks_every_connection_is_given_up() -> None:
+    async with resetting() as worker, proxied(worker) as url:
+        status, body = await post(url)
+    assert status == 502
+    assert worker.encode() in body
+
+
+async def test_a_worker_that_is_too_slow_gives_a_504_that_names_it() -> None:
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(silent) as worker, proxied(worker, timeout_s=0.1) as url:
+        status, body = await post(url)
+    assert status == 504
+    assert worker.encode() in body
+
+
+async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None:
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+
+    async with serving(half) as worker, proxied(worker) as url:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await post(url)
+
+
+async def test_a_client_that_leaves_cancels_the_workers_request() -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        arrived.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async with serving(app) as worker, proxied(worker) as url:
+        request = asyncio.create_task(post(url))
+        await arrived.wait()
+        request.cancel()
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
+async def test_the_router_has_a_control_plane_of_its_own() -> None:
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(serving(mirror))
+        other = refusing()
+        url = await stack.enter_async_context(serving(create_app([worker, other])))
+        session = await stack.enter_async_context(aiohttp.ClientSession(url))
+        assert (await post(url, "/v1/models"))[0] == 200
+        async with session.get("/health") as response:
+            assert response.status == 200
+        async with session.get("/workers") as response:
+            listed = {entry["url"]: entry["state"] for entry in await response.json()}
+        assert listed == {worker: "up", other: "down"}
+        for path in ("/classify", "/docs", "/openapi.json", "/health/", "/"):
+            async with session.get(path) as response:
+                assert (await response.json(content_type=None))["path"] == path
+        for lost in (worker, other):
+            async with session.post("/workers/retire", params={"url": lost, "reason": "gone"}) as response:
+                assert response.status == 200
+        async with session.get("/health") as response:
+            assert response.status == 503
+        status, body = await post(url, "/classify")
+    assert status == 503
+    error = orjson.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("RouterError", 503)
+    assert f"{worker} is retired (gone); {other} is retired (gone)" in error["message"]
