@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
@@ -95,8 +96,17 @@ def _main(config: DictConfig) -> None:
     try:
         run(config)
     except RewardLoopError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        _stop(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        _stop("Interrupted: everything that was started has been stopped.", 130)
+
+
+def _stop(message: str, status: int) -> NoReturn:
+    """Ends Ray first: what its processes still have to say would bury the message."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    print(f"\n{message}", file=sys.stderr)
+    sys.exit(status)
 
 
 def main() -> None:

@@ -85,6 +85,13 @@ async def judged(
     return score
 
 
+def interrupts(solution_str: str, policy: str) -> float:
+    """Presses Ctrl-C on the command that trains ``policy``."""
+    for pid in processes_with("reward_loop.verl.main_ppo", policy):
+        os.kill(pid, signal.SIGINT)
+    return 0.0
+
+
 def broken(solution_str: str) -> float:
     """Never scores anything."""
     raise RuntimeError(f"the judge is on strike, {len(solution_str)} characters unread")

@@ -146,6 +146,23 @@ def test_killed_servers_and_workers_lose_nothing(
     assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
 
 
+def test_ctrl_c_leaves_no_process(tmp_path: Path, tiny_generative_model: Path, tiny_discriminative_model: Path) -> None:
+    run = train(
+        tmp_path,
+        tiny_generative_model,
+        "trainer.total_training_steps=1000",
+        "trainer.val_before_train=False",
+        "reward_model.enable=True",
+        f"reward_model.model.path={tiny_discriminative_model}",
+        f"+custom_reward_function.reward_kwargs.policy={tiny_generative_model}",
+        function="interrupts",
+    )
+    assert run.returncode == 130, run.output[-5000:]
+    assert "Interrupted" in run.output.strip().splitlines()[-1]
+    assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
+    assert rewards.processes_with("reward_loop.verl.main_ppo", str(tiny_generative_model)) == []
+
+
 def test_a_run_whose_function_always_fails_stops_and_says_why(tmp_path: Path, tiny_generative_model: Path) -> None:
     run = train(
         tmp_path,
@@ -156,4 +173,5 @@ def test_a_run_whose_function_always_fails_stops_and_says_why(tmp_path: Path, ti
         function="broken",
     )
     assert run.returncode == 1
-    assert "the judge is on strike" in run.output.splitlines()[-1]
+    last = run.output.strip().splitlines()[-20:]
+    assert any(line.startswith("RewardLoopError") and "the judge is on strike" in line for line in last), last
