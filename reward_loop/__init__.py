@@ -28,7 +28,7 @@ from reward_loop.types import ComputeScore, Outcome, Reward, RewardResult, Rewar
 if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
-    from reward_loop.router import RewardModelManager  # type: ignore[attr-defined]
+    from reward_loop.router import RewardModelManager
     from reward_loop.scoring import ScoringFunction, load_function
 
 __version__ = "0.1.0"

@@ -14,9 +14,10 @@ from omegaconf import DictConfig
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.registry import names as manager_names
+from reward_loop.router.servers.checkpoint import model_kind
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+from reward_loop.verl.options import CONFIG_DIR, reward_model_options, settle, verl_config_dir
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -42,6 +43,9 @@ def run(config: DictConfig) -> None:
     """
     settle(config)
     _check_function(config)
+    model = reward_model_options(config)
+    if model is not None:
+        model_kind(model.model_path, "reward_model.model.path")
     if config.trainer.device == "cpu":
         _prepare_cpu(config)
 

@@ -141,7 +141,7 @@ def _defaults() -> DictConfig:
             "reward": {"reward_kwargs": None, "custom_reward_function": {"reward_kwargs": None}},
         },
         OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
-    )  # type: ignore[return-value]
+    )
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:

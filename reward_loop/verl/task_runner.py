@@ -16,7 +16,7 @@ __all__ = ["TaskRunner"]
 
 
 @ray.remote
-class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc,name-defined]
+class TaskRunner(TaskRunnerV1.__ray_actor_class__):
     """verl's V1 task runner, with the reward loop in its trainer and the reward model behind it."""
 
     def run(self, config: DictConfig) -> None:

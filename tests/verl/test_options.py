@@ -163,6 +163,20 @@ def test_a_bad_function_stops_the_command_before_anything_starts(
     assert "ray" not in done.stdout.lower()
 
 
+def test_a_reward_model_that_does_not_exist_stops_the_command(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("async def compute_score(solution_str, reward_router_address): return 1.0\n")
+    done = run_main(
+        "reward_model.enable=True",
+        f"reward_model.model.path={tmp_path}/nowhere",
+        f"custom_reward_function.path={tmp_path}/f.py",
+        f"hydra.run.dir={tmp_path}",
+    )
+    assert done.returncode == 1
+    assert "reward_model.model.path" in done.stderr
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:
     done = run_main("reward_model.enabel=True", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1

@@ -17,6 +17,8 @@ class _WithoutOffload:
     On a CPU there is nothing to offload to, and no memory to pin.
     """
 
+    engine_config: Any
+
     def _build_fsdp_module(self, module: Any) -> Any:
         configured = self.engine_config
         self.engine_config = copy.copy(configured)
