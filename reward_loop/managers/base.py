@@ -94,13 +94,13 @@ class RewardLoopManagerBase(ABC):
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
-        uid = row.get("uid", row.get("index"))
+        name = [row.get("uid", row.get("index")), row.get("session_id")]
         return RewardSample(
             solution_str=solution,
             data_source=str(row.get("data_source", "")),
             ground_truth=reference.get("ground_truth"),
             extra_info=extra_info,
-            uid=None if uid is None else str(uid),
+            uid="_".join(str(part) for part in name if part is not None) or None,
             error=error,
         )
 

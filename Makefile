@@ -1,0 +1,34 @@
+# Every command makes the virtual environment .venv first, and starts at once if it is there already.
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help demo test lint setup clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@echo
+	@echo 'make demo QUICK=1 takes under three minutes; make demo ARGS="--help" lists the options of the demo.'
+	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone.'
+
+demo: setup  ## train a small policy with verl on rewards from a served reward model (ten minutes)
+	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(ARGS)
+
+test: lint  ## run all checks and tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## check style and types
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/mypy
+
+setup:  ## make .venv and install everything into it
+	@if [ -z "$(PYTHON)" ]; then \
+		echo 'reward_loop needs Python 3.11 or 3.12, and none was found as python3, python3.12 or python3.11.'; \
+		echo 'Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'; exit 1; fi
+	@$(PYTHON) tools/bootstrap.py
+
+clean:  ## remove .venv, caches and outputs
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache outputs
