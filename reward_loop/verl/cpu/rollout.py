@@ -1,26 +1,20 @@
-"""The rollout on a CPU: transformers' ``generate`` in one Ray actor a replica, micro-batched."""
+"""The rollout on a CPU, as verl sees it: one server a replica, and who sends it the weights."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
 import torch
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from reward_loop.router.servers.batching import BatchingEngine, SamplingParams
+from reward_loop.verl.cpu.server import CPURolloutServer
 
-__all__ = ["CPUReplica", "CPURolloutServer", "ServerAdapter"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CPUReplica", "ServerAdapter"]
 
 BUCKET_BYTES = 64 * 2**20
 """Weights travel through Ray's object store in pieces of about this size."""
@@ -28,134 +22,6 @@ BUCKET_BYTES = 64 * 2**20
 
 def _server_name(replica_rank: int) -> str:
     return f"cpu_rollout_server_{replica_rank}"
-
-
-class CPURolloutServer:
-    """One replica's model. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`."""
-
-    def __init__(self, model_path: str, prompt_length: int, response_length: int, max_num_seqs: int, seed: int) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        end_ids = {tokenizer.eos_token_id, *_as_list(self._model.generation_config.eos_token_id)} - {None}
-        self._engine = BatchingEngine(
-            self._model,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            eos_token_ids=sorted(end_ids),
-            max_batch_size=min(max_num_seqs, 128),
-            seed=seed,
-        )
-        self._context_length = prompt_length + response_length
-        self._response_length = response_length
-        self._global_steps: int | None = None
-        self._open = AsyncExitStack()
-        self._update: AsyncExitStack | None = None
-        self._admission = asyncio.Event()
-        self._admission.set()
-        self._reject = False
-        self._in_flight: set[asyncio.Future[Any]] = set()
-
-    async def start(self) -> str:
-        """Starts the engine; returns the server's address. It is reached by its actor handle, not over HTTP."""
-        await self._open.enter_async_context(self._engine)
-        return f"{ray.util.get_node_ip_address()}:{os.getpid()}"
-
-    async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **unused: Any
-    ) -> TokenOutput:
-        """Continues ``prompt_ids``; token in, token out.
-
-        Raises:
-            ValueError: the prompt leaves no room for a response, or the request has images, videos or sounds.
-        """
-        for kind in ("image_data", "video_data", "audio_data"):
-            if unused.get(kind):
-                raise ValueError(f"the CPU rollout is for text alone, and request {request_id} carries {kind}")
-        if not self._admission.is_set():
-            if self._reject:
-                return self._aborted()
-            await self._admission.wait()
-        room = self._context_length - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"the prompt of request {request_id} has {len(prompt_ids)} tokens and leaves no room in "
-                f"{self._context_length}: raise data.max_prompt_length, or filter long prompts"
-            )
-        wanted = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens", self._response_length))
-        params = SamplingParams(
-            max_tokens=min(wanted, room),
-            temperature=float(sampling_params.get("temperature", 1.0)),
-            top_p=float(sampling_params.get("top_p", 1.0)),
-            top_k=int(sampling_params.get("top_k", -1)),
-            repetition_penalty=float(sampling_params.get("repetition_penalty", 1.0)),
-        )
-        request = asyncio.ensure_future(self._engine.generate(list(prompt_ids), params))
-        self._in_flight.add(request)
-        try:
-            generation = await request
-        except asyncio.CancelledError:
-            if request.cancelled() and not self._admission.is_set():
-                return self._aborted()
-            request.cancel()
-            raise
-        finally:
-            self._in_flight.discard(request)
-        return TokenOutput(
-            token_ids=generation.token_ids,
-            log_probs=generation.logprobs if sampling_params.get("logprobs") else None,
-            stop_reason="completed",
-            extra_fields={"global_steps": self._global_steps},
-        )
-
-    def _aborted(self) -> TokenOutput:
-        return TokenOutput(
-            token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps}
-        )
-
-    async def update_weights(self, bucket: dict[str, torch.Tensor], *, last: bool, global_steps: int | None) -> None:
-        """Copies one piece of the weights in. Nothing is generated between the first piece and the last."""
-        if self._update is None:
-            self._update = AsyncExitStack()
-            await self._update.enter_async_context(self._engine.exclusive())
-        target = self._model.state_dict()
-        unknown = bucket.keys() - target.keys()
-        if unknown:
-            raise KeyError(f"the trainer sent weights that the rollout model does not have: {sorted(unknown)[:3]}")
-        with torch.no_grad():
-            for name, value in bucket.items():
-                target[name].copy_(value)
-        if last:
-            self._global_steps = global_steps
-            await self._update.aclose()
-            self._update = None
-
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Ends what is running with ``stop_reason="aborted"`` and holds back, or refuses, what comes."""
-        self._admission.clear()
-        self._reject = reject_request
-        for request in list(self._in_flight):
-            request.cancel()
-
-    async def resume_generation(self) -> None:
-        """Admits requests again."""
-        self._reject = False
-        self._admission.set()
-
-    async def set_global_steps(self, global_steps: int) -> None:
-        """Says which step's weights the server holds."""
-        self._global_steps = global_steps
-
-    async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """A CPU server holds no device memory, so the calls that free it or profile it do nothing."""
-
-    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
-    start_profile = stop_profile = release_nothing
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Iterable) else [value]
 
 
 class CPUReplica(RolloutReplica):
