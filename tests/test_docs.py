@@ -1,62 +1,213 @@
-"""What the documentation shows, runs."""
+"""What the documentation shows, runs; and its tables are those of the code."""
 
+from __future__ import annotations
+
+import asyncio
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from reward_loop import RewardSample, ScoringFunction, load_function
+from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig
 from tests.gsm8k import ROOT
 
-PAGE = (ROOT / "docs" / "reward-functions.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-COMMANDS = [
-    line.removeprefix("$ ")
-    for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
-    for line in block.splitlines()
-    if line.startswith("$ reward-loop")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands in a page's shell blocks: whole ``bash`` blocks, and lines with a prompt in ``console`` blocks."""
+    shown = [*blocks(page, "bash")]
+    for block in blocks(page, "console"):
+        shown += [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(command.replace("\\\n", " "), comments=True) for command in shown]
+
+
+def between(page: str, name: str) -> str:
+    (text,) = re.findall(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", PAGES[page], flags=re.DOTALL)
+    return text
+
+
+PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
+COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
+TRAINING = [
+    (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
+SCORING = [(page, command) for page, command in COMMANDS if command[0] == "reward-loop"]
+MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
+OTHERS = {"head", "pip"}
 
 
-def run(args, folder):
+def _target(command: list[str]) -> str:
+    return command[command.index("make") + 1]
+
+
+def run(args: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
     )
 
 
-def test_there_is_something_to_run():
-    assert len(PYTHON) >= 5
-    assert len(COMMANDS) == 1
+def write_named(page: str, folder: Path) -> None:
+    """Writes the blocks of a page that begin with a file name to that file."""
+    for language in ("python", "yaml"):
+        for block in blocks(page, language):
+            if named := re.match(r"# ([\w/]+\.\w+)\n", block):
+                (folder / named[1]).parent.mkdir(exist_ok=True)
+                (folder / named[1]).write_text(block)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
-def test_python_blocks_run(block, tmp_path):
+def test_there_is_something_to_run() -> None:
+    assert len(PYTHON) >= 8
+    assert {page for page, _ in TRAINING} == {"README.md", "docs/verl.md"}
+    assert {page for page, _ in SCORING} == {"README.md", "docs/reward-functions.md"}
+    assert {_target(command) for _, command in MAKE} == {"demo", "test"}
+
+
+def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
+    tested = [command for _, command in (*TRAINING, *SCORING, *MAKE)]
+    assert {command[0] for _, command in COMMANDS if command not in tested} <= OTHERS
+
+
+def test_links_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+            assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_blocks_run(number: int, tmp_path: Path) -> None:
+    page, block = PYTHON[number]
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command, tmp_path):
-    (tmp_path / "reward.py").write_text(PYTHON[0])
-    (row,) = re.findall(r"^(\{\"output\".*)$", PAGE, flags=re.MULTILINE)
+@pytest.mark.parametrize(("page", "command"), SCORING)
+def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
+    write_named(page, tmp_path)
+    (row,) = re.findall(r"^(\{\"output\".*)$", PAGES[page], flags=re.MULTILINE)
     (tmp_path / "rollouts.jsonl").write_text(row + "\n")
     main = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
-    done = run(["-c", main, *shlex.split(command)[1:]], tmp_path)
+    done = run(["-c", main, *command[1:]], tmp_path)
     assert done.returncode == 0, done.stderr
     (scored,) = (tmp_path / "rollouts.scored.jsonl").read_text().splitlines()
     assert json.loads(scored)["outcome"] == "scored"
 
 
-def test_the_forms_that_the_page_names_load(tmp_path):
-    import asyncio
+@pytest.mark.parametrize(("page", "command"), MAKE)
+def test_make_targets_exist(page: str, command: list[str]) -> None:
+    assert re.search(rf"^{_target(command)}\s*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
-    from reward_loop import RewardSample, ScoringFunction, load_function
 
-    (tmp_path / "judge.py").write_text(PYTHON[1])
+@pytest.mark.parametrize(("page", "command"), TRAINING)
+def test_training_commands_are_accepted(
+    page: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+
+    from reward_loop.verl.main_ppo import _check_function
+    from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+
+    write_named(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options, overrides = iter(command[3:]), []
+    name, primary = "reward_loop_trainer", CONFIG_DIR
+    for word in options:
+        if word == "--config-name":
+            name = next(options)
+        elif word == "--config-dir":
+            primary = tmp_path / next(options)
+        else:
+            overrides.append(word)
+    searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
+    with initialize_config_dir(str(primary), version_base=None):
+        config = compose(name, [searchpath, *overrides])
+    settle(config)
+    _check_function(config)
+    assert config.reward.custom_reward_function.path
+
+
+def test_the_configuration_file_of_ones_own_takes_effect(tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    write_named("docs/verl.md", tmp_path)
+    (command,) = [command for _, command in TRAINING if "--config-dir" in command]
+    show = ["--cfg", "job", "--package", "reward_loop"]
+    done = run([*command[1:3], *show, *command[3:]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "timeout: 60" in done.stdout
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def options(cls: type[Config], group: str) -> str:
+    """The options of a group as a table, each with the docstring beneath it."""
+    rows: list[tuple[str, ...]] = [("Option", "Default", "Meaning"), ("---", "---", "---")]
+    for name, field in cls.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if field.is_required() else f"`{_plain(default)}`"
+        meaning = re.sub(r"\s+", " ", (field.description or "").replace("``", "`"))
+        rows.append((f"`{group}.{name}`", shown, meaning))
+    return table(rows)
+
+
+def _plain(value: Any) -> str:
+    return {None: "null"}.get(value, str(value)) if not isinstance(value, dict) else json.dumps(value)
+
+
+def test_the_options_are_those_of_the_code() -> None:
+    assert between("docs/verl.md", "options reward_loop") == options(RewardLoopConfig, "reward_loop")
+    assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
+
+
+def test_the_moved_keys_are_those_of_the_code() -> None:
+    pytest.importorskip("verl")
+    from reward_loop.verl.options import _MOVED, _UNUSED
+
+    rows = [("You write", "It becomes"), ("---", "---"), *((f"`{old}`", f"`{new}`") for old, new in _MOVED.items())]
+    assert between("docs/verl.md", "moved keys") == table(rows)
+    for key in _UNUSED:
+        assert f"`{key}`" in PAGES["docs/verl.md"]
+
+
+def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:
+    pytest.importorskip("verl")
+    from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+
+    rows = [("Variable", "Value"), ("---", "---"), *((f"`{k}`", f"`{v}`") for k, v in CPU_ENVIRONMENT.items())]
+    assert between("docs/verl.md", "environment") == table(rows)
+
+
+def test_the_forms_that_the_page_names_load(tmp_path: Path) -> None:
+    write_named("docs/reward-functions.md", tmp_path)
     judge = ScoringFunction(load_function(f"{tmp_path}/judge.py:Judge"), reward_kwargs={"bonus": 0.5})
     assert asyncio.run(judge(RewardSample("4", ground_truth="4"))).score == 1.5
+
+
+@pytest.mark.integration
+def test_the_judge_that_the_page_shows_gets_an_answer(tmp_path: Path, tiny_discriminative_model: Path) -> None:
+    from reward_loop.router import serve_reward_model
+
+    write_named("docs/verl.md", tmp_path)
+    judge = ScoringFunction(load_function(f"{tmp_path}/judge.py"))
+    sample = RewardSample("4", extra_info={"question": "2+2="})
+    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as address:
+        result = asyncio.run(judge(sample, reward_router_address=address))
+    assert result.outcome == "scored", result.error
