@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,21 +64,27 @@ class RewardLoopTrainer(PPOTrainer):
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-        try:
+        with self._told_by_workers():
             return super()._step_once(metrics, timing_raw, sample_batch_size)
-        except Exception:
-            # verl turns the failure of every group into an error of its own that says nothing about the reward.
-            self.reward_workers.raise_fatal_error()
-            raise
+
+    def _validate(self) -> dict[str, float]:
+        with self._told_by_workers():
+            return super()._validate()
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self.reward_workers.raise_fatal_error()
 
-    def _validate(self) -> dict[str, float]:
-        metrics = super()._validate()
+    @contextmanager
+    def _told_by_workers(self) -> Iterator[None]:
+        """Raises what the reward workers say must stop the run. verl turns the failure of every group into an error of
+        its own that says nothing about the reward, and leaves out groups that failed."""
+        try:
+            yield
+        except Exception:
+            self.reward_workers.raise_fatal_error()
+            raise
         self.reward_workers.raise_fatal_error()
-        return metrics
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Scores the whole batch after the rollout (``use_reward_loop=False``)."""
