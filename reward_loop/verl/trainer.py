@@ -63,9 +63,9 @@ class RewardLoopTrainer(PPOTrainer):
         self.reward_workers.wait_until_ready()
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
 
-    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
         with self._told_by_workers():
-            return super()._step_once(metrics, timing_raw, sample_batch_size)
+            return super().step(metrics, timing_raw)
 
     def _validate(self) -> dict[str, float]:
         with self._told_by_workers():
