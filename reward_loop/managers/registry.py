@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,13 +28,18 @@ def register(name: str) -> Callable[[C], C]:
 
     def decorate(cls: C) -> C:
         known = _managers.get(name)
-        # A module that is imported a second time defines the same class anew.
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        # A file that is imported a second time, perhaps under another module name, defines the same class anew.
+        if known is not None and _origin(known) != _origin(cls):
             raise ConfigError(f"the reward manager {name!r} is registered already: {known.__module__}.{known.__name__}")
         _managers[name] = cls
         return cls
 
     return decorate
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file or cls.__module__, cls.__qualname__
 
 
 def get(name: str) -> type[Any]:

@@ -10,8 +10,10 @@ import sys
 from typing import NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
@@ -41,7 +43,7 @@ def run(config: DictConfig) -> None:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
-    settle(config)
+    settle(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     _check_function(config)
     model = reward_model_options(config)
     if model is not None:
@@ -58,6 +60,7 @@ def run(config: DictConfig) -> None:
 
     from reward_loop.verl.task_runner import TaskRunner
 
+    _check_manager(config)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     try:
@@ -84,6 +87,21 @@ def _check_function(config: DictConfig) -> None:
         )
     if not isinstance(function, type) and config.reward.reward_manager.name in manager_names():
         ScoringFunction(function, reward_kwargs=custom.get("reward_kwargs"))
+
+
+def _check_manager(config: DictConfig) -> None:
+    manager = config.reward.reward_manager
+    if manager.source != "register" or manager.name in manager_names() or ":" in manager.name:
+        return
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+
+    function = config.reward.custom_reward_function.path
+    if manager.name not in REWARD_MANAGER:
+        known = sorted({*manager_names(), *REWARD_MANAGER})
+        raise ConfigError(
+            f"reward_model.reward_manager={manager.name}: unknown{did_you_mean(manager.name, known) or '.'} "
+            f"Known: {listing(known)}" + (f", and what {function} registers" if function else "")
+        )
 
 
 def _prepare_cpu(config: DictConfig) -> None:
@@ -116,9 +134,12 @@ def _stop(message: str, status: int) -> NoReturn:
 def main() -> None:
     """The command."""
     try:
-        sys.argv.append(f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]")
+        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     except RewardLoopError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    # Beside the first override: Hydra takes its flags before or after the overrides, not between them.
+    first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
+    sys.argv.insert(next(first, len(sys.argv)), searchpath)
     _main()
 
 

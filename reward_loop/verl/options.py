@@ -8,7 +8,7 @@ is an error.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ _OPEN = {
     "reward_model.reward_kwargs",
     "reward_model.rollout.engine_kwargs",
     "custom_reward_function.reward_kwargs",
-    "reward_model.server",
+    "reward_model.server.env",
 }
-"""Groups whose keys are the user's own (``reward_model.server`` is checked by its own model)."""
+"""Groups whose keys are the user's own."""
 
 _UNUSED = {
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
@@ -73,8 +73,12 @@ def verl_config_dir() -> Path:
     return Path(spec.origin).parent / "trainer" / "config"
 
 
-def settle(config: DictConfig) -> None:
+def settle(config: DictConfig, given: Collection[str] = ()) -> None:
     """Moves the keys that users write to where they take effect, in place, and checks them.
+
+    Args:
+        config: the composed configuration.
+        given: the overrides of the command line. They go before what a file says, whichever name a file uses.
 
     Raises:
         ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
@@ -90,15 +94,16 @@ def settle(config: DictConfig) -> None:
     for key, advice in _UNUSED.items():
         if OmegaConf.select(config, key) is not None:
             raise ConfigError(f"{key} has no effect: {advice}")
+    overridden = {override.lstrip("+~").partition("=")[0] for override in given}
     moved = dict(_MOVED)
     for key in config.reward_model.get("rollout") or {}:
         moved[f"reward_model.rollout.{key}"] = f"reward.reward_model.rollout.{key}"
     with open_dict(config):
         for old, new in moved.items():
-            _move(config, old, new, defaults)
+            _move(config, old, new, defaults, overridden)
         if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
             config.reward.reward_manager.source = "importlib"
-    _check(config)
+    _check(config, defaults)
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
@@ -130,6 +135,18 @@ def without_reward(config: DictConfig) -> DictConfig:
     return config
 
 
+def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The options of verl's reward model servers that were set, and that ours do not have."""
+    for key in model:
+        path = f"{prefix}{key}"
+        if path in ("enable", "model_path", "rollout.name"):
+            continue
+        if isinstance(model[key], DictConfig) and key in default:
+            yield from _without_effect(model[key], default[key], f"{path}.")
+        elif model[key] != default.get(key):
+            yield path
+
+
 def _defaults() -> DictConfig:
     directory = verl_config_dir()
     return OmegaConf.merge(
@@ -141,6 +158,7 @@ def _defaults() -> DictConfig:
             "reward": {"reward_kwargs": None, "custom_reward_function": {"reward_kwargs": None}},
         },
         OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
+        {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
     )
 
 
@@ -159,12 +177,16 @@ def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> 
             yield from _unknown(path, value, inner if isinstance(inner, Mapping) else {})
 
 
-def _move(config: DictConfig, old: str, new: str, defaults: DictConfig) -> None:
+def _move(config: DictConfig, old: str, new: str, defaults: DictConfig, overridden: Collection[str]) -> None:
     value = OmegaConf.select(config, old)
     if value is None:
         return
     current, default = _select(config, new), _select(defaults, new)
-    if current not in (default, value):
+    # Where only one of the two is on the command line, that one counts.
+    if new in overridden and old not in overridden:
+        return
+    decided = old in overridden and new not in overridden
+    if not decided and current not in (default, value):
         raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
     OmegaConf.update(config, new, value, force_add=True)
 
@@ -174,7 +196,9 @@ def _select(config: DictConfig, key: str) -> Any:
     return OmegaConf.select(config, key, throw_on_missing=False)
 
 
-def _check(config: DictConfig) -> None:
+def _check(config: DictConfig, defaults: DictConfig) -> None:
+    if not isinstance(config.reward_model.use_reward_loop, bool):
+        raise ConfigError(f"reward_model.use_reward_loop={config.reward_model.use_reward_loop}: True or False")
     if config.reward_model.use_reward_loop and config.reward_model.launch_reward_fn_async is False:
         raise ConfigError(
             "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True: the reward loop "
@@ -188,6 +212,15 @@ def _check(config: DictConfig) -> None:
         raise ConfigError(
             "reward_model.enable=True needs a function that asks the model: set custom_reward_function.path to a file "
             "whose compute_score takes reward_router_address"
+        )
+    if model.enable and OmegaConf.is_missing(model.rollout, "name"):
+        raise ConfigError(
+            "reward_model.rollout.name: say what serves the reward model; `transformers` is the one engine there is"
+        )
+    for key in _without_effect(model, defaults.reward.reward_model):
+        raise ConfigError(
+            f"reward.reward_model.{key} has no effect: reward models are served by `transformers`, in processes beside "
+            "the trainer. Their options are reward_model.server.*"
         )
     if config.reward.num_workers < 1:
         raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")

@@ -105,14 +105,14 @@ class RewardLoopTrainer(PPOTrainer):
         infos = _reward_infos(batch)
         metrics.update(_reward_metrics(infos))
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
+        if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
+            masked |= _without_baseline(infos, masked)
         if len(masked) == len(infos):
-            info = next(iter(infos.values()))
+            info = next(info for info in infos.values() if info.get("reward_masked"))
             raise RewardLoopError(
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
-        if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
-            masked |= _without_baseline(infos, masked)
         _leave_out(batch, sorted(masked))
         return super()._compute_advantage(batch, metrics)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Coroutine, Sequence
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers import FailureBound, RewardLoopManagerBase
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
@@ -44,6 +45,11 @@ class RewardWorker:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
         self._fatal: str | None = None
+        self._failures = FailureBound(
+            self._options.max_failed_share,
+            self._options.min_samples_for_failed_share,
+            self._options.failed_share_window,
+        )
 
     async def compute_score(self, data: Any) -> Reward:
         """The reward of one rollout.
@@ -59,11 +65,9 @@ class RewardWorker:
             self._fatal = self._fatal or f"{type(error).__name__}: {error}"
             raise
 
-    async def compute_score_batch(self, rows: list[Any]) -> list[Reward]:
-        """The rewards of several rollouts, scored at the same time."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.compute_score(row)) for row in rows]
-        return [task.result() for task in tasks]
+    async def stop_run(self, message: str) -> None:
+        """Takes down that the run must stop, for somebody who has no place to say so."""
+        self._fatal = self._fatal or message
 
     async def fatal_error(self) -> str | None:
         """Why the run must stop, if it must. Also says that the worker is up."""
@@ -94,6 +98,7 @@ class RewardWorker:
                 exception=failure,
                 seconds=loop.time() - started,
             )
+        self._failures.count(result)
         return apply_policy(result, self._options)
 
 
@@ -112,6 +117,7 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
             tokenizer(config.reward.reward_model.model_path) if config.reward.reward_model.enable else None
         ),
     }
+    function = _user_function(config)  # its module may register the manager
     manager = config.reward.reward_manager
     if manager.source == "importlib":
         cls: Any = load_object(manager.module.path, manager.name)
@@ -120,22 +126,26 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
     else:
         cls = None
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
-        return cls(config=config, compute_score=_scoring_function(config), **keywords)
+        return cls(config=config, compute_score=_scoring_function(config, function), **keywords)
     from verl.trainer.ppo.reward import load_reward_manager
 
     return load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
 
 
-def _scoring_function(config: DictConfig) -> ScoringFunction:
-    options = reward_loop_options(config)
+def _user_function(config: DictConfig) -> Any:
     custom = config.reward.custom_reward_function
-    if custom.path:
-        function = load_function(custom.path, custom.name)
-        reward_kwargs = OmegaConf.to_container(custom.get("reward_kwargs") or OmegaConf.create({}))
-    else:
+    return load_function(custom.path, custom.name) if custom.path else None
+
+
+def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
+    options = reward_loop_options(config)
+    reward_kwargs: Any = config.reward.custom_reward_function.get("reward_kwargs")
+    if function is None:
         from verl.utils.reward_score import default_compute_score
 
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
+    elif reward_kwargs is not None:
+        reward_kwargs = OmegaConf.to_container(reward_kwargs)
     return ScoringFunction(
         function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
     )
@@ -180,9 +190,19 @@ class RewardClient:
         try:
             return await worker.compute_score.remote(data)
         except RayActorError as error:
-            return self._died(error)
+            try:
+                return self.died(error)
+            except RewardFunctionError as failure:
+                # The trainer is elsewhere; it asks the workers why the run must stop.
+                await worker.stop_run.remote(f"{type(failure).__name__}: {failure}")
+                raise
 
-    def _died(self, error: Exception) -> Reward:
+    def died(self, error: RayActorError) -> Reward:
+        """The reward of a sample whose worker kept dying.
+
+        Raises:
+            RewardFunctionError: the policy is ``raise``.
+        """
         failure = RewardFunctionError(
             f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample: does the reward "
             f"function crash the interpreter, or run out of memory? ({type(error).__name__})"
@@ -207,7 +227,6 @@ class RewardWorkers:
         actor = ray.remote(RewardWorker)
         self.handles = [
             actor.options(
-                name=f"reward_loop_worker_{i}",
                 max_restarts=-1,
                 max_task_retries=MAX_TASK_RETRIES,
                 max_concurrency=100_000,
@@ -239,23 +258,25 @@ class RewardWorkers:
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
         """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""
-        count = len(self.handles)
         return [
-            worker.compute_score_batch.remote(list(rows[i::count]))
-            for i, worker in enumerate(self.handles)
-            if rows[i::count]
+            worker.compute_score.remote(row) for worker, row in zip(itertools.cycle(self.handles), rows, strict=False)
         ]
 
     def finish_batch(self, pending: list[Any]) -> list[Reward]:
-        """Waits for the rewards of a batch, in the order of its rows."""
-        try:
-            chunks = ray.get(pending)
-        except RayTaskError as error:
-            self.raise_fatal_error()
-            raise RewardLoopError(f"a reward worker failed: {error}") from error
-        rewards: list[Any] = [None] * sum(map(len, chunks))
-        for i, chunk in enumerate(chunks):
-            rewards[i :: len(chunks)] = chunk
+        """Waits for the rewards of a batch, in the order of its rows.
+
+        Raises:
+            RewardLoopError: the run must stop.
+        """
+        rewards = []
+        for reward in pending:
+            try:
+                rewards.append(ray.get(reward))
+            except RayActorError as error:
+                rewards.append(self.client.died(error))
+            except RayTaskError as error:
+                self.raise_fatal_error()
+                raise RewardLoopError(f"a reward worker failed: {error}") from error
         return rewards
 
     def _ask_all(self, question: str, timeout: float) -> list[Any]:

@@ -16,5 +16,5 @@ def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictCon
 
 def settled(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
     config = configuration(*overrides, name=name)
-    settle(config)
+    settle(config, given=overrides)
     return config

@@ -33,7 +33,7 @@ def test_the_yaml_defaults_are_those_of_the_options() -> None:
         ("custom_reward_function.name=judge", "reward.custom_reward_function.name", "judge"),
         ("+custom_reward_function.reward_kwargs.x=1", "reward.custom_reward_function.reward_kwargs.x", 1),
         ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs.max_resp_len", 9),
-        ("reward_model.rollout.dtype=float32", "reward.reward_model.rollout.dtype", "float32"),
+        ("reward_model.rollout.name=transformers", "reward.reward_model.rollout.name", "transformers"),
         ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "http://x"),
         ("sandbox_fusion.max_concurrent=7", "reward.sandbox_fusion.max_concurrent", 7),
     ],
@@ -106,6 +106,14 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
             ],
             ["reward_model.server.replica", "did you mean 'replicas'"],
         ),
+        (["+reward_model.server.replica=2"], ["reward_model.server.replica", "did you mean 'replicas'"]),
+        (["reward_model.rollout.dtype=float32"], ["reward.reward_model.rollout.dtype has no effect"]),
+        (["reward_model.enable_resource_pool=True"], ["reward.reward_model.enable_resource_pool has no effect"]),
+        (
+            ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
+            ["reward_model.rollout.name"],
+        ),
+        (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
         (["reward_model.num_workers=0"], ["reward.num_workers=0"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
     ],
@@ -120,6 +128,11 @@ def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str],
 def test_the_same_value_twice_is_no_contradiction() -> None:
     config = settled("reward_model.reward_manager=dapo", "reward.reward_manager.name=dapo")
     assert config.reward.reward_manager.name == "dapo"
+
+
+@pytest.mark.parametrize("key", ["reward_model.num_workers", "reward.num_workers"])
+def test_the_command_line_goes_before_a_file(key: str) -> None:
+    assert settled(f"{key}=3", name="cpu").reward.num_workers == 3
 
 
 def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
@@ -175,6 +188,20 @@ def test_a_reward_model_that_does_not_exist_stops_the_command(tmp_path: Path) ->
     assert "reward_model.model.path" in done.stderr
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_manager_stops_the_command(tmp_path: Path) -> None:
+    done = run_main("reward_model.reward_manager=dapa", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "reward_model.reward_manager=dapa" in done.stderr
+    assert "did you mean 'dapo'" in done.stderr
+
+
+def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:
+    done = run_main("trainer.nnodes=2", f"hydra.run.dir={tmp_path}", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "use_reward_loop: true" in done.stdout
+    assert "nnodes: 2" in done.stdout
 
 
 def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:

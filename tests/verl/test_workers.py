@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
 from tests.verl.configs import settled
@@ -47,6 +47,20 @@ def verl_manager(name: str, *overrides: str) -> tuple[str, ...]:
     return (f"reward_model.reward_loop_module_path={path}", f"reward_model.reward_loop_class_name={name}", *overrides)
 
 
+REGISTERS = """
+from reward_loop import NaiveRewardLoopManager, register
+
+def compute_score(solution_str):
+    return 1.0
+
+@register("doubling")
+class Doubling(NaiveRewardLoopManager):
+    async def run_single(self, data):
+        reward = await super().run_single(data)
+        return reward | {"reward_score": 2 * reward["reward_score"]}
+"""
+
+
 @pytest.fixture(scope="module")
 def policy(tiny_generative_model: Path) -> str:
     return f"actor_rollout_ref.model.path={tiny_generative_model}"
@@ -78,6 +92,21 @@ async def test_what_goes_wrong_in_it_is_a_failed_sample(
     assert name in info["reward_error"]
     assert cause in info["reward_error"]
     assert await worker.fatal_error() is None
+
+
+async def test_its_failures_count_towards_the_bound(policy: str) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager("Raises", "reward_loop.min_samples_for_failed_share=2")), None)
+    await worker.compute_score(rollout("four"))
+    with pytest.raises(TooManyFailuresError, match="the sandbox is gone"):
+        await worker.compute_score(rollout("four"))
+
+
+async def test_a_manager_that_the_functions_file_registers_is_found(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(REGISTERS)
+    overrides = (f"custom_reward_function.path={function}", "reward_model.reward_manager=doubling")
+    worker = RewardWorker(settled(policy, *overrides), None)
+    assert (await worker.compute_score(rollout("4")))["reward_score"] == 2.0
 
 
 async def test_verls_own_managers_are_found_by_name(policy: str) -> None:
@@ -170,6 +199,25 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
+    cluster: None, policy: str, tmp_path: Path
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(KILLER)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        "reward_loop.on_failed=raise",
+        f"custom_reward_function.path={function}",
+        f"+custom_reward_function.reward_kwargs.flag={tmp_path}/flag",
+    )
+    workers = RewardWorkers(config, None)
+    with pytest.raises(RewardFunctionError, match="died"):
+        await workers.client.compute_score.remote(rollout("99 deaths"))
+    with pytest.raises(RewardLoopError, match="died"):
+        workers.raise_fatal_error()
 
 
 async def test_samples_are_dealt_out_in_turn(policy: str) -> None:

@@ -1,0 +1,114 @@
+"""Who imports whom: read from the source, and held to the table in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gsm8k import ROOT
+
+PACKAGE = ROOT / "reward_loop"
+
+VERL = ["verl"]
+RAY = ["verl"]
+"""Where Ray may be imported: in parts that start actors."""
+MODELS = ["verl", "router/servers"]
+"""Where torch and transformers may be imported."""
+
+HOMES = {
+    "verl": VERL,
+    "hydra": VERL,
+    "omegaconf": VERL,
+    "tensordict": VERL,
+    "transfer_queue": VERL,
+    "ray": RAY,
+    "torch": MODELS,
+    "transformers": MODELS,
+    "pyarrow": ["offline/parquet.py"],
+}
+
+EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores")}
+"""File, package, and the function that imports it: verl calls that one with tensors."""
+
+
+def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
+    """Every module that is imported, with the function that does it, if any; also below ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute here"
+            assert node.module
+            yield node.module, function
+            # `from package import module` imports the module, too.
+            yield from ((f"{node.module}.{alias.name}", function) for alias in node.names)
+        name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        yield from imports(node, name)
+
+
+def sources() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), list(imports(ast.parse(path.read_text())))
+
+
+def part_of(path: str) -> str:
+    return Path(path).parts[0].removesuffix(".py")
+
+
+def parts() -> dict[str, set[str]]:
+    """Each part of the package that has code, with the other parts that it imports."""
+    names = {part_of(path) for path, _ in sources()}
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, imported in sources():
+        if path == "__init__.py" or not (PACKAGE / path).stat().st_size:
+            continue
+        modules = [module.split(".") for module, _ in imported]
+        used = {module[1] for module in modules if module[0] == "reward_loop" and len(module) > 1}
+        found[part_of(path)] |= used & names - {part_of(path)}
+    return dict(found)
+
+
+def documented() -> dict[str, set[str]]:
+    """The same, as the documentation has it, from the top layer to the bottom."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (table,) = re.findall(r"<!-- begin layout -->\n(.*?)<!-- end layout -->", page, flags=re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+    return {row[0].strip("`/").removesuffix(".py"): set(re.findall(r"`(\w+)`", row[2])) for row in rows}
+
+
+def test_the_documented_layout_is_the_real_one() -> None:
+    assert documented() == parts()
+
+
+def test_imports_point_downwards_only() -> None:
+    order = list(documented())
+    for part, imported in parts().items():
+        for other in imported:
+            assert order.index(other) > order.index(part), f"{part} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_a_heavy_package_is_imported_at_home_only(package: str) -> None:
+    strangers = [
+        (path, package, function)
+        for path, imported in sources()
+        for module, function in imported
+        if module.split(".")[0] == package
+        and not any(path == home or path.startswith(f"{home}/") for home in HOMES[package])
+    ]
+    assert set(strangers) <= EXCEPTIONS
+
+
+def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
+    # Imported before the environment of a CPU run is set, verl would choose its platform too early.
+    for path, imported in sources():
+        if path in ("verl/__init__.py", "verl/main_ppo.py", "verl/options.py", "verl/cpu/__init__.py"):
+            early = [
+                module for module, function in imported if module.split(".")[0] in ("verl", "ray") and not function
+            ]
+            assert early == [], path
