@@ -18,7 +18,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 __all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
 
 GENERATED = "generated"
-"""The tag of a prompt whose sessions have all been generated. A tag of its own: verl refuses statuses it does not know."""
+"""Tags a prompt whose sessions have all been generated. It is no status: verl refuses those that it does not know."""
 
 Session = tuple[str, int]
 """A prompt's uid, and the number of the session."""

@@ -15,12 +15,25 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reward_loop._text import did_you_mean, listing
-from reward_loop.config import RewardLoopConfig, RewardModelConfig, parse
+from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 
-__all__ = ["CONFIG_DIR", "reward_loop_options", "reward_model_options", "settle", "verl_config_dir", "without_reward"]
+__all__ = [
+    "CONFIG_DIR",
+    "PIPELINE_MODE",
+    "PipelineOptions",
+    "pipeline_options",
+    "reward_loop_options",
+    "reward_model_options",
+    "settle",
+    "verl_config_dir",
+    "without_reward",
+]
 
 CONFIG_DIR = Path(__file__).parent / "config"
+
+PIPELINE_MODE = "reward_pipeline"
+"""The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
 
 _MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -103,7 +116,26 @@ def settle(config: DictConfig, given: Collection[str] = ()) -> None:
             _move(config, old, new, defaults, overridden)
         if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
             config.reward.reward_manager.source = "importlib"
+        if config.get("mini_batch_pipeline") is not None:
+            # As the users of verl's recipe write it.
+            config.trainer.v1.trainer_mode = PIPELINE_MODE
+            config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = config.pop("mini_batch_pipeline")
     _check(config, defaults)
+
+
+class PipelineOptions(Config):
+    """``trainer.v1.reward_pipeline``."""
+
+    mini_batch_pipeline: bool = True
+    """Update on every mini-batch of groups as soon as its rewards are in."""
+
+    one_step_off_policy: bool = True
+    """Generate the next step's rollouts before this step's update."""
+
+
+def pipeline_options(config: DictConfig) -> PipelineOptions:
+    """The ``trainer.v1.reward_pipeline`` group."""
+    return parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
@@ -133,6 +165,33 @@ def without_reward(config: DictConfig) -> DictConfig:
         config.reward.reward_manager.source = "register"
         config.reward.reward_manager.name = "naive"
     return config
+
+
+def _check_pipeline(config: DictConfig) -> None:
+    """Refuses what this mode cannot do.
+
+    Raises:
+        ConfigError: an option contradicts the mode; the message names it and what to set instead.
+    """
+    options = pipeline_options(config)
+    refused = {
+        "reward_model.use_reward_loop=False": not config.reward_model.use_reward_loop,
+        "algorithm.filter_groups.enable=True": config.algorithm.filter_groups.enable,
+        "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
+        "skip.rollout_tq.enable=True": OmegaConf.select(config, "skip.rollout_tq.enable"),
+    }
+    if options.mini_batch_pipeline:
+        for role in ("actor_rollout_ref.actor", "critic"):
+            optim = OmegaConf.select(config, f"{role}.optim") or {}
+            constant = optim.get("lr_scheduler_type", "constant") == "constant"
+            warms_up = (optim.get("lr_warmup_steps") or 0) > 0 or (optim.get("lr_warmup_steps_ratio") or 0) > 0
+            # verl moves the schedule on once an update call, of which there are several in a step here.
+            refused[f"{role}.optim with a warm-up or a schedule beside mini_batch_pipeline=True"] = (
+                not constant or warms_up
+            )
+    for what, given in refused.items():
+        if given:
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}")
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -226,5 +285,7 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")
     if not config.trainer.get("use_v1", True):
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
+    if config.trainer.v1.trainer_mode == PIPELINE_MODE:
+        _check_pipeline(config)
     reward_loop_options(config)
     reward_model_options(config)

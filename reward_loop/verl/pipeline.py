@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -22,21 +22,21 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.debug import marked_timer
 
-from reward_loop.config import Config, parse
-from reward_loop.errors import ConfigError
 from reward_loop.verl.agent_loop import GENERATED
+from reward_loop.verl.options import PIPELINE_MODE, pipeline_options
+from reward_loop.verl.trainer import NothingToLearnError
 
-__all__ = ["MODE", "PipelineOptions", "RewardPipelineTrainer", "check"]
+__all__ = ["AGENT_LOOP_MANAGER", "RewardPipelineTrainer"]
 
 logger = logging.getLogger(__name__)
-
-MODE = "reward_pipeline"
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop.PipelineAgentLoopManager"
 """What publishes trajectories before their rewards are in."""
 
 MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
 """Estimators that look at nothing outside a sample's group. The others whiten, or count, over the whole batch."""
+
+MASKS = ("response_mask", "loss_mask")
 
 POLL_S = 0.05
 """Seconds between two looks at TransferQueue while something is awaited."""
@@ -48,49 +48,12 @@ REPORT_S = 60.0
 """Seconds of waiting after which the log says for what."""
 
 
-class PipelineOptions(Config):
-    """``trainer.v1.reward_pipeline``."""
-
-    mini_batch_pipeline: bool = True
-    """Update on every mini-batch of groups as soon as its rewards are in."""
-
-    one_step_off_policy: bool = True
-    """Generate the next step's rollouts before this step's update."""
-
-
-def check(config: DictConfig) -> None:
-    """Refuses what this mode cannot do.
-
-    Raises:
-        ConfigError: an option contradicts the mode; the message names it and what to set instead.
-    """
-    options = parse(PipelineOptions, config.trainer.v1.get(MODE), f"trainer.v1.{MODE}")
-    refused = {
-        "reward_model.use_reward_loop=False": not config.reward_model.use_reward_loop,
-        "algorithm.filter_groups.enable=True": config.algorithm.filter_groups.enable,
-        "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
-        "skip.rollout_tq.enable=True": OmegaConf.select(config, "skip.rollout_tq.enable"),
-    }
-    if options.mini_batch_pipeline:
-        for role in ("actor_rollout_ref.actor", "critic"):
-            optim = OmegaConf.select(config, f"{role}.optim") or {}
-            constant = optim.get("lr_scheduler_type", "constant") == "constant"
-            warms_up = (optim.get("lr_warmup_steps") or 0) > 0 or (optim.get("lr_warmup_steps_ratio") or 0) > 0
-            # verl moves the schedule on once an update call, of which there are several in a step here.
-            refused[f"{role}.optim with a warm-up or a schedule beside mini_batch_pipeline=True"] = (
-                not constant or warms_up
-            )
-    for what, given in refused.items():
-        if given:
-            raise ConfigError(f"trainer.v1.trainer_mode={MODE} does not work with {what}")
-
-
-@register_trainer(MODE)
+@register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
     """verl's synchronous, colocated trainer, with the order of a step changed."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.options = parse(PipelineOptions, config.trainer.v1.get(MODE), f"trainer.v1.{MODE}")
+        self.options = pipeline_options(config)
         with open_dict(config):
             # verl compares the name: buffer and loader are to be the synchronous ones.
             config.trainer.v1.trainer_mode = "sync"
@@ -102,7 +65,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         super()._init_dataloader()
         if self.options.one_step_off_policy:
             # Any name but "sync" makes verl keep prompts in flight in its checkpoints.
-            self.trainer_mode = MODE
+            self.trainer_mode = PIPELINE_MODE
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -144,16 +107,23 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
         aggregator = MetricsAggregator()
         waited = 0.0
-        calls = 0
+        updates, empty = 0, None
         for rows, seconds in self._complete_parts(whole, uids, timing_raw):
             waited += seconds
-            calls += 1
             part_metrics: dict = {}
-            self._train(_copy(rows), part_metrics, timing_raw)
+            try:
+                self._train(rows, part_metrics, timing_raw)
+            except NothingToLearnError as error:
+                empty = error
+                _zero(rows.keys, "advantages", "returns", *MASKS)
+                continue
+            updates += 1
             aggregator.add_step_metrics(part_metrics, sample_count=len(rows))
+        if empty is not None and not updates:
+            raise empty
         metrics.update(aggregator.get_aggregated_metrics())
         tq.kv_clear(keys=uids, partition_id="train")
-        metrics["reward_pipeline/update_calls"] = calls
+        metrics["reward_pipeline/update_calls"] = updates
         metrics["reward_pipeline/waiting_for_rewards_s"] = waited
         metrics["reward_pipeline/waiting_share"] = waited / max(time.monotonic() - step_began, 1e-9)
         metrics["reward_pipeline/off_policy_steps"] = self._staleness(whole)
@@ -202,7 +172,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         while left:
             began = time.monotonic()
             wanted = min(multiple, len(left))
-            prompts = self._wait("rewards", lambda prompts: sum(_is_over(prompts.get(uid)) for uid in left) >= wanted)
+            prompts = self._wait_for_groups(left, wanted)
             waited = time.monotonic() - began
             timing_raw["wait_reward"] = timing_raw.get("wait_reward", 0.0) + waited
             over = [uid for uid in left if _is_over(prompts.get(uid))]
@@ -222,17 +192,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             for key, tag in zip(part.keys, part.tags, strict=True)
             if tag.get("is_padding") or key.split("_")[0] in failed
         ]
-        if not rows:
-            return
-        data = tq.kv_batch_get(keys=rows, partition_id="train", select_fields=["response_mask"])
-        masks = data["response_mask"].unbind()
-        fields = {
-            name: torch.nested.as_nested_tensor(
-                [torch.zeros_like(mask, dtype=dtype) for mask in masks], layout=torch.jagged
-            )
-            for name, dtype in (("rm_scores", torch.float32), ("response_mask", None), ("loss_mask", None))
-        }
-        tq.kv_batch_put(keys=rows, partition_id="train", fields=TensorDict(fields, batch_size=len(rows)))
+        _zero(rows, "rm_scores", *MASKS)
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         wanted = set(uids)
@@ -253,8 +213,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
         prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
         return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
+    def _wait_for_groups(self, uids: Collection[str], count: int) -> dict[str, dict]:
+        return self._wait("rewards", lambda prompts: sum(_is_over(prompts.get(uid)) for uid in uids) >= count)
+
     def _wait(self, what: str, arrived: Callable[[dict[str, dict]], bool]) -> dict[str, dict]:
-        """Looks at the prompts until ``arrived`` says yes. Rewards have deadlines of their own; generation is verl's."""
+        """Looks at the prompts until ``arrived`` says yes. A reward has its own deadline; generation is verl's."""
         report = time.monotonic() + REPORT_S
         while True:
             began = time.monotonic()
@@ -266,12 +229,24 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 statuses = [tag["status"] for tag in prompts.values()]
                 counts = {status: statuses.count(status) for status in sorted(set(statuses))}
                 logger.info("still waiting for %s: prompts are %s", what, counts)
-                self.on_long_wait()
                 report = now + REPORT_S
             time.sleep(max(POLL_S, SLOWER_THAN_POLL * (now - began)))
 
-    def on_long_wait(self) -> None:
-        """Called once a minute of waiting."""
+
+def _zero(keys: list[str], *fields: str) -> None:
+    """Writes zeros, one for each token of the response, to fields of some rows."""
+    if not keys:
+        return
+    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["response_mask"])
+    masks = data["response_mask"].unbind()
+    zeros = {
+        field: torch.nested.as_nested_tensor(
+            [mask.new_zeros(mask.shape, dtype=None if field in MASKS else torch.float32) for mask in masks],
+            layout=torch.jagged,
+        )
+        for field in fields
+    }
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(zeros, batch_size=len(keys)))
 
 
 def _is_generated(tag: dict | None) -> bool:

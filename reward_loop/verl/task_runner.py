@@ -10,7 +10,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl.options import reward_model_options
+from reward_loop.verl.options import PIPELINE_MODE, reward_model_options
 
 __all__ = ["TaskRunner"]
 
@@ -25,18 +25,17 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
 
-        import reward_loop.verl.pipeline as pipeline
         from reward_loop.router.manager import serve_reward_model
+        from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
         from reward_loop.verl.trainer import with_reward_loop
 
         configure_verl_logging()
         logging.getLogger("reward_loop").setLevel(logging.INFO)
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        if config.trainer.v1.trainer_mode == pipeline.MODE:
-            pipeline.check(config)
+        if config.trainer.v1.trainer_mode == PIPELINE_MODE:
             with open_dict(config):
-                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = pipeline.AGENT_LOOP_MANAGER
+                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
         self.config = config
         with ExitStack() as stack:
             tq.init(config.transfer_queue)

@@ -21,7 +21,7 @@ from reward_loop.types import Outcome, Reward
 from reward_loop.verl.options import without_reward
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
-__all__ = ["with_reward_loop"]
+__all__ = ["NothingToLearnError", "with_reward_loop"]
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
@@ -31,6 +31,10 @@ GROUP_ESTIMATORS = frozenset(
 POLL_INTERVAL_S = 0.2
 """Seconds between two looks at what has been rolled out and scored. verl's own 2.0 s is not an option of its
 configuration, and is a large part of a short step."""
+
+
+class NothingToLearnError(RewardLoopError):
+    """Every sample that an update was to learn from is without a score."""
 
 
 class _RewardLoop:
@@ -109,7 +113,7 @@ class RewardLoopTrainer(PPOTrainer):
             masked |= _without_baseline(infos, masked)
         if len(masked) == len(infos):
             info = next(info for info in infos.values() if info.get("reward_masked"))
-            raise RewardLoopError(
+            raise NothingToLearnError(
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )

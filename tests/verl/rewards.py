@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -41,6 +42,14 @@ class Mixed:
         if score is None:
             return None
         return {"score": score, f"key_{value % 3}": value % 10, "text": "seen"}
+
+
+class Slow(Mixed):
+    """As :class:`Mixed`, after thinking for up to a second."""
+
+    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        await asyncio.sleep(number(solution_str) % 11 / 10)
+        return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
