@@ -9,6 +9,7 @@
     │   ├── InvalidScoreError       it returned something that is no score
     │   └── UnscoredError           it returned None, and the policy is to raise
     ├── TooManyFailuresError        the share of failed samples passed its bound
+    ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     └── ServerError                 a model server or the router
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
@@ -25,6 +26,7 @@ __all__ = [
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
+    "RewardsCancelledError",
     "ScoringError",
     "ServerDiedError",
     "ServerError",
@@ -68,6 +70,10 @@ class UnscoredError(ScoringError):
 
 class TooManyFailuresError(RewardLoopError):
     """The share of failed samples in a run passed its bound."""
+
+
+class RewardsCancelledError(RewardLoopError):
+    """A batch of rewards was cancelled, or its agent closed, before it was complete."""
 
 
 class ServerError(RewardLoopError):

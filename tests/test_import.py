@@ -4,6 +4,7 @@ import sys
 import reward_loop
 
 PUBLIC = [
+    "BlockingRewardAgent",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
@@ -11,6 +12,7 @@ PUBLIC = [
     "NaiveRewardLoopManager",
     "Outcome",
     "Reward",
+    "RewardAgent",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -19,6 +21,7 @@ PUBLIC = [
     "RewardResult",
     "RewardSample",
     "RewardTimeoutError",
+    "RewardsCancelledError",
     "ScoringError",
     "ScoringFunction",
     "ServerDiedError",

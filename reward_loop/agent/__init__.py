@@ -1,0 +1,16 @@
+"""Rewards as futures: submit a batch, go on, and take groups as their rewards complete."""
+
+from __future__ import annotations
+
+from reward_loop.agent.agent import RewardAgent
+from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
+from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
+
+__all__ = [
+    "BlockingPendingRewards",
+    "BlockingRewardAgent",
+    "Group",
+    "MiniBatch",
+    "PendingRewards",
+    "RewardAgent",
+]

@@ -84,6 +84,11 @@ class ScoringFunction:
         """Whether the user's class has ``post_process_scores``."""
         return self._target.post_process_scores is not None
 
+    @property
+    def has_log(self) -> bool:
+        """Whether the user's class has a ``log`` for the rewards of a batch."""
+        return self._target.log is not None
+
     def __repr__(self) -> str:
         return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
 
@@ -141,6 +146,25 @@ class ScoringFunction:
         if len(numbers) != len(scores):
             raise InvalidScoreError(f"{where} was given {len(scores)} scores and returned {len(numbers)} numbers")
         return numbers
+
+    async def log(self, **columns: Any) -> None:
+        """Call the class's ``log``, if it has one, with those of the columns that it names.
+
+        Raises:
+            ScoringError: it raised, or ran past the deadline.
+        """
+        if self._target.log is None:
+            return
+        where = f"log beside {self.name}"
+        named = {name: column for name, column in columns.items() if name in self._target.logs}
+        try:
+            ended = await self._threads.run(functools.partial(_call, self._target.log, (), named), self.timeout)
+            if ended.exception is None and inspect.isawaitable(ended.value):
+                ended = await self._within(_await(lambda: ended.value), self.timeout)
+        except TimeoutError:
+            raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
+        if ended.exception is not None:
+            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
 
     def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         passes = self._target.passes
