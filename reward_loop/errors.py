@@ -10,6 +10,7 @@
     │   └── UnscoredError           it returned None, and the policy is to raise
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
+    ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
     └── ServerError                 a model server or the router
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
+    "QueueClosedError",
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
@@ -74,6 +76,10 @@ class TooManyFailuresError(RewardLoopError):
 
 class RewardsCancelledError(RewardLoopError):
     """A batch of rewards was cancelled, or its agent closed, before it was complete."""
+
+
+class QueueClosedError(RewardLoopError):
+    """The reward queue was closed: nothing can be put into it, or it is empty and nothing will come."""
 
 
 class ServerError(RewardLoopError):

@@ -11,6 +11,7 @@ PUBLIC = [
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",
+    "QueueClosedError",
     "Reward",
     "RewardAgent",
     "RewardFunctionError",

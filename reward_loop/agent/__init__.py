@@ -5,6 +5,7 @@ from __future__ import annotations
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
+from reward_loop.agent.queue import QueuedRewards, RewardQueue, SampleAggregator, Staleness
 
 __all__ = [
     "BlockingPendingRewards",
@@ -12,5 +13,9 @@ __all__ = [
     "Group",
     "MiniBatch",
     "PendingRewards",
+    "QueuedRewards",
     "RewardAgent",
+    "RewardQueue",
+    "SampleAggregator",
+    "Staleness",
 ]
