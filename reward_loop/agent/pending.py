@@ -162,6 +162,10 @@ class PendingRewards:
         self._check()
         return len(self._order)
 
+    def complete_groups(self, first: int = 0) -> list[Group]:
+        """Return the groups that are complete, from the ``first``-th in order of completion."""
+        return [self._group(index) for index in self._order[first:]]
+
     async def groups(self) -> AsyncIterator[Group]:
         """Yield the groups as they complete."""
         yielded = 0
