@@ -13,6 +13,7 @@ from tests.gsm8k import ROOT
 
 PAGE = (ROOT / "docs" / "reward-functions.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+AGENT = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agent.md").read_text(), flags=re.DOTALL)
 COMMANDS = [
     line.removeprefix("$ ")
     for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -30,11 +31,19 @@ def run(args, folder):
 
 def test_there_is_something_to_run():
     assert len(PYTHON) >= 5
+    assert len(AGENT) >= 5
     assert len(COMMANDS) == 1
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
 def test_python_blocks_run(block, tmp_path):
+    (tmp_path / "block.py").write_text(block)
+    done = run(["block.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", AGENT, ids=range(len(AGENT)))
+def test_python_blocks_of_the_agents_page_run(block, tmp_path):
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -239,7 +239,7 @@ class _Judges:
 
 
 def draw_timeline(runs: Sequence[Run], path: Path) -> None:
-    """Draw the first steps of some runs, one below the other, into a PNG.
+    """Draw the first steps of some runs, and nothing of those after them, one run below the other, into a PNG.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -255,13 +255,13 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     shown = min(SHOWN_STEPS, *(run.workload.steps for run in runs))
-    end = max(part.end for run in runs for part in run.parts if part.step < shown)
-    for axis, run in zip(axes, runs, strict=True):
-        for part in run.parts:
-            if part.start < end:
-                axis.broken_barh([(part.start, part.end - part.start)], (1.1, 0.8), color=colours[part.kind])
-                if part.kind == "generate":
-                    axis.text((part.start + part.end) / 2, 1.5, str(part.step), ha="center", va="center", fontsize=8)
+    parts = [[part for part in run.parts if part.step < shown] for run in runs]
+    end = max((part.end for some in parts for part in some), default=1.0)
+    for axis, run, some in zip(axes, runs, parts, strict=True):
+        for part in some:
+            axis.broken_barh([(part.start, part.end - part.start)], (1.1, 0.8), color=colours[part.kind])
+            if part.kind == "generate":
+                axis.text((part.start + part.end) / 2, 1.5, str(part.step), ha="center", va="center", fontsize=8)
         times, counts = _in_flight(run.calls)
         most = max(counts, default=0) or 1
         axis.fill_between(times, [count / most for count in counts], step="post", color="#f58518", alpha=0.6)
