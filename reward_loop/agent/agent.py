@@ -199,6 +199,8 @@ class RewardAgent:
             raise RewardLoopError(
                 "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
             )
+        if asyncio.get_running_loop() is not self._loop:
+            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
         batch = PendingRewards(
             samples,
             sizes,

@@ -17,6 +17,10 @@ from reward_loop import (
 from tests.agent.judges import Gate, naive, numbered, scores
 
 
+async def submit_to(agent):
+    agent.submit([])
+
+
 async def number(solution_str):
     return float(solution_str)
 
@@ -254,6 +258,9 @@ async def test_what_cannot_be_submitted():
         assert await within(agent.submit([])) == []
     with pytest.raises(RewardLoopError, match="enter"):
         RewardAgent(naive(number)).submit([])
+    async with RewardAgent(naive(number)) as agent:
+        with pytest.raises(RewardLoopError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(submit_to(agent)))
     with pytest.raises(ConfigError, match="run_single"):
         RewardAgent(number)
     with pytest.raises(ConfigError, match="concurrency"):
@@ -426,6 +433,44 @@ async def test_a_checkpoint_keeps_pending_and_finished_samples():
         assert scores(await within(second)) == [10]
         assert sorted(again.calls) == ["1", "10"]
         assert agent.state()["batches"] == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_wherever_a_run_is_cut_no_sample_is_lost_or_judged_after_it_ended(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    count = sum(sizes)
+    before = data.draw(st.sets(st.integers(0, count - 1)))
+    turns = data.draw(st.integers(0, 30))
+    concurrency = data.draw(st.one_of(st.none(), st.integers(1, 4)))
+
+    async def cut():
+        gate = Gate()
+        gate.let(*before)
+        async with RewardAgent(naive(gate), concurrency=concurrency) as agent:
+            agent.submit(numbered(count), groups=sizes)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return agent.state()
+
+    async def go_on(state):
+        gate = Gate()
+        gate.let(*range(count))
+        async with RewardAgent(naive(gate), concurrency=concurrency) as agent:
+            (pending,) = agent.restore(state)
+            groups = await within(collect(pending))
+            return groups, gate.calls
+
+    async def collect(pending):
+        return [group async for group in pending]
+
+    state = asyncio.run(cut())
+    ended = {str(i) for i, reward in enumerate(state["batches"][0]["rewards"]) if reward is not None}
+    assert ended <= {str(i) for i in before}
+    groups, calls = asyncio.run(go_on(pickle.loads(pickle.dumps(state))))
+    assert sorted([*calls, *ended], key=int) == [str(i) for i in range(count)]
+    assert sorted(group.index for group in groups) == list(range(len(sizes)))
+    assert all(group.scores == [float(i) for i in group.indices] for group in groups)
 
 
 async def test_restoring_where_only_the_post_processing_was_left():
