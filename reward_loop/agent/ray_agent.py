@@ -75,6 +75,8 @@ class AsyncRewardAgent:
     async def compute_reward_pipeline(self, data: Any, group_size: int = 1) -> int:
         """Take a batch, and return how many samples it has, at once.
 
+        Ray may run two calls of an asynchronous actor in either order: get the answer of one before the next.
+
         Args:
             data: a list of `RewardSample`, or verl's ``DataProto``. Samples with the same ``uid`` make a group,
                 wherever they are; where there are no uids, or each is another, groups are neighbours.
