@@ -13,8 +13,10 @@ from reward_loop.errors import (
     ConfigError,
     FunctionLoadError,
     InvalidScoreError,
+    QueueClosedError,
     RewardFunctionError,
     RewardLoopError,
+    RewardsCancelledError,
     RewardTimeoutError,
     ScoringError,
     ServerDiedError,
@@ -26,6 +28,7 @@ from reward_loop.errors import (
 from reward_loop.types import ComputeScore, Outcome, Reward, RewardResult, RewardSample
 
 if TYPE_CHECKING:
+    from reward_loop.agent import BlockingRewardAgent, RewardAgent
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
@@ -34,13 +37,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockingRewardAgent",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",
+    "QueueClosedError",
     "Reward",
+    "RewardAgent",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -49,6 +55,7 @@ __all__ = [
     "RewardResult",
     "RewardSample",
     "RewardTimeoutError",
+    "RewardsCancelledError",
     "ScoringError",
     "ScoringFunction",
     "ServerDiedError",
@@ -62,7 +69,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BlockingRewardAgent": "reward_loop.agent",
     "NaiveRewardLoopManager": "reward_loop.managers",
+    "RewardAgent": "reward_loop.agent",
     "RewardLoopConfig": "reward_loop.config",
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",

@@ -9,6 +9,8 @@
     │   ├── InvalidScoreError       it returned something that is no score
     │   └── UnscoredError           it returned None, and the policy is to raise
     ├── TooManyFailuresError        the share of failed samples passed its bound
+    ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
+    ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
     └── ServerError                 a model server or the router
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
@@ -22,9 +24,11 @@ __all__ = [
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
+    "QueueClosedError",
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
+    "RewardsCancelledError",
     "ScoringError",
     "ServerDiedError",
     "ServerError",
@@ -68,6 +72,14 @@ class UnscoredError(ScoringError):
 
 class TooManyFailuresError(RewardLoopError):
     """The share of failed samples in a run passed its bound."""
+
+
+class RewardsCancelledError(RewardLoopError):
+    """A batch of rewards was cancelled, or its agent closed, before it was complete."""
+
+
+class QueueClosedError(RewardLoopError):
+    """The reward queue was closed: nothing can be put into it, or it is empty and nothing will come."""
 
 
 class ServerError(RewardLoopError):

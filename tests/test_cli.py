@@ -154,3 +154,46 @@ def test_a_killed_run_goes_on(folder, number):
     assert "3 of them by an earlier run" in done.stdout
     # Only the row that was in work when the run died is called twice.
     assert (folder / "calls").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
+
+
+SIMULATE = (
+    "simulate",
+    "--batch",
+    "8",
+    "--responses",
+    "2",
+    "--judge",
+    "constant:4",
+    "--concurrency",
+    "8",
+    "--steps",
+    "5",
+)
+
+
+def test_simulate_shows_every_mode(tmp_path):
+    shown = run(*SIMULATE, "--generation", "3", "--training", "4", "--mini-batches", "2")
+    assert "baseline 15.0 15.0 0.0% 8.0 s 0%" in shown
+    for part in ("mini-batch", "off-policy", "both", "G + T = 7.0 s; R = 8.0 s", "From about 10 at a time"):
+        assert part in shown
+    assert "bound the step: more" in run(*SIMULATE, "--generation", "30")
+
+
+def test_simulate_one_mode_with_a_timeline(tmp_path):
+    pytest.importorskip("matplotlib")
+    shown = run(*SIMULATE, "--mode", "both", "--timeline", str(tmp_path / "out.png"), "--arrival", "during")
+    assert "baseline" not in shown
+    assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--judge", "normal:1"), "no judge latency"),
+        (("--mode", "bot"), "did you mean 'both'"),
+        (("--arrival", "late"), "end or during"),
+        (("--mini-batches", "9"), "would be empty"),
+    ],
+)
+def test_simulate_says_what_is_wrong(arguments, message):
+    assert message in run(*SIMULATE, *arguments, code=1)

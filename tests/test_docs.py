@@ -32,7 +32,8 @@ def commands(page: str) -> list[list[str]]:
     """The commands in a page's shell blocks: whole ``bash`` blocks, and lines with a prompt in ``console`` blocks."""
     shown = [*blocks(page, "bash")]
     for block in blocks(page, "console"):
-        shown += [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+        lines = block.replace("\\\n", " ").splitlines()
+        shown += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [shlex.split(command.replace("\\\n", " "), comments=True) for command in shown]
 
 
@@ -46,9 +47,11 @@ COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
 TRAINING = [
     (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
-SCORING = [(page, command) for page, command in COMMANDS if command[0] == "reward-loop"]
+SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "score"]]
+SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
 MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
 OTHERS = {"head", "pip"}
+MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 
 
 def _target(command: list[str]) -> str:
@@ -74,12 +77,13 @@ def write_named(page: str, folder: Path) -> None:
 def test_there_is_something_to_run() -> None:
     assert len(PYTHON) >= 8
     assert {page for page, _ in TRAINING} == {"README.md", "docs/verl.md"}
+    assert {page for page, _ in SIMULATING} == {"docs/agent.md"}
     assert {page for page, _ in SCORING} == {"README.md", "docs/reward-functions.md"}
     assert {_target(command) for _, command in MAKE} == {"demo", "test"}
 
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
-    tested = [command for _, command in (*TRAINING, *SCORING, *MAKE)]
+    tested = [command for _, command in (*TRAINING, *SCORING, *SIMULATING, *MAKE)]
     assert {command[0] for _, command in COMMANDS if command not in tested} <= OTHERS
 
 
@@ -102,11 +106,20 @@ def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> 
     write_named(page, tmp_path)
     (row,) = re.findall(r"^(\{\"output\".*)$", PAGES[page], flags=re.MULTILINE)
     (tmp_path / "rollouts.jsonl").write_text(row + "\n")
-    main = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
-    done = run(["-c", main, *command[1:]], tmp_path)
+    done = run(["-c", MAIN, *command[1:]], tmp_path)
     assert done.returncode == 0, done.stderr
     (scored,) = (tmp_path / "rollouts.scored.jsonl").read_text().splitlines()
     assert json.loads(scored)["outcome"] == "scored"
+
+
+@pytest.mark.parametrize(("page", "command"), SIMULATING)
+def test_simulations_print_what_is_shown(page: str, command: list[str], tmp_path: Path) -> None:
+    done = run(["-c", MAIN, *command[1:]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = [line for block in blocks(page, "console") if "simulate" in block for line in block.splitlines()[2:]]
+    assert len(shown) >= 5
+    for line in shown:
+        assert line in done.stdout
 
 
 @pytest.mark.parametrize(("page", "command"), MAKE)

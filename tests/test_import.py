@@ -4,13 +4,16 @@ import sys
 import reward_loop
 
 PUBLIC = [
+    "BlockingRewardAgent",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",
+    "QueueClosedError",
     "Reward",
+    "RewardAgent",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -19,6 +22,7 @@ PUBLIC = [
     "RewardResult",
     "RewardSample",
     "RewardTimeoutError",
+    "RewardsCancelledError",
     "ScoringError",
     "ScoringFunction",
     "ServerDiedError",
@@ -74,3 +78,19 @@ asyncio.run(manager.run_single(RewardSample("x")))
 print(*{name.partition('.')[0] for name in sys.modules})
 """
     assert not {"torch", "ray", "transformers", "verl", "pyarrow"} & set(run(code).split())
+
+
+def test_the_agent_needs_none_of_the_extras():
+    code = """
+import asyncio, sys
+from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
+
+async def main():
+    async with RewardAgent(NaiveRewardLoopManager(compute_score=lambda solution_str: 1)) as agent:
+        await agent.submit([RewardSample("x")])
+
+asyncio.run(main())
+print(*{name.partition('.')[0] for name in sys.modules})
+"""
+    heavy = {"torch", "ray", "transformers", "verl", "pyarrow", "numpy", "fastapi", "matplotlib"}
+    assert not heavy & set(run(code).split())

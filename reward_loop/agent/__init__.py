@@ -1,0 +1,21 @@
+"""Rewards as futures: submit a batch, go on, and take groups as their rewards complete."""
+
+from __future__ import annotations
+
+from reward_loop.agent.agent import RewardAgent
+from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
+from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
+from reward_loop.agent.queue import QueuedRewards, RewardQueue, SampleAggregator, Staleness
+
+__all__ = [
+    "BlockingPendingRewards",
+    "BlockingRewardAgent",
+    "Group",
+    "MiniBatch",
+    "PendingRewards",
+    "QueuedRewards",
+    "RewardAgent",
+    "RewardQueue",
+    "SampleAggregator",
+    "Staleness",
+]

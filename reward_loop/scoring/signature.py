@@ -12,7 +12,7 @@ from typing import Any
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 
-__all__ = ["PROVIDED", "Target", "resolve"]
+__all__ = ["LOGGED", "PROVIDED", "Target", "resolve"]
 
 PROVIDED = (
     "data_source",
@@ -23,6 +23,10 @@ PROVIDED = (
     "reward_model_tokenizer",
 )
 """What the reward loop can pass to a function, by these names."""
+
+LOGGED = frozenset({"queries", "replies", "results", "scores", "latencies", "groups", "group_uids", "timestamps"})
+"""What is passed to the ``log`` of a class, by these names; ``results`` and ``group_uids`` are other names of
+``replies`` and ``groups``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,10 @@ class Target:
     reward_kwargs: Mapping[str, Any]
     """The configured arguments that it is called with."""
     post_process_scores: Callable[[list[float]], list[float]] | None
+    log: Callable[..., Any] | None = None
+    """The class's hook for logging, and not some other method of that name."""
+    logs: frozenset[str] = frozenset()
+    """Those of `LOGGED` that it is called with."""
 
 
 def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Target:
@@ -56,7 +64,9 @@ def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Ta
     if inspect.isclass(function):
         function, used = _instantiate(function, kwargs, name)
     post_process = getattr(function, "post_process_scores", None)
+    log, logs = None, frozenset[str]()
     if callable(getattr(function, "compute_score", None)):
+        log, logs = _log(function)
         function = function.compute_score
         name = _name(function)
     if not callable(function):
@@ -88,7 +98,25 @@ def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Ta
         requires=frozenset(required & passes),
         reward_kwargs=call_kwargs,
         post_process_scores=post_process if callable(post_process) else None,
+        log=log,
+        logs=logs,
     )
+
+
+def _log(instance: Any) -> tuple[Callable[..., Any] | None, frozenset[str]]:
+    """Return the instance's ``log`` with the names it takes; a ``log`` that takes others is none of ours."""
+    log = getattr(instance, "log", None)
+    if not callable(log):
+        return None, frozenset()
+    try:
+        parameters, takes_any = _parameters(log, "log")
+    except FunctionLoadError:
+        return None, frozenset()
+    named = LOGGED & parameters.keys()
+    required = {key for key, has_default in parameters.items() if not has_default}
+    if not named or not required <= LOGGED:
+        return None, frozenset()
+    return log, LOGGED if takes_any else named
 
 
 def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

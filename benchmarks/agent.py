@@ -1,0 +1,201 @@
+"""What the agent itself costs: CPU time and memory a sample, for a reward function that does nothing.
+
+    python benchmarks/agent.py [--quick] [--verl]
+
+Beside it the way in which verl 0.9.1's reward worker handles a batch: one task a sample, the response decoded in the
+default thread pool, then the function. Without ``--verl`` that is a few lines of the same shape, on the same samples;
+with it, verl's own class and ours on the same rows of a ``DataProto``. Each figure is the best of several fresh
+processes, as a busy machine only adds time. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+IN_FLIGHT = 20_000
+GROUP = 5
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+class Nothing:
+    """A reward function that does nothing; in its held form, the first ``held`` calls wait for the last of them."""
+
+    def __init__(self, held: int = 0) -> None:
+        self.gate, self.all_called = asyncio.Event(), asyncio.Event()
+        self.left = held
+
+    async def asynchronous(self, solution_str: str, **_: Any) -> float:
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                self.all_called.set()
+            await self.gate.wait()
+        return 1.0
+
+    def sync(self, solution_str: str, **_: Any) -> float:
+        return 1.0
+
+
+class Tokenizer:
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        return "42"
+
+
+async def agent(samples: list[Any], function: Any, held: Nothing | None = None, **kwargs: Any) -> dict[str, float]:
+    """Score all samples; with ``held``, measure memory while every one of them is in flight."""
+    manager = NaiveRewardLoopManager(compute_score=function, **kwargs)
+    memory = 0
+    async with RewardAgent(manager) as rewards:
+        gc.collect()
+        before, started = resident(), time.process_time()
+        pending = rewards.submit(samples, group_size=GROUP)
+        if held is not None:
+            await held.all_called.wait()
+            memory = resident() - before
+            held.gate.set()
+        groups = [group async for group in pending]
+        cpu = time.process_time() - started
+    assert sum(len(group.rewards) for group in groups) == len(samples)
+    return {"cpu_us": cpu / len(samples) * 1e6, "kb": memory / len(samples) / 1024}
+
+
+async def like_verl(samples: list[Any], function: Any) -> dict[str, float]:
+    loop, tokenizer = asyncio.get_running_loop(), Tokenizer()
+
+    async def run_single(sample: RewardSample) -> dict[str, Any]:
+        response = await loop.run_in_executor(None, lambda: tokenizer.decode(None, skip_special_tokens=True))
+        score = await function(
+            data_source=sample.data_source,
+            solution_str=response,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+        return {"reward_score": score, "reward_extra_info": {"acc": score}}
+
+    started = time.process_time()
+    rewards = await asyncio.gather(*(asyncio.create_task(run_single(sample)) for sample in samples))
+    assert len(rewards) == len(samples)
+    return {"cpu_us": (time.process_time() - started) / len(samples) * 1e6}
+
+
+async def verls_own(rows: list[Any], function: Any) -> dict[str, float]:
+    from omegaconf import OmegaConf
+    from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+
+    manager = NaiveRewardManager(OmegaConf.create({}), Tokenizer(), function)
+    started = time.process_time()
+    rewards = await asyncio.gather(*(asyncio.create_task(manager.run_single(row)) for row in rows))
+    assert len(rewards) == len(rows)
+    return {"cpu_us": (time.process_time() - started) / len(rows) * 1e6}
+
+
+def verl_rows(count: int) -> list[Any]:
+    import numpy as np
+    import torch
+    from verl import DataProto
+
+    def column(make: Any) -> Any:
+        array = np.empty(count, dtype=object)
+        array[:] = [make(i) for i in range(count)]
+        return array
+
+    data = DataProto.from_dict(
+        tensors={
+            "prompts": torch.zeros(count, 16, dtype=torch.long),
+            "responses": torch.ones(count, 128, dtype=torch.long),
+            "attention_mask": torch.ones(count, 144, dtype=torch.long),
+        },
+        non_tensors={
+            "data_source": column(lambda i: "math"),
+            "reward_model": column(lambda i: {"ground_truth": "42"}),
+            "extra_info": column(lambda i: {"index": i}),
+        },
+    )
+    return [data[i : i + 1] for i in range(count)]
+
+
+async def measure(what: str, count: int) -> dict[str, float]:
+    if what in ("verl", "ours_on_rows"):
+        rows = verl_rows(count)
+        nothing = Nothing().asynchronous
+        if what == "verl":
+            return await verls_own(rows, nothing)
+        return await agent(rows, nothing, tokenizer=Tokenizer())
+    samples = [RewardSample(f"answer {i}", "math", "42", {"index": i}) for i in range(count)]
+    if what == "in_flight":
+        held = Nothing(held=count)
+        return await agent(samples, held.asynchronous, held)
+    if what == "like_verl":
+        return await like_verl(samples, Nothing().asynchronous)
+    return await agent(samples, Nothing().sync if what == "sync" else Nothing().asynchronous)
+
+
+def best(what: str, count: int, runs: int) -> dict[str, float]:
+    results = []
+    for _ in range(runs):
+        done = subprocess.run(
+            [sys.executable, __file__, "--measure", what, "--count", str(count)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    return {key: min(result[key] for result in results) for key in results[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, under 50 s")
+    parser.add_argument("--verl", action="store_true", help="also verl's own class, which must be installed")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=IN_FLIGHT, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(asyncio.run(measure(options.measure, options.count))))
+        return
+    runs = 2 if options.quick else 5
+    print(f"{'':44}{'samples':>8}{'us of CPU':>11}{'KB':>7}")
+
+    def row(name: str, what: str, count: int) -> dict[str, float]:
+        result = best(what, count, runs)
+        kb = f"{result['kb']:7.1f}" if result.get("kb") else ""
+        print(f"{name:44}{count:>8}{result['cpu_us']:>11.1f}{kb}", flush=True)
+        return result
+
+    scaling = {count: row("agent, async, all in flight at once", "in_flight", count) for count in (5_000, 10_000)}
+    large = row("agent, async, all in flight at once", "in_flight", IN_FLIGHT)
+    asynchronous = row("agent, async", "async", IN_FLIGHT)
+    sync = row("agent, sync (64 threads)", "sync", IN_FLIGHT)
+    like = row("tasks and thread pool as in verl's worker", "like_verl", IN_FLIGHT)
+    line = {
+        "cpu_us_per_sample": round(large["cpu_us"], 1),
+        "kb_per_sample": round(large["kb"], 2),
+        "cpu_us_async": round(asynchronous["cpu_us"], 1),
+        "cpu_us_sync": round(sync["cpu_us"], 1),
+        "cpu_us_like_verl": round(like["cpu_us"], 1),
+        "in_flight": IN_FLIGHT,
+        "cpu_us_growth": round(large["cpu_us"] / scaling[5_000]["cpu_us"], 2),
+    }
+    if options.verl:
+        line["cpu_us_rows"] = round(row("agent, on rows of a DataProto", "ours_on_rows", 4_000)["cpu_us"], 1)
+        line["cpu_us_verl"] = round(row("verl's naive manager, on the same", "verl", 4_000)["cpu_us"], 1)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""RewardAgent: batches go in at once, and groups come out as their rewards complete."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import logging
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+from reward_loop.agent.pending import PendingRewards
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
+from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.policy import apply_policy
+from reward_loop.scoring import ScoringFunction
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult
+
+__all__ = ["RewardAgent"]
+
+logger = logging.getLogger(__name__)
+
+STARTS_PER_TURN = 256
+"""How many samples are started in one turn of the event loop, so that a large batch does not hold it up."""
+
+CLOSING_SECONDS = 5.0
+"""How long leaving the agent waits for user code that goes on after it was cancelled."""
+
+
+class RewardAgent:
+    """Scores batches through one reward manager. An async context manager: it owns the tasks that it starts.
+
+    Leaving it cancels what has not ended. An error that ended a batch and that nobody has seen, because nobody
+    waited for that batch, is raised then.
+    """
+
+    def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
+        """Keep the manager.
+
+        Args:
+            manager: a reward manager; its ``run_single`` is awaited once for each sample.
+            concurrency: how many samples are in work at a time; ``None`` for all.
+
+        Raises:
+            ConfigError: that is no manager, or no concurrency.
+        """
+        if not callable(getattr(manager, "run_single", None)):
+            raise ConfigError(f"{type(manager).__name__} is no reward manager: it has no method `run_single`")
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"concurrency: at least 1, or None for no bound; got {concurrency}")
+        self.manager = manager
+        self.concurrency = concurrency
+        self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
+        function = getattr(manager, "function", None)
+        self._function = function if isinstance(function, ScoringFunction) else None
+        self._post_process_failures = FailureBound(
+            self._options.max_failed_share,
+            self._options.min_samples_for_failed_share,
+            self._options.failed_share_window,
+        )
+        self._batches: dict[int, PendingRewards] = {}
+        self._waiting: list[tuple[float, int, PendingRewards]] = []
+        self._submitted = 0
+        self._running = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = False
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise RewardLoopError("a RewardAgent is entered once: make another one")
+        self._loop = asyncio.get_running_loop()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        for batch in list(self._batches.values()):
+            batch._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
+        if self._tasks:
+            _, left = await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
+            if left:
+                logger.warning("%d reward tasks go on although they were cancelled; they are left behind", len(left))
+        if error is None:
+            self._raise_unseen()
+
+    def submit(
+        self,
+        samples: Iterable[Any],
+        *,
+        group_size: int | None = None,
+        groups: Sequence[int] | None = None,
+        priority: float = 0,
+        tag: Any = None,
+    ) -> PendingRewards:
+        """Take a batch, and return at once. Must be called on the agent's event loop.
+
+        Args:
+            samples: what the manager takes: `RewardSample`, or rows of verl's ``DataProto``. Members of a group are
+                neighbours.
+            group_size: how many samples each group has; by default each sample is a group of its own.
+            groups: the size of each group, where they differ.
+            priority: where `concurrency` makes samples wait, those of the batch with the lowest number start first (the
+                training step is a good one), and between equal ones those of the batch that was submitted first.
+            tag: anything to know the batch by, for instance when it comes back from `restore`.
+
+        Raises:
+            ConfigError: the samples do not divide into such groups.
+            RewardLoopError: the agent is closed, or was not entered.
+        """
+        rows = list(samples)
+        batch = self._new_batch(rows, _sizes(len(rows), group_size, groups), priority, tag)
+        self._go(batch)
+        return batch
+
+    async def drain(self) -> None:
+        """Wait until all that was submitted has ended, in whichever way."""
+        while self._tasks or self._starting:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            else:
+                await asyncio.sleep(0)
+
+    @property
+    def running(self) -> int:
+        """How many samples are in work."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """How many samples wait to be started."""
+        return sum(len(batch) - batch._next for _, _, batch in self._waiting)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: every batch that has not been delivered, with its samples and finished rewards.
+
+        A batch is delivered when an ``await`` of it has returned, when an iteration over it has come to its end, or
+        when it was cancelled or its error was raised. The state holds plain containers and the caller's own samples
+        and tags, and shares nothing that changes; pickle it, for example.
+        """
+        return {
+            "version": 1,
+            "batches": [
+                {
+                    "tag": batch.tag,
+                    "priority": batch.priority,
+                    "groups": [len(batch._members(group)) for group in range(batch.group_count)],
+                    "samples": list(batch._samples),
+                    "rewards": list(batch._rewards),
+                    "completed": list(batch._order),
+                }
+                for batch in self._batches.values()
+                if batch._error is None
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> list[PendingRewards]:
+        """Take up the batches of a `state`, in their old order; return them.
+
+        Samples that had ended are not judged again, the others are submitted. A restored batch yields all its groups,
+        those that were complete first, in their old order.
+
+        Raises:
+            ConfigError: it is the state of another version.
+        """
+        if state.get("version") != 1:
+            raise ConfigError(f"this is no state of a RewardAgent that can be restored: version {state.get('version')}")
+        batches = []
+        for kept in state["batches"]:
+            batch = self._new_batch(list(kept["samples"]), kept["groups"], kept["priority"], kept["tag"])
+            batch._rewards[:] = kept["rewards"]
+            complete = set(kept["completed"])
+            for group in kept["completed"]:
+                batch._left[group] = 0
+                batch._complete(group)
+            for group in range(batch.group_count):
+                if group not in complete:
+                    batch._left[group] = sum(batch._rewards[i] is None for i in batch._members(group))
+                    if not batch._left[group]:
+                        self._all_ended(batch, group)
+            self._go(batch)
+            batches.append(batch)
+        return batches
+
+    def _raise_unseen(self) -> None:
+        for batch in self._batches.values():
+            if batch._error is not None and not batch._observed:
+                raise batch._error
+
+    def _new_batch(self, samples: list[Any], sizes: Sequence[int], priority: float, tag: Any) -> PendingRewards:
+        if self._loop is None or self._closed:
+            raise RewardLoopError(
+                "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
+        batch = PendingRewards(
+            samples,
+            sizes,
+            number=self._submitted,
+            priority=priority,
+            tag=tag,
+            on_cancel=self._cancel,
+            on_delivered=self._delivered,
+        )
+        if self._function is not None and self._function.has_log:
+            batch._latencies = array("d", bytes(8 * len(samples)))
+            batch._times = array("d", bytes(8 * len(samples)))
+        self._submitted += 1
+        self._batches[batch.number] = batch
+        return batch
+
+    def _go(self, batch: PendingRewards) -> None:
+        if not batch.done():
+            heapq.heappush(self._waiting, (batch.priority, batch.number, batch))
+            self._start_soon()
+
+    def _start_soon(self) -> None:
+        if self._loop is not None and not self._starting and self._waiting:
+            self._starting = True
+            self._loop.call_soon(self._start)
+
+    def _start(self) -> None:
+        assert self._loop is not None
+        self._starting = False
+        for _ in range(STARTS_PER_TURN):
+            if self.concurrency is not None and self._running >= self.concurrency:
+                return
+            while self._waiting and (sample := self._waiting[0][2]._take()) is None:
+                heapq.heappop(self._waiting)
+            if not self._waiting:
+                return
+            batch = self._waiting[0][2]
+            assert sample is not None
+            self._running += 1
+            self._own(batch, self._loop.create_task(self._score(batch, sample)), self._freed)
+        self._start_soon()
+
+    def _own(self, batch: PendingRewards, task: asyncio.Task[None], ended: Any) -> None:
+        batch._tasks.add(task)
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(ended, batch))
+
+    def _released(self, batch: PendingRewards, task: asyncio.Task[None]) -> None:
+        batch._tasks.discard(task)
+        self._tasks.discard(task)
+        # A task that was cancelled before its first step, by whoever shuts the loop down, has told nobody.
+        if task.cancelled():
+            batch._fail(RewardsCancelledError("a sample of this batch was cancelled from outside"))
+        elif (error := task.exception()) is not None:
+            batch._fail(_fault(self.manager, error))
+
+    def _freed(self, batch: PendingRewards, task: asyncio.Task[None]) -> None:
+        self._running -= 1
+        self._released(batch, task)
+        self._start_soon()
+
+    async def _score(self, batch: PendingRewards, sample: int) -> None:
+        started = time.perf_counter()
+        try:
+            reward = await self.manager.run_single(batch._samples[sample])
+            if not isinstance(reward, Mapping) or "reward_score" not in reward:
+                raise TypeError(f"it returned {type(reward).__name__}, not a dict with reward_score")
+        except RewardLoopError as error:
+            batch._fail(error)
+        except asyncio.CancelledError:
+            batch._fail(RewardLoopError(f"{type(self.manager).__name__}.run_single was cancelled"))
+            raise
+        except Exception as error:
+            # The manager's own fault, not the reward function's: that one's are data.
+            batch._fail(_fault(self.manager, error))
+        except BaseException as error:
+            batch._fail(_fault(self.manager, error))
+            raise
+        else:
+            if batch._error is not None:
+                return
+            if batch._latencies is not None and batch._times is not None:
+                batch._latencies[sample] = time.perf_counter() - started
+                batch._times[sample] = time.time()
+            group = batch._ended(sample, reward)  # type: ignore[arg-type]
+            if group is not None:
+                self._all_ended(batch, group)
+
+    def _all_ended(self, batch: PendingRewards, group: int) -> None:
+        assert self._loop is not None
+        if self._function is not None and self._function.has_post_process:
+            scored = [i for i in batch._members(group) if _is_scored(batch._rewards[i])]
+            if scored:
+                self._own(batch, self._loop.create_task(self._post_process(batch, group, scored)), self._released)
+                return
+        self._complete(batch, group)
+
+    async def _post_process(self, batch: PendingRewards, group: int, scored: list[int]) -> None:
+        """Hand the scores of a group's scored members to the user's class, and put back what it returns."""
+        assert self._function is not None
+        rewards = [reward for i in scored if (reward := batch._rewards[i]) is not None]
+        try:
+            try:
+                scores = await self._function.post_process_scores([reward["reward_score"] for reward in rewards])
+            except ScoringError as error:
+                for i, reward in zip(scored, rewards, strict=True):
+                    batch._rewards[i] = self._failed(batch._samples[i], reward, error)
+            else:
+                for i, reward, score in zip(scored, rewards, scores, strict=True):
+                    self._post_process_failures.count(RewardResult(Outcome.SCORED, score))
+                    batch._rewards[i] = {**reward, "reward_score": score}
+        except RewardLoopError as error:
+            batch._fail(error)
+        else:
+            if batch._error is None:
+                self._complete(batch, group)
+
+    def _failed(self, sample: Any, reward: Reward, error: ScoringError) -> Reward:
+        info = reward.get("reward_extra_info") or {}
+        uid = getattr(sample, "uid", None)
+        failure = type(error)(f"{'a sample' if uid is None else f'sample {uid}'}: {error}")
+        failure.__cause__ = error
+        result = RewardResult(
+            Outcome.FAILED,
+            None,
+            extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
+            error=str(failure),
+            seconds=info.get("reward_seconds", 0.0),
+            exception=failure,
+        )
+        self._post_process_failures.count(result)
+        return apply_policy(result, self._options)
+
+    def _complete(self, batch: PendingRewards, group: int) -> None:
+        batch._complete(group)
+        if batch.done() and batch._latencies is not None:
+            assert self._loop is not None
+            self._own(batch, self._loop.create_task(self._log(batch)), self._released)
+
+    async def _log(self, batch: PendingRewards) -> None:
+        assert self._function is not None
+        assert batch._latencies is not None
+        assert batch._times is not None
+        infos = [(reward.get("reward_extra_info") if reward else None) or {} for reward in batch._rewards]
+        replies = [info.get("explanation") for info in infos]
+        groups = [group for group in range(batch.group_count) for _ in batch._members(group)]
+        try:
+            await self._function.log(
+                queries=[
+                    info.get("prompt", getattr(sample, "solution_str", None))
+                    for info, sample in zip(infos, batch._samples, strict=True)
+                ],
+                replies=replies,
+                results=replies,
+                scores=[reward["reward_score"] if reward else None for reward in batch._rewards],
+                latencies=batch._latencies.tolist(),
+                groups=groups,
+                group_uids=groups,
+                timestamps=[datetime.fromtimestamp(at).isoformat() for at in batch._times],
+            )
+        except ScoringError as error:
+            logger.warning("%s; the rewards are not affected", error)
+
+    def _cancel(self, batch: PendingRewards) -> None:
+        batch._fail(RewardsCancelledError("this batch was cancelled before it was complete"))
+        self._delivered(batch)
+
+    def _delivered(self, batch: PendingRewards) -> None:
+        self._batches.pop(batch.number, None)
+
+
+def _sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:
+    if groups is not None:
+        if group_size is not None:
+            raise ConfigError("give group_size or groups, not both")
+        return groups
+    size = 1 if group_size is None else group_size
+    if size < 1 or count % size:
+        raise ConfigError(f"{count} samples do not divide into groups of {size}: name the sizes, as groups=[...]")
+    return [size] * (count // size)
+
+
+def _is_scored(reward: Reward | None) -> bool:
+    """Whether a reward has a score of its own; a manager that states no outcome has scored."""
+    if reward is None:
+        return False
+    info = reward.get("reward_extra_info") or {}
+    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
+
+
+def _fault(manager: Any, error: BaseException) -> RewardLoopError:
+    fault = RewardLoopError(f"{type(manager).__name__}.run_single raised {type(error).__name__}: {error}")
+    fault.__cause__ = error
+    return fault

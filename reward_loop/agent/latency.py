@@ -1,0 +1,91 @@
+"""How long a judge takes: distributions by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reward_loop.errors import ConfigError
+
+__all__ = ["Latency", "parse_latency"]
+
+_FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A distribution of judging times."""
+
+    name: str
+    mean: float
+    """In seconds."""
+    draw: Callable[[random.Random], float]
+
+
+def parse_latency(text: str) -> Latency:
+    """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8``, ``exponential:5`` or ``file:latencies.jsonl``.
+
+    A file has a number in each line, or an object with ``seconds``, ``latency`` or ``reward_seconds``, such as the
+    output of ``reward-loop score``; simulated judges draw from these.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "file":
+        values = _read(Path(rest))
+        return Latency(text, sum(values) / len(values), lambda rng: rng.choice(values))
+    try:
+        a, b = ([float(part) for part in rest.split(":")] + [0.0])[:2]
+        count = rest.count(":") + 1
+    except ValueError:
+        count = 0
+        a = b = 0.0
+    finite = math.isfinite(a) and math.isfinite(b)
+    if kind == "uniform" and count == 2 and 0 <= a <= b and finite:
+        span = b - a
+        return Latency(text, (a + b) / 2, lambda rng: a + span * rng.random())
+    if kind == "constant" and count == 1 and a >= 0 and finite:
+        return Latency(text, a, lambda rng: a)
+    if kind == "lognormal" and count == 2 and a > 0 and b >= 0 and finite:
+        return Latency(text, a * math.exp(b * b / 2), lambda rng: rng.lognormvariate(math.log(a), b))
+    if kind == "exponential" and count == 1 and a > 0 and finite:
+        return Latency(text, a, lambda rng: rng.expovariate(1 / a))
+    raise ConfigError(f"no judge latency: {text!r}. Write one of {_FORMS}; no time is negative")
+
+
+def _read(path: Path) -> list[float]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"judge latencies cannot be read: {error}") from None
+    values = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            seconds = float(_seconds(json.loads(line)))
+        except (ValueError, TypeError):
+            seconds = math.nan
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigError(
+                f"{path}, line {number}: expected seconds, or an object with seconds, latency or reward_seconds"
+            )
+        values.append(seconds)
+    if not values:
+        raise ConfigError(f"{path} holds no latencies")
+    return values
+
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, dict):
+        for key in ("seconds", "latency", "reward_seconds"):
+            if key in value:
+                return value[key]
+        return _seconds(value.get("reward_extra_info"))
+    return None if isinstance(value, bool) else value

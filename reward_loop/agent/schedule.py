@@ -1,0 +1,122 @@
+"""What a trainer does next: the two overlaps, as a plain object.
+
+It knows neither clocks nor rewards. A trainer runs what it yields, and so does the simulation, under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from reward_loop._text import did_you_mean
+from reward_loop.errors import ConfigError
+
+__all__ = ["MODES", "Action", "Generate", "Prepare", "Schedule", "Train", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Roll out the batch of a step, and submit its samples for judging."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Compute what needs no reward, over the whole batch: old and reference log-probabilities, values."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until so many of a step's mini-batches have all their rewards."""
+
+    step: int
+    mini_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Update on ``count`` mini-batches, from the ``first``-th in order of completion."""
+
+    step: int
+    first: int
+    count: int
+
+
+Action = Generate | Prepare | Wait | Train
+
+MODES = {
+    "baseline": (False, False),
+    "mini-batch": (True, False),
+    "off-policy": (False, True),
+    "both": (True, True),
+}
+"""The modes by name: mini-batch pipeline, one-step off-policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order of a training step's parts.
+
+    *Mini-batch pipeline*: train on the mini-batches whose rewards are in, while others are being judged; every complete
+    one is taken. *One-step off-policy*: the rollout of the next step runs before the rewards of this step are waited
+    for. With neither, all rewards of a step are waited for before anything else is done, as in verl's mode ``sync``.
+    """
+
+    mini_batches: int = 1
+    """Optimizer updates a step."""
+    mini_batch_pipeline: bool = False
+    one_step_off_policy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mini_batches < 1:
+            raise ConfigError(f"mini_batches: at least 1, got {self.mini_batches}")
+
+    @classmethod
+    def of_mode(cls, mode: str, mini_batches: int) -> Schedule:
+        """Return the schedule of one of `MODES`.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"unknown mode {mode!r}{did_you_mean(mode, MODES) or '.'} Known: {', '.join(MODES)}")
+        pipeline, off_policy = MODES[mode]
+        return cls(mini_batches, pipeline, off_policy)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is done while rewards are out."""
+        return self.mini_batch_pipeline or self.one_step_off_policy
+
+    def actions(
+        self, steps: int, ready: Callable[[int], int], *, first_step: int = 0, generated: bool = False
+    ) -> Iterator[Action]:
+        """Yield what to do, one after the other; each is done when the next one is asked for.
+
+        Args:
+            steps: how many training steps.
+            ready: says how many mini-batches of a step have all their rewards by now.
+            first_step: the first step's number.
+            generated: whether that step's batch is rolled out and submitted already, as after a resume.
+        """
+        last_step = first_step + steps - 1
+        for step in range(first_step, last_step + 1):
+            if (step == first_step and not generated) or (step > first_step and not self.one_step_off_policy):
+                yield Generate(step)
+            if self.one_step_off_policy and step < last_step:
+                yield Generate(step + 1)
+            if self.overlaps:
+                yield Prepare(step)
+            trained = 0
+            while trained < self.mini_batches:
+                wanted = trained + 1 if self.mini_batch_pipeline else self.mini_batches
+                if ready(step) < wanted:
+                    yield Wait(step, wanted)
+                if not self.overlaps:
+                    yield Prepare(step)
+                count = (ready(step) if self.mini_batch_pipeline else self.mini_batches) - trained
+                yield Train(step, trained, count)
+                trained += count

@@ -1,0 +1,303 @@
+"""A training run under a virtual clock: how long a step takes in each mode, and what more concurrency would bring."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from reward_loop.agent.latency import Latency, parse_latency
+from reward_loop.agent.schedule import Generate, Prepare, Schedule, Train, Wait
+from reward_loop.errors import ConfigError
+
+__all__ = ["Part", "Run", "Workload", "draw_timeline", "enough_concurrency", "simulate", "with_concurrency"]
+
+SHOWN_STEPS = 4
+"""How many steps a timeline shows."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a training step consists of. Times are in seconds."""
+
+    batch: int = 1024
+    """Prompts a step; each makes a group."""
+    responses: int = 5
+    """Responses a prompt."""
+    judge: Latency = field(default_factory=lambda: parse_latency("uniform:1:40"))
+    """How long one response is judged."""
+    concurrency: int = 256
+    """How many are judged at a time."""
+    generation: float = 103.0
+    training: float = 100.0
+    """All updates of a step."""
+    prepare: float = 0.0
+    """Log-probabilities and values, which need no reward; beside `training`."""
+    mini_batches: int = 4
+    steps: int = 100
+    seed: int = 0
+    arrival: Literal["end", "during"] = "end"
+    """When samples reach the judge: all at the end of generation, or one after the other while it goes on."""
+    one_batch_at_a_time: bool = False
+    """Whether judging a batch begins only after the one before it has ended, as in verl#2854."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "responses", "concurrency", "mini_batches", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: at least 1, got {getattr(self, name)}")
+        for name in ("generation", "training", "prepare"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name}: a number of seconds, got {getattr(self, name)}")
+        if self.mini_batches > self.batch:
+            raise ConfigError(f"{self.mini_batches} mini-batches of {self.batch} prompts: some would be empty")
+
+    @property
+    def samples(self) -> int:
+        """Samples a step."""
+        return self.batch * self.responses
+
+    @property
+    def gpu_seconds(self) -> float:
+        """How long a step would take if judging took no time."""
+        return self.generation + self.prepare + self.training
+
+    def draws(self, step: int) -> list[float]:
+        """Return the judging times of a step: the same ones in every mode."""
+        rng = random.Random(f"{self.seed}:{step}")
+        draw = self.judge.draw
+        return [draw(rng) for _ in range(self.samples)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the trainer was at, and when."""
+
+    kind: Literal["generate", "prepare", "wait", "train"]
+    step: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulated run in one mode."""
+
+    mode: str
+    workload: Workload
+    seconds: float
+    """From its start to its end."""
+    parts: list[Part]
+    judged: list[tuple[float, float]]
+    """For each step, when its first judge call began and its last one ended."""
+    judge_seconds: list[float]
+    """For each step, the sum of its judging times."""
+    longest: list[float]
+    """For each step, its longest judging time."""
+    calls: list[tuple[float, float]]
+    """Begin and end of each judge call of the first steps."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The length of a step: the whole run, its beginning included, by the number of steps."""
+        return self.seconds / self.workload.steps
+
+    @property
+    def over_floor(self) -> float:
+        """By which share a step is longer than its `floor`."""
+        return self.step_seconds / self.floor - 1 if self.floor else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Seconds a step in which the trainer waited for rewards."""
+        return sum(part.end - part.start for part in self.parts if part.kind == "wait") / self.workload.steps
+
+    @property
+    def hidden(self) -> float:
+        """The share of judging that was hidden: of the time in which a step's samples were being judged, the part
+        during which the trainer did not wait."""
+        waits = [(part.start, part.end) for part in self.parts if part.kind == "wait"]
+        total = sum(end - start for start, end in self.judged)
+        waited = sum(
+            max(0.0, min(end, stop) - max(begin, start)) for begin, end in self.judged for start, stop in waits
+        )
+        return 1.0 - waited / total if total else 1.0
+
+    @property
+    def floor(self) -> float:
+        """Seconds a step that no schedule of this mode can get below, with these judging times.
+
+        With both overlaps, or off-policy alone, it is max(G + T, R): generation and training, or all judging at full
+        concurrency. Otherwise a step's own judging has to end before (the last part of) its training.
+        """
+        load = self.workload
+        rewards = [
+            max(total / load.concurrency, longest)
+            for total, longest in zip(self.judge_seconds, self.longest, strict=True)
+        ]
+        schedule = Schedule.of_mode(self.mode, load.mini_batches)
+        if schedule.one_step_off_policy:
+            return max(load.gpu_seconds, sum(self.judge_seconds) / load.concurrency / load.steps)
+        last = load.training / load.mini_batches
+        floors = []
+        for seconds in rewards:
+            if schedule.mini_batch_pipeline and load.arrival == "end":
+                floors.append(load.generation + max(load.prepare + load.training, seconds + last))
+            elif schedule.mini_batch_pipeline:
+                floors.append(max(load.gpu_seconds, seconds + last))
+            elif load.arrival == "end":
+                floors.append(load.gpu_seconds + seconds)
+            else:
+                floors.append(max(load.generation, seconds) + load.prepare + load.training)
+        return sum(floors) / len(floors)
+
+
+def simulate(workload: Workload, mode: str) -> Run:
+    """Run a workload in one of the `schedule.MODES`."""
+    schedule = Schedule.of_mode(mode, workload.mini_batches)
+    judges = _Judges(workload)
+    parts: list[Part] = []
+    now = 0.0
+
+    def ready(step: int) -> int:
+        return bisect_right(judges.ready[step], now)
+
+    for action in schedule.actions(workload.steps, ready):
+        started = now
+        if isinstance(action, Generate):
+            now += workload.generation
+            judges.submit(action.step, started, now)
+            kind: Literal["generate", "prepare", "wait", "train"] = "generate"
+        elif isinstance(action, Prepare):
+            now += workload.prepare
+            kind = "prepare"
+        elif isinstance(action, Wait):
+            now = max(now, judges.ready[action.step][action.mini_batches - 1])
+            kind = "wait"
+        else:
+            assert isinstance(action, Train)
+            now += workload.training * action.count / workload.mini_batches
+            kind = "train"
+        if now > started:
+            parts.append(Part(kind, action.step, started, now))
+    return Run(mode, workload, now, parts, judges.judged, judges.seconds, judges.longest, judges.calls)
+
+
+def enough_concurrency(workload: Workload) -> int:
+    """Return the concurrency at which judging takes no longer than generation and training."""
+    if workload.gpu_seconds == 0:
+        return workload.samples
+    return max(1, min(workload.samples, math.ceil(workload.samples * workload.judge.mean / workload.gpu_seconds)))
+
+
+class _Judges:
+    """Serve samples first come, first served. As later ones never delay earlier ones, a sample's end is known as soon
+    as it is submitted."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        # A step and the next one are in flight at most, so that more servers than that change nothing.
+        self._free = [0.0] * min(workload.concurrency, 2 * workload.samples)
+        self._last_end = 0.0
+        self.ready: dict[int, list[float]] = {}
+        """For each step, when each of its mini-batches has all its rewards."""
+        self.judged: list[tuple[float, float]] = []
+        self.seconds: list[float] = []
+        self.longest: list[float] = []
+        self.calls: list[tuple[float, float]] = []
+
+    def submit(self, step: int, started: float, ended: float) -> None:
+        load, free = self._workload, self._free
+        draws = load.draws(step)
+        if load.arrival == "end":
+            arrivals: Sequence[float] = [ended] * len(draws)
+        else:
+            pace = (ended - started) / len(draws)
+            arrivals = [started + pace * (i + 1) for i in range(len(draws))]
+        earliest = self._last_end if load.one_batch_at_a_time else 0.0
+        begins, ends = [], []
+        for arrival, seconds in zip(arrivals, draws, strict=True):
+            begin = max(arrival, free[0], earliest)
+            heapq.heapreplace(free, begin + seconds)
+            begins.append(begin)
+            ends.append(begin + seconds)
+        size = load.responses
+        groups = sorted(max(ends[i : i + size]) for i in range(0, len(ends), size))
+        self.ready[step] = [
+            groups[math.ceil(load.batch * (i + 1) / load.mini_batches) - 1] for i in range(load.mini_batches)
+        ]
+        self._last_end = max(ends)
+        self.judged.append((min(begins), self._last_end))
+        self.seconds.append(sum(draws))
+        self.longest.append(max(draws))
+        if step < SHOWN_STEPS:
+            self.calls += zip(begins, ends, strict=True)
+
+
+def draw_timeline(runs: Sequence[Run], path: Path) -> None:
+    """Draw the first steps of some runs, and nothing of those after them, one run below the other, into a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ConfigError("a timeline is drawn by matplotlib, which is not installed: pip install matplotlib") from None
+    colours = {"generate": "#4c78a8", "prepare": "#72b7b2", "train": "#54a24b", "wait": "#e45756"}
+    figure = Figure(figsize=(12, 0.6 + 2.0 * len(runs)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    shown = min(SHOWN_STEPS, *(run.workload.steps for run in runs))
+    parts = [[part for part in run.parts if part.step < shown] for run in runs]
+    end = max((part.end for some in parts for part in some), default=1.0)
+    for axis, run, some in zip(axes, runs, parts, strict=True):
+        for part in some:
+            axis.broken_barh([(part.start, part.end - part.start)], (1.1, 0.8), color=colours[part.kind])
+            if part.kind == "generate":
+                axis.text((part.start + part.end) / 2, 1.5, str(part.step), ha="center", va="center", fontsize=8)
+        times, counts = _in_flight(run.calls)
+        most = max(counts, default=0) or 1
+        axis.fill_between(times, [count / most for count in counts], step="post", color="#f58518", alpha=0.6)
+        axis.set_yticks([0.5, 1.5], [f"judging (of {most})", "trainer"])
+        axis.set_ylim(0, 2)
+        axis.set_xlim(0, end)
+        axis.set_title(f"{run.mode}: {run.step_seconds:.0f} s a step", loc="left", fontsize=10)
+    axes[-1].set_xlabel("seconds")
+    labels = {
+        "generate": "generation",
+        "prepare": "log-probabilities",
+        "train": "training",
+        "wait": "waits for rewards",
+    }
+    figure.legend(
+        handles=[Patch(color=colours[kind], label=label) for kind, label in labels.items()],
+        loc="outside upper right",
+        ncols=4,
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _in_flight(calls: Sequence[tuple[float, float]]) -> tuple[list[float], list[int]]:
+    events = sorted([(start, 1) for start, _ in calls] + [(end, -1) for _, end in calls])
+    times, counts, now = [0.0], [0], 0
+    for time, change in events:
+        now += change
+        times.append(time)
+        counts.append(now)
+    return times, counts
+
+
+def with_concurrency(workload: Workload, mode: str) -> list[tuple[int, float]]:
+    """Return the length of a step at some higher concurrencies, in ascending order."""
+    enough = enough_concurrency(workload)
+    higher = {workload.concurrency * factor for factor in (1, 2, 4)} | {enough}
+    chosen = sorted(value for value in higher if workload.concurrency <= value)
+    return [(value, simulate(replace(workload, concurrency=value), mode).step_seconds) for value in chosen]

@@ -1,0 +1,502 @@
+import asyncio
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop import (
+    ConfigError,
+    RewardAgent,
+    RewardFunctionError,
+    RewardLoopError,
+    RewardSample,
+    RewardsCancelledError,
+    TooManyFailuresError,
+)
+from tests.agent.judges import Gate, naive, numbered, scores
+
+
+async def submit_to(agent):
+    agent.submit([])
+
+
+async def number(solution_str):
+    return float(solution_str)
+
+
+async def within(awaitable, seconds=30):
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+async def test_all_rewards_in_order_of_submission():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        pending = agent.submit(numbered(4), group_size=2)
+        assert not pending.done()
+        gate.let(3, 1, 0, 2)
+        assert scores(await within(pending)) == [0, 1, 2, 3]
+        assert pending.done()
+        assert scores(await within(pending)) == [0, 1, 2, 3]
+
+
+async def test_groups_come_as_they_complete_and_may_be_uneven():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        pending = agent.submit(numbered(6), groups=[3, 1, 2])
+        groups = pending.groups()
+        gate.let(0, 1, 3)
+        first = await within(anext(groups))
+        assert (first.index, first.indices, first.scores) == (1, range(3, 4), [3.0])
+        gate.let(4, 5)
+        assert (await within(anext(groups))).index == 2
+        gate.let(2)
+        assert (await within(anext(groups))).scores == [0, 1, 2]
+        with pytest.raises(StopAsyncIteration):
+            await anext(groups)
+        assert [group.index async for group in pending] == [1, 2, 0]
+
+
+async def test_mini_batches_in_order_of_completion():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        pending = agent.submit(numbered(5), group_size=1)
+        batches = pending.mini_batches(groups=2)
+        gate.let(4, 2)
+        first = await within(anext(batches))
+        assert len(first) == 2
+        assert sorted(first.indices) == [2, 4]
+        assert scores(first.rewards) == [float(i) for i in first.indices]
+        gate.let(0, 1, 3)
+        rest = [batch async for batch in batches]
+        assert [len(batch) for batch in rest] == [2, 1]
+
+
+async def test_a_second_batch_starts_before_the_first_has_ended():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        first = agent.submit(numbered(2), group_size=2)
+        second = agent.submit(numbered(2, start=2), group_size=2)
+        gate.let(2, 3)
+        assert scores(await within(second)) == [2, 3]
+        assert not first.done()
+        gate.let(0, 1)
+        assert scores(await within(first)) == [0, 1]
+
+
+async def test_submit_returns_before_anything_is_judged():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        agent.submit(numbered(3))
+        assert gate.calls == []
+        assert agent.waiting == 3
+
+
+async def test_the_concurrency_bound_holds_and_is_used():
+    gate = Gate()
+    async with RewardAgent(naive(gate), concurrency=3) as agent:
+        pending = agent.submit(numbered(9))
+        await within(gate.called(3))
+        assert (agent.running, agent.waiting) == (3, 6)
+        gate.let(*range(9))
+        await within(pending)
+        assert gate.most == 3
+
+
+async def test_the_lowest_priority_number_starts_first():
+    gate = Gate()
+    async with RewardAgent(naive(gate), concurrency=1) as agent:
+        pendings = [
+            agent.submit(numbered(1, start=0), priority=1),
+            agent.submit(numbered(2, start=1), priority=7),
+            agent.submit(numbered(2, start=3), priority=5),
+            agent.submit(numbered(2, start=5), priority=5),
+        ]
+        gate.let(*range(7))
+        for pending in pendings:
+            await within(pending)
+        assert gate.calls == ["0", "3", "4", "5", "6", "1", "2"]
+
+
+async def test_an_exception_in_the_users_function_does_not_hang_the_batch():
+    async def judge(solution_str):
+        if solution_str == "1":
+            raise ValueError("boom")
+        return 1.0
+
+    async with RewardAgent(naive(judge)) as agent:
+        rewards = await within(agent.submit(numbered(3), group_size=3))
+        assert [r["reward_extra_info"]["reward_outcome"] for r in rewards] == ["scored", "failed", "scored"]
+        assert rewards[1]["reward_extra_info"]["reward_masked"]
+
+
+async def test_the_policy_raise_reaches_everyone_who_waits():
+    gate = Gate()
+
+    async def judge(solution_str):
+        if solution_str == "0":
+            raise ValueError("boom")
+        return await gate(solution_str)
+
+    async with RewardAgent(naive(judge, on_failed="raise")) as agent:
+        pending = agent.submit(numbered(3), group_size=3)
+        waiting = [asyncio.create_task(pending.wait(1)) for _ in range(2)]
+        for task in waiting:
+            with pytest.raises(RewardFunctionError, match=r"sample s0.*boom"):
+                await within(task)
+        with pytest.raises(RewardFunctionError):
+            await within(pending)
+        with pytest.raises(RewardFunctionError):
+            [batch async for batch in pending.mini_batches(1)]
+        await within(agent.drain())
+        assert sorted(gate.cancelled) == ["1", "2"]
+
+
+async def test_too_many_failures_reach_the_caller():
+    async def judge(solution_str):
+        raise ValueError("down")
+
+    async with RewardAgent(naive(judge, min_samples_for_failed_share=8)) as agent:
+        with pytest.raises(TooManyFailuresError, match="down"):
+            await within(agent.submit(numbered(20)))
+
+
+async def test_an_error_that_nobody_waited_for_is_raised_at_the_end():
+    async def judge(solution_str):
+        raise ValueError("boom")
+
+    async def submit_and_leave(error=None):
+        async with RewardAgent(naive(judge, on_failed="raise")) as agent:
+            agent.submit(numbered(1))
+            await within(agent.drain())
+            if error:
+                raise error
+
+    with pytest.raises(RewardFunctionError, match="boom"):
+        await submit_and_leave()
+    with pytest.raises(KeyError):
+        await submit_and_leave(KeyError())
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, {}])
+async def test_a_manager_that_returns_no_reward_is_an_error(returned):
+    class Manager:
+        async def run_single(self, data):
+            return returned
+
+    async with RewardAgent(Manager()) as agent:
+        with pytest.raises(RewardLoopError, match="not a dict with reward_score"):
+            await within(agent.submit(numbered(1)))
+
+
+async def test_a_manager_that_raises_or_is_cancelled_is_an_error():
+    class Manager:
+        async def run_single(self, data):
+            if data.solution_str == "0":
+                raise KeyError("x")
+            raise asyncio.CancelledError
+
+    async with RewardAgent(Manager()) as agent:
+        with pytest.raises(RewardLoopError, match=r"Manager\.run_single raised KeyError"):
+            await within(agent.submit(numbered(1)))
+        with pytest.raises(RewardLoopError, match="cancelled"):
+            await within(agent.submit(numbered(1, start=1)))
+
+
+async def test_cancel_ends_the_samples_of_that_batch_only():
+    gate = Gate()
+    async with RewardAgent(naive(gate), concurrency=3) as agent:
+        doomed = agent.submit(numbered(5))
+        other = agent.submit(numbered(2, start=5))
+        await within(gate.called(3))
+        waiter = asyncio.create_task(doomed.wait(5))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        with pytest.raises(RewardsCancelledError):
+            await within(waiter)
+        gate.let(5, 6)
+        assert scores(await within(other)) == [5, 6]
+        assert gate.calls == ["0", "1", "2", "5", "6"]
+        assert sorted(gate.cancelled) == ["0", "1", "2"]
+        assert (agent.running, agent.waiting) == (0, 0)
+
+
+async def test_giving_up_an_await_does_not_give_up_the_batch():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        pending = agent.submit(numbered(1))
+        waiter = asyncio.create_task(pending.wait(1))
+        await within(gate.called(1))
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        gate.let(0)
+        assert scores(await within(pending)) == [0]
+
+
+async def test_leaving_the_agent_cancels_what_has_not_ended():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        pending = agent.submit(numbered(2))
+        await within(gate.called(2))
+    assert sorted(gate.cancelled) == ["0", "1"]
+    with pytest.raises(RewardsCancelledError, match="closed"):
+        await pending
+    with pytest.raises(RewardLoopError, match="closed"):
+        agent.submit(numbered(1))
+
+
+async def test_what_cannot_be_submitted():
+    async with RewardAgent(naive(number)) as agent:
+        for options in ({"group_size": 2}, {"group_size": 0}, {"groups": [1, 1]}, {"groups": [3, 0]}):
+            with pytest.raises(ConfigError, match="groups"):
+                agent.submit(numbered(3), **options)
+        with pytest.raises(ConfigError, match="not both"):
+            agent.submit(numbered(2), group_size=1, groups=[2])
+        with pytest.raises(ConfigError, match="at least one"):
+            await anext(agent.submit(numbered(1)).mini_batches(0))
+        assert await within(agent.submit([])) == []
+    with pytest.raises(RewardLoopError, match="enter"):
+        RewardAgent(naive(number)).submit([])
+    async with RewardAgent(naive(number)) as agent:
+        with pytest.raises(RewardLoopError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(submit_to(agent)))
+    with pytest.raises(ConfigError, match="run_single"):
+        RewardAgent(number)
+    with pytest.raises(ConfigError, match="concurrency"):
+        RewardAgent(naive(number), concurrency=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_groups_in_any_order_every_sample_ends_once(data):
+    sizes = data.draw(st.lists(st.integers(1, 5), max_size=8))
+    count = sum(sizes)
+    order = data.draw(st.permutations(range(count)))
+    wanted = data.draw(st.integers(1, 4))
+    concurrency = data.draw(st.one_of(st.none(), st.integers(1, 6)))
+
+    async def main():
+        gate = Gate()
+        async with RewardAgent(naive(gate), concurrency=concurrency) as agent:
+            pending = agent.submit(numbered(count), groups=sizes)
+            taking = asyncio.create_task(collect(pending))
+            for i in order:
+                gate.let(i)
+                await asyncio.sleep(0)
+            return await within(taking), gate.calls
+
+    async def collect(pending):
+        return [batch async for batch in pending.mini_batches(wanted)]
+
+    batches, calls = asyncio.run(main())
+    groups = [group for batch in batches for group in batch]
+    assert sorted(group.index for group in groups) == list(range(len(sizes)))
+    assert sorted(calls, key=int) == [str(i) for i in range(count)]
+    for group in groups:
+        assert len(group.indices) == sizes[group.index]
+        assert group.scores == [float(i) for i in group.indices]
+    assert all(len(batch) == wanted for batch in batches[:-1])
+
+
+class Judge:
+    """Takes the mean off each group's scores."""
+
+    def __init__(self):
+        self.given = []
+        self.logged = []
+
+    async def compute_score(self, solution_str):
+        if solution_str == "bad":
+            raise ValueError("boom")
+        return None if solution_str == "none" else float(solution_str)
+
+    def post_process_scores(self, scores):
+        self.given.append(scores)
+        if 99.0 in scores:
+            return scores[1:]
+        if 98.0 in scores:
+            return [float("nan")] * len(scores)
+        mean = sum(scores) / len(scores)
+        return [score - mean for score in scores]
+
+
+def texts(*solutions):
+    return [RewardSample(text, uid=f"u{i}") for i, text in enumerate(solutions)]
+
+
+async def test_post_processing_passes_over_members_without_a_score():
+    judge = Judge()
+    async with RewardAgent(naive(judge, on_unscored="default", default_score=-7)) as agent:
+        pending = agent.submit(texts("1", "none", "3", "bad", "none", "bad"), groups=[4, 2])
+        rewards = await within(pending)
+    assert scores(rewards) == [-1, -7, 1, 0, -7, 0]
+    assert judge.given == [[1, 3]]
+    assert rewards[0]["reward_extra_info"]["acc"] == 1
+    assert [r["reward_extra_info"]["reward_outcome"] for r in rewards[:4]] == ["scored", "unscored", "scored", "failed"]
+
+
+@pytest.mark.parametrize(("bad", "message"), [("99", "2 scores and returned 1"), ("98", "not finite")])
+async def test_a_wrong_answer_of_post_processing_fails_the_scored_members(bad, message):
+    async with RewardAgent(naive(Judge())) as agent:
+        rewards = await within(agent.submit(texts("1", "none", bad, "4", "6"), groups=[3, 2]))
+    outcomes = [r["reward_extra_info"]["reward_outcome"] for r in rewards]
+    assert outcomes == ["failed", "unscored", "failed", "scored", "scored"]
+    assert message in rewards[0]["reward_extra_info"]["reward_error"]
+    assert "u0" in rewards[0]["reward_extra_info"]["reward_error"]
+    assert rewards[2]["reward_extra_info"]["reward_masked"]
+    assert scores(rewards)[3:] == [-1, 1]
+
+
+async def test_failures_of_post_processing_obey_policy_and_bound():
+    async with RewardAgent(naive(Judge(), on_failed="raise")) as agent:
+        with pytest.raises(RewardLoopError, match="returned 1"):
+            await within(agent.submit(texts("99", "1"), group_size=2))
+    async with RewardAgent(naive(Judge(), min_samples_for_failed_share=8)) as agent:
+        with pytest.raises(TooManyFailuresError, match="not finite"):
+            await within(agent.submit(texts(*["98"] * 10), group_size=1))
+
+
+async def test_log_gets_what_it_names():
+    class Logging(Judge):
+        def compute_score(self, solution_str):
+            return float(solution_str), f"is {solution_str} good?", "quite"
+
+        def log(self, queries, replies, latencies, groups):
+            self.logged.append((queries, replies, latencies, groups))
+
+    judge = Logging()
+    async with RewardAgent(naive(judge)) as agent:
+        await within(agent.submit(texts("1", "2", "4"), groups=[1, 2]))
+        await within(agent.drain())
+    ((queries, replies, latencies, groups),) = judge.logged
+    assert queries == ["is 1 good?", "is 2 good?", "is 4 good?"]
+    assert replies == ["quite"] * 3
+    assert groups == [0, 1, 1]
+    assert all(latency > 0 for latency in latencies)
+
+
+async def test_the_log_of_classes_written_for_the_async_reward_agent():
+    class Known(Judge):
+        async def log(self, timestamps, queries, results, latencies, group_uids):
+            self.logged.append((len(timestamps), queries, results, group_uids))
+
+    judge = Known()
+    async with RewardAgent(naive(judge)) as agent:
+        await within(agent.submit(texts("1", "2"), group_size=2))
+        await within(agent.drain())
+    assert judge.logged == [(2, ["1", "2"], [None, None], [0, 0])]
+
+
+async def test_a_log_that_raises_costs_nothing(caplog):
+    class Raising(Judge):
+        def log(self, queries):
+            raise ValueError("disk full")
+
+    async with RewardAgent(naive(Raising())) as agent:
+        assert scores(await within(agent.submit(texts("1")))) == [0]
+        await within(agent.drain())
+    assert "disk full" in caplog.text
+
+
+async def test_another_method_called_log_is_left_alone():
+    class Other(Judge):
+        def log(self, message):
+            raise AssertionError
+
+    async with RewardAgent(naive(Other())) as agent:
+        assert not agent.manager.function.has_log
+        await within(agent.submit(texts("1")))
+
+
+async def test_a_checkpoint_keeps_pending_and_finished_samples():
+    gate = Gate()
+    async with RewardAgent(naive(gate)) as agent:
+        delivered = agent.submit(numbered(1, start=20))
+        gate.let(20)
+        await within(delivered)
+        pending = agent.submit(numbered(4), group_size=2, priority=3, tag={"step": 3})
+        agent.submit(numbered(1, start=10), tag="later")
+        gate.let(0, 2, 3)
+        await within(pending.wait(1))
+        state = pickle.loads(pickle.dumps(agent.state()))
+    assert [kept["tag"] for kept in state["batches"]] == [{"step": 3}, "later"]
+
+    again = Gate()
+    async with RewardAgent(naive(again)) as agent:
+        first, second = agent.restore(state)
+        assert (first.tag, first.priority, second.tag) == ({"step": 3}, 3, "later")
+        assert first.completed == 1
+        again.let(1, 10)
+        assert [group.index async for group in first] == [1, 0]
+        assert scores(await within(first)) == [0, 1, 2, 3]
+        assert scores(await within(second)) == [10]
+        assert sorted(again.calls) == ["1", "10"]
+        assert agent.state()["batches"] == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_wherever_a_run_is_cut_no_sample_is_lost_or_judged_after_it_ended(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    count = sum(sizes)
+    before = data.draw(st.sets(st.integers(0, count - 1)))
+    turns = data.draw(st.integers(0, 30))
+    concurrency = data.draw(st.one_of(st.none(), st.integers(1, 4)))
+
+    async def cut():
+        gate = Gate()
+        gate.let(*before)
+        async with RewardAgent(naive(gate), concurrency=concurrency) as agent:
+            agent.submit(numbered(count), groups=sizes)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return agent.state()
+
+    async def go_on(state):
+        gate = Gate()
+        gate.let(*range(count))
+        async with RewardAgent(naive(gate), concurrency=concurrency) as agent:
+            (pending,) = agent.restore(state)
+            groups = await within(collect(pending))
+            return groups, gate.calls
+
+    async def collect(pending):
+        return [group async for group in pending]
+
+    state = asyncio.run(cut())
+    ended = {str(i) for i, reward in enumerate(state["batches"][0]["rewards"]) if reward is not None}
+    assert ended <= {str(i) for i in before}
+    groups, calls = asyncio.run(go_on(pickle.loads(pickle.dumps(state))))
+    assert sorted([*calls, *ended], key=int) == [str(i) for i in range(count)]
+    assert sorted(group.index for group in groups) == list(range(len(sizes)))
+    assert all(group.scores == [float(i) for i in group.indices] for group in groups)
+
+
+async def test_restoring_where_only_the_post_processing_was_left():
+    reward = {"reward_score": 2.0, "reward_extra_info": {}}
+    kept = {
+        "tag": None,
+        "priority": 0,
+        "groups": [2],
+        "samples": texts("2", "2"),
+        "rewards": [reward, reward],
+        "completed": [],
+    }
+    judge = Judge()
+    async with RewardAgent(naive(judge)) as agent:
+        (pending,) = agent.restore({"version": 1, "batches": [kept]})
+        assert scores(await within(pending)) == [0, 0]
+        with pytest.raises(ConfigError, match="version"):
+            agent.restore({})
+    assert judge.given == [[2, 2]]
+
+
+async def test_many_samples_in_flight():
+    gate = Gate()
+    async with RewardAgent(naive(gate, timeout=None)) as agent:
+        pending = agent.submit(numbered(5_000), group_size=5)
+        await within(gate.called(5_000))
+        assert agent.running == 5_000
+        gate.let(*range(5_000))
+        assert scores(await within(pending)) == list(range(5_000))

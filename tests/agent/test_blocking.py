@@ -1,0 +1,98 @@
+import threading
+
+import pytest
+
+from reward_loop import BlockingRewardAgent, RewardFunctionError, RewardLoopError, RewardsCancelledError
+from tests.agent.judges import naive, numbered, scores
+
+
+class Held:
+    """A sync reward function; sample "0" waits until it is released."""
+
+    def __init__(self):
+        self.release = threading.Event()
+
+    def compute_score(self, solution_str):
+        if solution_str == "0":
+            assert self.release.wait(30)
+        return float(solution_str)
+
+
+def test_mini_batches_while_a_slow_judge_thinks():
+    judge = Held()
+    with BlockingRewardAgent(naive(judge)) as agent:
+        pending = agent.submit(numbered(6), group_size=2, tag="step 1")
+        batches = pending.mini_batches(groups=1)
+        first = [next(batches), next(batches)]
+        assert sorted(batch.groups[0].index for batch in first) == [1, 2]
+        assert not pending.done()
+        assert (pending.completed, pending.group_count, pending.tag, len(pending)) == (2, 3, "step 1", 6)
+        second = agent.submit(numbered(2, start=10), groups=[2])
+        assert scores(second.result(timeout=30)) == [10, 11]
+        judge.release.set()
+        assert [batch.groups[0].index for batch in batches] == [0]
+        assert scores(pending.result()) == [0, 1, 2, 3, 4, 5]
+        assert [group.index for group in pending][-1] == 0
+        assert pending.wait(3) == 3
+
+
+def test_a_timeout_leaves_the_batch_alone():
+    judge = Held()
+    with BlockingRewardAgent(naive(judge)) as agent:
+        pending = agent.submit(numbered(1))
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=0)
+        state = agent.state()
+        judge.release.set()
+        assert scores(pending.result()) == [0]
+        (again,) = agent.restore(state)
+        assert scores(again.result(timeout=30)) == [0]
+
+
+def test_cancel():
+    judge = Held()
+    with BlockingRewardAgent(naive(judge)) as agent:
+        pending = agent.submit(numbered(1))
+        pending.cancel()
+        with pytest.raises(RewardsCancelledError):
+            pending.result()
+        judge.release.set()
+
+
+def test_errors_reach_the_caller():
+    def judge(solution_str):
+        raise ValueError("boom")
+
+    with BlockingRewardAgent(naive(judge, on_failed="raise")) as agent:
+        pending = agent.submit(numbered(2))
+        with pytest.raises(RewardFunctionError, match="boom"):
+            pending.result(timeout=30)
+        with pytest.raises(RewardFunctionError, match="boom"):
+            next(iter(pending))
+
+
+def test_an_error_that_nobody_waited_for_is_raised_at_the_end():
+    called = threading.Event()
+
+    async def judge(solution_str):
+        called.set()
+        raise ValueError("boom")
+
+    def submit_and_leave():
+        with BlockingRewardAgent(naive(judge, on_failed="raise")) as agent:
+            agent.submit(numbered(1))
+            assert called.wait(30)
+            agent._run(agent._agent.drain(), 30)
+
+    with pytest.raises(RewardFunctionError, match="boom"):
+        submit_and_leave()
+
+
+def test_outside_of_its_block():
+    agent = BlockingRewardAgent(naive(lambda solution_str: 1))
+    with pytest.raises(RewardLoopError, match="enter"):
+        agent.submit([])
+    with agent:
+        pass
+    with pytest.raises(RewardLoopError, match="closed"):
+        agent.submit([])

@@ -1,0 +1,243 @@
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop import ConfigError, QueueClosedError, RewardAgent, RewardFunctionError, RewardLoopError
+from reward_loop.agent import QueuedRewards, RewardQueue, SampleAggregator, Staleness
+from tests.agent.judges import Gate, naive, numbered
+
+
+async def within(awaitable, seconds=30):
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+async def turns(count=20):
+    """Let everything that can go on do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_full_queue_makes_the_producer_wait():
+    queue = RewardQueue(2)
+    await queue.put("a", step=1)
+    await queue.put("b", step=1)
+    third = asyncio.create_task(queue.put("c", step=2))
+    fourth = asyncio.create_task(queue.put("d", step=2))
+    await turns()
+    assert not third.done()
+    assert len(queue) == 2
+    assert queue.metrics(2)["reward_queue/waiting_producers"] == 2
+    taken = [(await within(queue.get())).sample for _ in range(4)]
+    assert taken == ["a", "b", "c", "d"]
+    await within(asyncio.gather(third, fourth))
+    metrics = queue.metrics(2)
+    assert (metrics["reward_queue/put"], metrics["reward_queue/got"]) == (4, 4)
+    assert metrics["reward_queue/largest_size"] == 2
+    assert metrics["reward_queue/producer_wait_s"] > 0
+
+
+async def test_a_producer_that_gives_up_leaves_nothing_behind():
+    queue = RewardQueue(1)
+    await queue.put("a", step=1)
+    given_up = asyncio.create_task(queue.put("b", step=1))
+    third = asyncio.create_task(queue.put("c", step=1))
+    await turns()
+    given_up.cancel()
+    await turns()
+    assert [(await within(queue.get())).sample for _ in range(2)] == ["a", "c"]
+    await within(third)
+
+
+async def test_pause_and_resume():
+    queue = RewardQueue(2)
+    queue.pause()
+    await queue.put("a", step=1)
+    getting = asyncio.create_task(queue.get())
+    await turns()
+    assert not getting.done()
+    assert queue.paused
+    await queue.put("b", step=1)
+    queue.resume()
+    assert (await within(getting)).sample == "a"
+
+
+async def test_what_waits_counts_towards_staleness():
+    queue = RewardQueue(4)
+    assert queue.staleness(9) == Staleness(0, 0.0)
+    for step in (3, 5, 5):
+        await queue.put("x", step=step)
+    assert queue.staleness(5) == Staleness(2, 2 / 3)
+    metrics = queue.metrics(6)
+    assert metrics["reward_queue/staleness_max"] == 3
+    assert metrics["reward_queue/size"] == 3
+    assert metrics["reward_queue/oldest_s"] >= 0
+
+
+async def test_close():
+    queue = RewardQueue(1)
+    await queue.put("a", step=1)
+    waiting = asyncio.create_task(queue.put("b", step=1))
+    await turns()
+    queue.close()
+    with pytest.raises(QueueClosedError):
+        await within(waiting)
+    with pytest.raises(QueueClosedError):
+        await queue.put("c", step=1)
+    assert [entry.sample async for entry in queue] == ["a"]
+    with pytest.raises(QueueClosedError, match="empty"):
+        await queue.get()
+    assert queue.closed
+
+
+async def test_closing_ends_whoever_waits_for_entries():
+    queue = RewardQueue(1)
+    getting = [asyncio.create_task(queue.get()) for _ in range(2)]
+    await turns()
+    queue.close()
+    for task in getting:
+        with pytest.raises(QueueClosedError):
+            await within(task)
+
+
+async def test_what_a_queue_refuses():
+    with pytest.raises(ConfigError, match="capacity"):
+        RewardQueue(0)
+    with pytest.raises(ConfigError, match="member 2 of a group of 2"):
+        await RewardQueue(1).put("x", step=1, group="g", group_size=2, member=2)
+
+
+@given(st.data())
+def test_the_aggregator_hands_on_each_group_once_and_whole(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
+    arrivals = data.draw(st.permutations([(g, m) for g, size in enumerate(sizes) for m in range(size)]))
+    aggregator = SampleAggregator()
+    complete = [aggregator.add(g, sizes[g], m, (g, m)) for g, m in arrivals]
+    handed_on = [sample for sample in complete if sample is not None]
+    assert sorted(sample.group for sample in handed_on) == list(range(len(sizes)))
+    assert all(s.members == [(s.group, m) for m in range(sizes[s.group])] for s in handed_on)
+    assert len(aggregator) == aggregator.held == 0
+
+
+def test_the_aggregator_refuses_a_member_twice():
+    aggregator = SampleAggregator()
+    aggregator.add("g", 3, 0, "x")
+    with pytest.raises(RewardLoopError, match="member 0 already"):
+        aggregator.add("g", 3, 0, "x")
+    assert (len(aggregator), aggregator.held, aggregator.members()) == (1, 1, ["x"])
+
+
+async def put_groups(queue, sizes, step=1):
+    samples = iter(numbered(sum(sizes)))
+    for group, size in enumerate(sizes):
+        for member in range(size):
+            await queue.put(next(samples), step=step, group=group, group_size=size, member=member)
+
+
+async def test_groups_come_out_with_their_rewards_and_backpressure_reaches_the_producer():
+    gate = Gate()
+    queue = RewardQueue(2)
+    async with RewardAgent(naive(gate)) as agent, QueuedRewards(queue, agent, in_flight=3) as rewards:
+        producing = asyncio.create_task(put_groups(queue, [2, 2, 2, 2]))
+        await within(gate.called(3))
+        await turns()
+        # Three in judging, two in the queue, and a producer that waits with the sixth.
+        assert (rewards.judging, len(queue), producing.done()) == (3, 2, False)
+        assert rewards.staleness(4) == Staleness(3, 3.0)
+        gate.let(*range(8))
+        for _ in range(4):
+            group = await within(anext(rewards))
+            numbers = [entry.sample.solution_str for entry, _ in group.members]
+            assert numbers == [str(2 * group.group), str(2 * group.group + 1)]
+            assert [reward["reward_score"] for _, reward in group.members] == [float(n) for n in numbers]
+        await within(producing)
+        queue.close()
+        with pytest.raises(StopAsyncIteration):
+            await within(anext(rewards))
+        assert gate.most == 3
+
+
+async def test_complete_groups_that_wait_for_the_trainer_can_be_bounded():
+    gate = Gate()
+    gate.let(*range(6))
+    queue = RewardQueue(6)
+    async with (
+        RewardAgent(naive(gate)) as agent,
+        QueuedRewards(queue, agent, in_flight=1, max_ready=2) as rewards,
+    ):
+        await put_groups(queue, [1] * 6)
+        await within(gate.called(2))
+        await turns(100)
+        assert (rewards.ready, len(queue), len(gate.calls)) == (2, 4, 2)
+        assert rewards.staleness(2) == Staleness(1, 1.0)
+        assert rewards.metrics(2)["reward_queue/ready_groups"] == 2
+        queue.close()
+        assert [group.group async for group in rewards] == list(range(6))
+
+
+async def test_the_policy_raise_reaches_the_trainer():
+    async def judge(solution_str):
+        raise ValueError("boom")
+
+    queue = RewardQueue(6)
+    async with RewardAgent(naive(judge, on_failed="raise")) as agent, QueuedRewards(queue, agent) as rewards:
+        await put_groups(queue, [1])
+        with pytest.raises(RewardFunctionError, match="boom"):
+            await within(anext(rewards))
+
+
+async def test_a_group_that_stays_incomplete_is_no_silent_end():
+    gate = Gate()
+    gate.let(0)
+    queue = RewardQueue(6)
+    async with RewardAgent(naive(gate)) as agent, QueuedRewards(queue, agent) as rewards:
+        await queue.put(numbered(1)[0], step=1, group="g", group_size=2)
+        queue.close()
+        with pytest.raises(RewardLoopError, match="1 groups were incomplete"):
+            await within(anext(rewards))
+
+
+async def test_leaving_cancels_what_is_in_judging():
+    gate = Gate()
+    queue = RewardQueue(6)
+    async with RewardAgent(naive(gate)) as agent:
+        async with QueuedRewards(queue, agent) as rewards:
+            await put_groups(queue, [2])
+            await within(gate.called(2))
+            assert rewards.judging == 2
+        await within(agent.drain())
+        assert sorted(gate.cancelled) == ["0", "1"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_nothing_is_lost_whatever_the_bounds(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=8))
+    capacity = data.draw(st.integers(1, 4))
+    in_flight = data.draw(st.integers(1, 4))
+    max_ready = data.draw(st.one_of(st.none(), st.integers(1, 2)))
+
+    async def main():
+        async def judge(solution_str):
+            for _ in range(int(solution_str) % 3):
+                await asyncio.sleep(0)
+            return float(solution_str)
+
+        queue = RewardQueue(capacity)
+
+        async def produce():
+            await put_groups(queue, sizes)
+            queue.close()
+
+        async with (
+            RewardAgent(naive(judge)) as agent,
+            QueuedRewards(queue, agent, in_flight=in_flight, max_ready=max_ready) as rewards,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(produce())
+            return [group async for group in rewards]
+
+    groups = asyncio.run(asyncio.wait_for(main(), 30))
+    assert sorted(group.group for group in groups) == list(range(len(sizes)))
+    assert sum(len(group.members) for group in groups) == sum(sizes)

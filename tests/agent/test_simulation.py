@@ -1,0 +1,191 @@
+import json
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop import ConfigError
+from reward_loop.agent import simulation
+from reward_loop.agent.latency import parse_latency
+from reward_loop.agent.schedule import MODES
+from reward_loop.agent.simulation import Workload, draw_timeline, enough_concurrency, simulate, with_concurrency
+
+SMALL = Workload(
+    batch=8, responses=2, judge=parse_latency("constant:4"), concurrency=8, generation=3, training=4, steps=5
+)
+
+
+def test_what_can_be_computed_by_hand():
+    # 16 samples of 4 s, 8 at a time: half of the groups after 4 s, the rest after 8 s. Two mini-batches train 2 s each.
+    load = replace(SMALL, mini_batches=2)
+    assert simulate(load, "baseline").step_seconds == 3 + 8 + 4
+    assert simulate(load, "mini-batch").step_seconds == 3 + 8 + 2
+    # The judge never rests: 5 x 8 s, after the first generation and before the last training.
+    assert simulate(load, "off-policy").seconds == 3 + 5 * 8 + 4
+    assert simulate(load, "both").seconds == 3 + 5 * 8 + 2
+
+
+def test_waiting_hidden_and_floor_by_hand():
+    load = replace(SMALL, mini_batches=2)
+    baseline, pipeline = simulate(load, "baseline"), simulate(load, "mini-batch")
+    assert (baseline.waiting, baseline.hidden, baseline.floor, baseline.over_floor) == (8, 0, 15, 0)
+    assert (pipeline.waiting, pipeline.hidden, pipeline.floor) == (6, 0.25, 13)
+    assert simulate(load, "both").floor == 8
+    assert simulate(replace(load, concurrency=16), "both").floor == 7
+
+
+def test_log_probabilities_run_while_judges_work():
+    load = replace(SMALL, prepare=5, mini_batches=1)
+    assert simulate(load, "baseline").step_seconds == 3 + 8 + 5 + 4
+    assert simulate(load, "mini-batch").step_seconds == 3 + 8 + 4
+
+
+def test_samples_that_arrive_during_generation_are_judged_earlier():
+    late, early = (simulate(replace(SMALL, arrival=arrival), "baseline") for arrival in ("end", "during"))
+    assert early.step_seconds < late.step_seconds
+
+
+def test_one_batch_at_a_time_costs_the_tail_of_each_batch():
+    load = replace(SMALL, judge=parse_latency("uniform:1:7"), steps=20)
+    assert simulate(replace(load, one_batch_at_a_time=True), "both").seconds > simulate(load, "both").seconds
+
+
+workloads = st.builds(
+    Workload,
+    batch=st.integers(4, 12),
+    responses=st.integers(1, 4),
+    judge=st.sampled_from(["uniform:0:9", "constant:3", "exponential:2", "lognormal:2:1"]).map(parse_latency),
+    concurrency=st.integers(1, 40),
+    generation=st.floats(0, 20),
+    training=st.floats(0, 20),
+    prepare=st.floats(0, 5),
+    mini_batches=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 5),
+    arrival=st.sampled_from(["end", "during"]),
+)
+
+
+@settings(deadline=None)
+@given(workloads, st.sampled_from(sorted(MODES)))
+def test_no_step_is_shorter_than_its_floor(load, mode):
+    run = simulate(load, mode)
+    assert run.step_seconds >= run.floor - 1e-6
+    assert -1e-9 <= run.hidden <= 1 + 1e-9
+    assert run.seconds == pytest.approx(sum(part.end - part.start for part in run.parts))
+    trained = sum(part.end - part.start for part in run.parts if part.kind == "train")
+    assert trained == pytest.approx(load.training * load.steps)
+
+
+@settings(deadline=None)
+@given(workloads, st.sampled_from(sorted(MODES)), st.integers(0, 30))
+def test_more_concurrency_never_makes_it_longer(load, mode, more):
+    longer = simulate(load, mode).seconds
+    assert simulate(replace(load, concurrency=load.concurrency + more), mode).seconds <= longer + 1e-6
+
+
+@settings(deadline=None)
+@given(workloads)
+def test_overlaps_never_make_it_longer(load):
+    baseline, pipeline, off_policy, both = (simulate(load, mode).seconds for mode in MODES)
+    assert pipeline <= baseline + 1e-6
+    assert both <= off_policy + 1e-6
+
+
+@settings(deadline=None, max_examples=30)
+@given(workloads)
+def test_never_more_calls_at_a_time_than_the_concurrency(load):
+    _, counts = simulation._in_flight(simulate(load, "both").calls)
+    assert max(counts) <= load.concurrency
+
+
+def test_the_published_setting():
+    load = Workload(steps=20)
+    lengths = {mode: simulate(load, mode).step_seconds for mode in MODES}
+    assert lengths["baseline"] - lengths["mini-batch"] == pytest.approx(75, abs=1)
+    assert lengths["baseline"] == pytest.approx(613, rel=0.05)
+    assert lengths["mini-batch"] == pytest.approx(538, rel=0.05)
+    assert lengths["both"] == pytest.approx(424, rel=0.05)
+    assert simulate(load, "both").over_floor < 0.03
+
+
+def test_what_more_concurrency_brings():
+    load = Workload(steps=5)
+    enough = enough_concurrency(load)
+    assert enough == 518
+    assert [value for value, _ in with_concurrency(load, "both")] == [256, 512, 518, 1024]
+    lengths = [seconds for _, seconds in with_concurrency(load, "both")]
+    assert lengths == sorted(lengths, reverse=True)
+    assert enough_concurrency(replace(SMALL, generation=0, training=0)) == 16
+
+
+def test_a_hundred_large_steps_are_quick():
+    started = time.process_time()
+    simulate(Workload(), "both")
+    assert time.process_time() - started < 7.5
+
+
+def test_seeds():
+    load = replace(SMALL, judge=parse_latency("exponential:4"))
+    assert simulate(load, "both").seconds == simulate(load, "both").seconds
+    assert simulate(load, "both").seconds != simulate(replace(load, seed=1), "both").seconds
+
+
+def test_what_is_no_workload():
+    for wrong in (
+        {"batch": 0},
+        {"concurrency": 0},
+        {"training": -1},
+        {"generation": float("nan")},
+        {"mini_batches": 9},
+    ):
+        with pytest.raises(ConfigError):
+            replace(SMALL, **wrong)
+
+
+def test_a_timeline(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_timeline([simulate(SMALL, mode) for mode in MODES], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        draw_timeline([simulate(SMALL, "both")], tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(
+    ("text", "mean"), [("uniform:1:40", 20.5), ("constant:2", 2), ("lognormal:3:0.8", 4.13), ("exponential:5", 5)]
+)
+def test_distributions_have_the_mean_they_say(text, mean):
+    latency = parse_latency(text)
+    rng = random.Random(1)
+    assert latency.mean == pytest.approx(mean, rel=0.01)
+    assert sum(latency.draw(rng) for _ in range(20_000)) / 20_000 == pytest.approx(mean, rel=0.05)
+
+
+def test_measured_latencies(tmp_path):
+    file = tmp_path / "latencies.jsonl"
+    rows = [1, 2.5, {"seconds": 3}, {"latency": 4}, {"score": 1, "reward_extra_info": {"reward_seconds": 5}}]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    latency = parse_latency(f"file:{file}")
+    assert latency.mean == 3.1
+    assert {latency.draw(random.Random(i)) for i in range(60)} == {1, 2.5, 3, 4, 5}
+    for broken in ("{}", "true", "-1", "x", ""):
+        file.write_text(broken)
+        with pytest.raises(ConfigError, match=r"line 1|holds no"):
+            parse_latency(f"file:{file}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_latency("file:nowhere")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "uniform", "uniform:2:1", "uniform:1", "constant:-1", "constant:1:2", "normal:1:2", "exponential:nan"]
+)
+def test_what_is_no_distribution(text):
+    with pytest.raises(ConfigError, match="uniform:LOW:HIGH"):
+        parse_latency(text)
