@@ -27,6 +27,8 @@ CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray gives up after 30 s otherwise, which a busy laptop may need.
+    "RAY_raylet_start_wait_time_s": "300",
     # Ray runs workers at nice 15 otherwise, and everything else on the machine goes first.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
