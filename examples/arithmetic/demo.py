@@ -1,0 +1,309 @@
+"""Teaches a small language model to add, with verl's GRPO and a reward model behind HTTP, on a CPU, in minutes.
+
+    python -m examples.arithmetic.demo [--quick]
+
+Makes the models first (cached), then trains, and ends with a report: accuracy on held-out problems before and after,
+where the time went, and what became of the rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Threads that wait for each other in a spin waste a shared core. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from examples.arithmetic.models import Artifacts, make_models
+from examples.arithmetic.report import Report, plot, read_report
+
+HERE = Path(__file__).resolve().parent
+CACHE = HERE.parents[1] / ".cache" / "arithmetic"
+LOG_TAIL = 40
+POLL_S = 0.25
+STOP_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long and how broadly to train."""
+
+    steps: int = 30
+    prompts: int = 64
+    """Problems a step."""
+    answers: int = 8
+    """Answers to each problem."""
+    mini_batch: int = 16
+    """Problems an update."""
+    learning_rate: float = 1e-4
+    test_every: int = 5
+
+
+QUICK = Settings(steps=6, prompts=32, test_every=3)
+
+
+def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> list[str]:
+    """verl's own options throughout; only the module is reward_loop's."""
+    return [
+        sys.executable,
+        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={artifacts.train_file}",
+        f"data.val_files={artifacts.val_file}",
+        f"data.train_batch_size={settings.prompts}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={artifacts.policy}",
+        f"actor_rollout_ref.rollout.n={settings.answers}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.mini_batch}",
+        f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
+        "reward_model.enable=True",
+        f"reward_model.model.path={artifacts.reward_model}",
+        f"custom_reward_function.path={HERE / 'reward.py'}",
+        "custom_reward_function.name=compute_score",
+        f"trainer.total_training_steps={settings.steps}",
+        "trainer.total_epochs=1000",
+        "trainer.val_before_train=True",
+        f"trainer.test_freq={settings.test_every}",
+        "trainer.save_freq=-1",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={output / 'checkpoints'}",
+        f"trainer.rollout_data_dir={output / 'rollouts'}",
+        f"trainer.validation_data_dir={output / 'validation'}",
+        f"hydra.run.dir={output / 'hydra'}",
+    ]
+
+
+class Training:
+    """The training, in a session of its own: everything it starts can be found, and stopped."""
+
+    def __init__(self, command: list[str], log_file: Path, metrics_file: Path) -> None:
+        self._log = log_file.open("wb")
+        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self.status() is None:
+                self._process.send_signal(signal.SIGINT)
+                self._process.wait(STOP_WITHIN_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            pass
+        finally:
+            self._kill_session()
+            self._process.wait()
+            self._log.close()
+
+    def status(self) -> int | None:
+        """The exit status; ``None`` while it runs."""
+        return self._process.poll()
+
+    def _kill_session(self) -> None:
+        """Kills whatever is left, such as Ray's processes, which are in groups of their own."""
+        for entry in Path("/proc").glob("[0-9]*/stat") if Path("/proc").is_dir() else ():
+            try:
+                session = int(entry.read_text().rsplit(")", 1)[1].split()[3])
+                if session == self._process.pid:
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+            except (OSError, IndexError):
+                continue  # it has just ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Display:
+    """What the user sees meanwhile: a bar on a terminal, and lines that stay."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._shown: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def task(self, description: str, total: float | None = None) -> TaskID:
+        if not self.console.is_terminal:
+            self.console.print(f"{description} ...")
+        return self._progress.add_task(description, total=total, detail="")
+
+    def update(self, task: TaskID, **fields: Any) -> None:
+        self._progress.update(task, **fields)
+
+    def remove(self, task: TaskID) -> None:
+        self._progress.remove_task(task)
+
+    def show(self, report: Report, task: TaskID, steps: int) -> None:
+        """Shows what is new in the report."""
+        if report.steps:
+            step = report.steps[-1]
+            detail = f"step {step.number}/{steps}  reward {step.reward:.3f}  {step.seconds:.1f} s a step"
+            self.update(task, description="Training", total=steps, completed=step.number, detail=detail)
+        rewards = {step.number: step for step in report.steps}
+        for number, accuracy in report.accuracy.items():
+            if ("accuracy", number) not in self._shown:
+                self._shown.add(("accuracy", number))
+                after = rewards.get(number)
+                more = f"   reward {after.reward:.3f}   {after.seconds:.1f} s a step" if after else "   before training"
+                self.console.print(f"step {number:3d}   exact match {accuracy:6.1%}{more}", highlight=False)
+
+
+def make(display: Display) -> Artifacts:
+    """Makes the models, or finds them."""
+    task = display.task("Making the models", total=1.0)
+    artifacts = make_models(
+        CACHE, report=lambda share, detail: display.update(task, completed=share, detail=escape(detail))
+    )
+    display.remove(task)
+    figures = artifacts.figures
+    how = "cached" if artifacts.cached else f"made in {figures['seconds']:.0f} s"
+    display.console.print(
+        f"Models {how}: a policy of {figures['parameters'] / 1e6:.1f} million parameters, and a reward model that is "
+        f"right about {figures['reward_model_accuracy']:.1%} of held-out answers",
+        highlight=False,
+    )
+    return artifacts
+
+
+def train(display: Display, artifacts: Artifacts, output: Path, settings: Settings) -> int:
+    """Trains, and shows how it goes. Returns the exit status."""
+    metrics_file = output / "metrics.jsonl"
+    task = display.task("Starting Ray, verl and the reward model")
+    with Training(training_command(artifacts, output, settings), output / "train.log", metrics_file) as training:
+        while (status := training.status()) is None:
+            time.sleep(POLL_S)
+            display.show(read_report(metrics_file), task, settings.steps)
+    display.show(read_report(metrics_file), task, settings.steps)
+    return status
+
+
+def conclude(console: Console, report: Report, output: Path, seconds: dict[str, float]) -> None:
+    """Prints the report, and writes it."""
+    summary = report.as_dict() | {"seconds": seconds}
+    (output / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot(report, output / "curves.png")
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("Exact match on held-out problems", f"[bold]{report.before:.1%} -> {report.after:.1%}[/bold]")
+    shown = [report.steps[0], report.steps[len(report.steps) // 2], report.steps[-1]]
+    rewards = " -> ".join(f"{step.reward:.3f}" for step in shown)
+    table.add_row("Mean reward", f"{rewards} (steps {', '.join(str(step.number) for step in shown)})")
+    table.add_row("Rewards", ", ".join(f"{count:,} {name}" for name, count in report.outcomes.items()))
+    table.add_row("Seconds a step (median)", f"{report.seconds_per_step:.2f}")
+    for phase, value in report.seconds_by_phase.items():
+        table.add_row(f"  {phase}", f"{value:.2f}")
+    table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
+    table.add_row("Written", f"report.json, curves.png, samples, logs in\n{escape(_readable(output))}")
+    console.print()
+    console.print(table, highlight=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser("python -m examples.arithmetic.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller steps, to see that it works")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help=f"training steps ({Settings.steps}; quick: {QUICK.steps})"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error("--steps: at least 1")
+    settings = QUICK if arguments.quick else Settings()
+    if arguments.steps is not None:
+        settings = Settings(**vars(settings) | {"steps": arguments.steps})
+    output = arguments.output.resolve()
+    console = Console()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(console, output, settings)
+    except KeyboardInterrupt:
+        console.print("Interrupted; nothing is left running.")
+        return 130
+
+
+def run(console: Console, output: Path, settings: Settings) -> int:
+    """Makes, trains, reports. Returns the exit status."""
+    clear(output)
+    started = time.monotonic()
+    with Display(console) as display:
+        artifacts = make(display)
+        made = time.monotonic()
+        status = train(display, artifacts, output, settings)
+    report = read_report(output / "metrics.jsonl")
+    if status != 0:
+        log = output / "train.log"
+        lines = log.read_text(errors="replace").splitlines()
+        console.print("\n".join(lines[-LOG_TAIL:]), markup=False, highlight=False)
+        console.print(f"\nThe training failed with status {status}. The whole log: {log}", markup=False)
+        return 1
+    if not report.steps or report.before is None:
+        console.print(f"The training logged no metrics. The whole log: {output / 'train.log'}", markup=False)
+        return 1
+    ended = time.monotonic()
+    seconds = {"models": made - started, "training": ended - made, "total": ended - started}
+    conclude(console, report, output, seconds)
+    return 0
+
+
+def clear(output: Path) -> None:
+    """Makes the folder, without what an earlier run has left in it."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "train.log", "report.json", "curves.png"):
+        (output / name).unlink(missing_ok=True)
+    for name in ("rollouts", "validation", "hydra"):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def _readable(path: Path) -> str:
+    """Relative to where the user is, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,406 @@
+"""Makes what the demo trains with, on the spot: a tokenizer, problems, a policy that adds badly, and a reward model.
+
+One small network learns two things at a time: to add, and to tell right answers from wrong ones. It becomes the reward
+model. A copy of it then learns from a pupil who adds column by column and nearly always forgets to carry. That copy
+becomes the policy: about one held-out problem in four needs no carry, and those are what it gets right. No download, no
+GPU, one to two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DATA_SOURCE = "arithmetic"
+MAX_LENGTH = 48
+"""Tokens of the longest conversation that the models see."""
+MALFORMED = ("", "+", "=", "x", "-", " ", "?", "a7", "1 2", "00", "1=")
+
+Report = Callable[[float, str], None]
+"""Called with the share of the work that is done, and a detail."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what the models are like."""
+
+    seed: int = 0
+    smallest: int = 10
+    largest: int = 99
+    held_out: int = 256
+    """Unordered pairs of operands that are kept from all training, for validation."""
+    hidden_size: int = 128
+    layers: int = 2
+    intermediate_size: int = 256
+    batch_size: int = 256
+    lr: float = 4e-3
+    steps: int = 460
+    policy_lr: float = 1e-3
+    policy_steps: int = 80
+    carries: float = 0.12
+    """How often the pupil does not forget to carry."""
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What was made, and where it is."""
+
+    directory: Path
+    figures: dict[str, float]
+    """Accuracy of policy and reward model, parameters, seconds."""
+    cached: bool
+
+    @property
+    def policy(self) -> Path:
+        return self.directory / "policy"
+
+    @property
+    def reward_model(self) -> Path:
+        return self.directory / "reward_model"
+
+    @property
+    def train_file(self) -> Path:
+        return self.directory / "train.parquet"
+
+    @property
+    def val_file(self) -> Path:
+        return self.directory / "val.parquet"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One addition."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+    @property
+    def without_carrying(self) -> str:
+        """Each column by itself: ``37+85=12``."""
+        tens, ones = (self.a // 10 + self.b // 10) % 10, (self.a + self.b) % 10
+        return f"{tens}{ones}"
+
+    def row(self, index: int, split: str) -> dict[str, Any]:
+        """The problem in the format of verl's data sets."""
+        return {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": self.question}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": self.answer},
+            "extra_info": {"index": index, "split": split, "question": self.question},
+        }
+
+
+def make_problems(recipe: Recipe) -> tuple[list[Problem], list[Problem]]:
+    """All problems, as those to train on and those held out. ``b+a`` is held out where ``a+b`` is."""
+    rng = random.Random(recipe.seed)
+    numbers = range(recipe.smallest, recipe.largest + 1)
+    pairs = [(a, b) for a in numbers for b in numbers if a <= b]
+    rng.shuffle(pairs)
+    held_out = [Problem(*rng.sample(pair, 2)) for pair in pairs[: recipe.held_out]]
+    train = [Problem(*pair) for a, b in pairs[recipe.held_out :] for pair in {(a, b), (b, a)}]
+    rng.shuffle(train)
+    return train, held_out
+
+
+def make_tokenizer() -> Any:
+    """A byte-level ChatML tokenizer: a token for each of the 256 bytes, and one for each of ChatML's words."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(role, normalized=False) for role in ("system", "user", "assistant")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def wrong_answer(problem: Problem, rng: random.Random) -> str:
+    """An answer that is wrong in one of the ways that a model is: by a digit, by a carry, in length, in form."""
+    right = problem.a + problem.b
+    while True:
+        kind = rng.randrange(10)
+        if kind == 0:
+            answer = str(right + rng.choice((-1, 1)) * rng.choice((1, 10, 100)))
+        elif kind == 1:
+            answer = str(right + rng.randint(-12, 12))
+        elif kind == 2:  # one carry forgotten
+            answer = str((problem.a // 10 + problem.b // 10) * 10 + (problem.a + problem.b) % 10)
+        elif kind in (3, 4):  # all of them
+            answer = problem.without_carrying
+        elif kind in (5, 6):
+            digits = list(str(right))
+            digits[rng.randrange(len(digits))] = str(rng.randrange(10))
+            answer = "".join(digits)
+        elif kind == 7:
+            answer = str(rng.randrange(2 * 99 + 1))
+        elif kind == 8:  # too short, or too long
+            answer = str(right)[: rng.randrange(3)] if rng.random() < 0.5 else str(right) + str(rng.randrange(100))
+        else:
+            at = rng.randrange(len(str(right)) + 1)
+            answer = str(right)[:at] + rng.choice(MALFORMED) + str(right)[at + rng.randrange(2) :]
+        if answer != str(right):
+            return answer[:8]
+
+
+def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lambda share, detail: None) -> Artifacts:
+    """Makes tokenizer, data, policy and reward model under ``cache``, or finds them there.
+
+    The folder's name is a hash of the recipe and of this file, so a change of either makes them anew.
+    """
+    recipe = recipe or Recipe()
+    source = Path(__file__).read_bytes() + json.dumps(asdict(recipe), sort_keys=True).encode()
+    directory = cache / hashlib.sha256(source).hexdigest()[:16]
+    figures_file = directory / "figures.json"
+    if figures_file.exists():
+        return Artifacts(directory, json.loads(figures_file.read_text()), cached=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Made elsewhere and moved, so that an interruption leaves nothing that looks complete.
+    building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+    try:
+        figures = _Maker(recipe, building, report).run()
+        (building / "figures.json").write_text(json.dumps(figures, indent=2))
+        building.rename(directory)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return Artifacts(directory, figures, cached=False)
+
+
+def write_data(recipe: Recipe, directory: Path) -> tuple[list[Problem], list[Problem]]:
+    """Writes ``train.parquet`` and ``val.parquet``, and returns their problems."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    train, held_out = make_problems(recipe)
+    for split, problems in (("train", train), ("val", held_out)):
+        rows = [problem.row(index, split) for index, problem in enumerate(problems)]
+        pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
+    return train, held_out
+
+
+class _Maker:
+    """One run of the recipe."""
+
+    def __init__(self, recipe: Recipe, directory: Path, report: Report) -> None:
+        import torch
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.recipe = recipe
+        self.directory = directory
+        self.report = report
+        self.rng = random.Random(recipe.seed)
+        self.torch = torch
+        self.tokenizer = make_tokenizer()
+
+    def run(self) -> dict[str, float]:
+        torch = self.torch
+        started = time.monotonic()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(min(threads, 4))  # more only get in each other's way
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.recipe.seed)
+                self.problems, self.held_out = write_data(self.recipe, self.directory)
+                figures = self._train()
+        finally:
+            torch.set_num_threads(threads)
+        return figures | {"seconds": time.monotonic() - started}
+
+    def _train(self) -> dict[str, float]:
+        from transformers import Qwen2ForCausalLM
+
+        model = Qwen2ForCausalLM(self._config())
+        # transformers gives this head no bias, and SGLang draws a missing one at random: it is saved as zero.
+        verdict = self.torch.nn.Linear(self.recipe.hidden_size, 1)
+        verdict.bias.data.zero_().requires_grad_(False)
+        self._learn_to_add_and_to_judge(model, verdict)
+        reward_model_accuracy = self._save_reward_model(model, verdict)
+        self._learn_from_the_pupil(model)
+        self._save(model, "policy")
+        return {
+            "policy_accuracy": self._greedy_accuracy(model),
+            "reward_model_accuracy": reward_model_accuracy,
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }
+
+    def _learn_to_add_and_to_judge(self, model: Any, verdict: Any) -> None:
+        functional, recipe = self.torch.nn.functional, self.recipe
+        step = _optimizer([*model.named_parameters(), *verdict.named_parameters()], recipe.lr, recipe.steps)
+        pairs = recipe.batch_size // 2
+        for number in range(recipe.steps):
+            problems = self.rng.choices(self.problems, k=pairs)
+            answers = [*(p.answer for p in problems), *(wrong_answer(p, self.rng) for p in problems)]
+            tokens, targets, judged = self._encode(problems * 2, answers)
+            hidden = model.model(tokens).last_hidden_state
+            # Not only the whole answer is judged, but also how it begins: many more verdicts to learn from.
+            judging = functional.binary_cross_entropy_with_logits(verdict(hidden).squeeze(-1)[judged], targets[judged])
+            adding = self._language_loss(model, hidden[:pairs], tokens[:pairs], judged[:pairs])
+            step(judging + adding)
+            self._report_step(number, f"adding {adding.item():.2f}, judging {judging.item():.2f}")
+
+    def _learn_from_the_pupil(self, model: Any) -> None:
+        recipe = self.recipe
+        step = _optimizer([*model.named_parameters()], recipe.policy_lr, recipe.policy_steps)
+        for number in range(recipe.policy_steps):
+            problems = self.rng.choices(self.problems, k=recipe.batch_size)
+            answers = [p.answer if self.rng.random() < recipe.carries else p.without_carrying for p in problems]
+            tokens, _, is_answer = self._encode(problems, answers)
+            loss = self._language_loss(model, model.model(tokens).last_hidden_state, tokens, is_answer)
+            step(loss)
+            self._report_step(recipe.steps + number, f"forgetting to carry {loss.item():.2f}")
+
+    def _language_loss(self, model: Any, hidden: Any, tokens: Any, is_answer: Any) -> Any:
+        predicted = is_answer[:, 1:]
+        logits = model.lm_head(hidden[:, :-1][predicted])
+        return self.torch.nn.functional.cross_entropy(logits, tokens[:, 1:][predicted])
+
+    def _report_step(self, number: int, detail: str) -> None:
+        self.report((number + 1) / (self.recipe.steps + self.recipe.policy_steps), detail)
+
+    def _save_reward_model(self, model: Any, verdict: Any) -> float:
+        from transformers import Qwen2ForSequenceClassification
+
+        config = self._config()
+        config.num_labels = 1
+        judge = Qwen2ForSequenceClassification(config)
+        judge.model.load_state_dict(model.model.state_dict())
+        judge.score = verdict
+        self._save(judge, "reward_model")
+        return self._verdict_accuracy(judge)
+
+    def _config(self) -> Any:
+        from transformers import Qwen2Config
+
+        recipe = self.recipe
+        return Qwen2Config(
+            vocab_size=len(self.tokenizer),
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=self.tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=self.tokenizer.eos_token_id,
+            tie_word_embeddings=False,
+            dtype="float32",
+        )
+
+    def _save(self, model: Any, name: str) -> None:
+        model.save_pretrained(self.directory / name)
+        self.tokenizer.save_pretrained(self.directory / name)
+
+    def _encode(self, problems: Sequence[Problem], answers: Sequence[str]) -> tuple[Any, Any, Any]:
+        """Conversations as right-padded tokens; for each token of the answer and of what ends it, whether the answer is
+        right so far; and a mask of those tokens."""
+        torch = self.torch
+        size = (len(problems), MAX_LENGTH)
+        tokens = torch.full(size, self.tokenizer.pad_token_id)
+        targets, is_answer = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
+        prompts = self._tokenize([_opening(problem) for problem in problems])
+        completions = self._tokenize([f"{answer}{IM_END}\n" for answer in answers])
+        for row, (problem, answer, prompt, completion) in enumerate(
+            zip(problems, answers, prompts, completions, strict=True)
+        ):
+            start, end = len(prompt), len(prompt) + len(completion)
+            tokens[row, :end] = torch.tensor(prompt + completion)
+            right = sum(map(operator.eq, accumulate(answer), accumulate(problem.answer)))
+            targets[row, start : start + (len(completion) if answer == problem.answer else right)] = 1
+            is_answer[row, start:end] = True
+        longest = int(is_answer.any(0).nonzero().max()) + 1
+        return tokens[:, :longest], targets[:, :longest], is_answer[:, :longest]
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _greedy_accuracy(self, model: Any) -> float:
+        """The share of the held-out problems that the model answers right."""
+        torch = self.torch
+        prompts = self._tokenize([_opening(problem) for problem in self.held_out])
+        with torch.no_grad():
+            tokens = torch.tensor(prompts)  # all prompts have the same length
+            for _ in range(4):
+                logits = model.lm_head(model.model(tokens).last_hidden_state[:, -1])
+                tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+        answers = tokens[:, len(prompts[0]) :].tolist()
+        right = self._tokenize([f"{problem.answer}{IM_END}" for problem in self.held_out])
+        return sum(a[: len(r)] == r for a, r in zip(answers, right, strict=True)) / len(right)
+
+    def _verdict_accuracy(self, model: Any) -> float:
+        """How often the reward model is right about held-out problems, half of them with right answers."""
+        torch = self.torch
+        problems = self.held_out * 8
+        answers = [wrong_answer(p, self.rng) if i % 2 else p.answer for i, p in enumerate(problems)]
+        tokens, targets, judged = self._encode(problems, answers)
+        last = judged.int().cumsum(1).argmax(1)
+        rows = torch.arange(len(tokens))
+        with torch.no_grad():
+            logits = model.score(model.model(tokens).last_hidden_state).squeeze(-1)[rows, last]
+        return float(((logits > 0) == (targets[rows, last] > 0.5)).float().mean())
+
+
+def _opening(problem: Problem) -> str:
+    return f"{IM_START}user\n{problem.question}{IM_END}\n{IM_START}assistant\n"
+
+
+def _optimizer(named_parameters: Sequence[tuple[str, Any]], lr: float, steps: int) -> Callable[[Any], None]:
+    """Muon for the matrices and AdamW for the rest, with a warm-up and a decay; returns what makes a step."""
+    import torch
+
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    matrices = [p for name, p in trained if p.ndim == 2 and ".layers." in name]
+    others = [p for name, p in trained if not (p.ndim == 2 and ".layers." in name)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / (steps / 8), max(0.02, 2 * (1 - step / steps)))
+        )
+        for optimizer in optimizers
+    ]
+
+    def step(loss: Any) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([*matrices, *others], 1.0)
+        for stepper in (*optimizers, *schedules):
+            stepper.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return step

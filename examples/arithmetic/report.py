@@ -1,0 +1,174 @@
+"""What a run of the demo achieved: read from the metrics that verl logs, as a table, as JSON and as a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PHASES = {
+    "rollout and rewards": ("timing_s/gen",),
+    "log-probabilities": ("timing_s/old_log_prob", "timing_s/ref"),
+    "advantage": ("timing_s/adv",),
+    "update": ("timing_s/update_actor",),
+    "weights to rollout": ("timing_s/update_weights",),
+}
+"""Parts of a step, and verl's names for them. What is left of ``timing_s/step`` is "other"."""
+
+OUTCOMES = ("scored", "unscored", "failed")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step."""
+
+    number: int
+    reward: float
+    seconds: float
+    phases: dict[str, float]
+    outcomes: dict[str, int]
+    reward_seconds: float | None
+    """How long a reward took, on average."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run, or as much of it as there is."""
+
+    accuracy: dict[int, float]
+    """The share of held-out problems answered exactly right, by the step after which it was measured."""
+    steps: list[Step]
+
+    @property
+    def before(self) -> float | None:
+        return next(iter(self.accuracy.values()), None)
+
+    @property
+    def after(self) -> float | None:
+        return list(self.accuracy.values())[-1] if self.accuracy else None
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many rewards of training ended in which way."""
+        return {name: sum(step.outcomes[name] for step in self.steps) for name in OUTCOMES}
+
+    @property
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds a step, the median over the steps, the first left out where there are more: it warms up."""
+        steps = self.steps[1:] or self.steps
+        phases = [*PHASES, "other"]
+        return {name: median(step.phases[name] for step in steps) for name in phases} if steps else {}
+
+    @property
+    def seconds_per_step(self) -> float:
+        return median(step.seconds for step in self.steps[1:] or self.steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "accuracy_before": self.before,
+            "accuracy_after": self.after,
+            "accuracy_by_step": self.accuracy,
+            "rewards": self.outcomes,
+            "seconds_per_step": self.seconds_per_step,
+            "seconds_by_phase": self.seconds_by_phase,
+            "steps": [asdict(step) for step in self.steps],
+        }
+
+
+def read_report(metrics_file: Path) -> Report:
+    """Reads what verl's ``file`` logger has written so far."""
+    accuracy, steps = {}, []
+    for number, metrics in _records(metrics_file):
+        for name, value in metrics.items():
+            if name.startswith("val-core/") and name.endswith("/acc/mean@1"):
+                accuracy[number] = value
+        if "timing_s/step" in metrics:
+            steps.append(_step(number, metrics))
+    return Report(accuracy, steps)
+
+
+def _records(metrics_file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    if not metrics_file.exists():
+        return
+    for line in metrics_file.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):  # the last line may still be being written
+            record = json.loads(line)
+            yield record["step"], record["data"]
+
+
+def _step(number: int, metrics: dict[str, Any]) -> Step:
+    seconds = metrics["timing_s/step"]
+    phases = {phase: sum(metrics.get(name, 0.0) for name in names) for phase, names in PHASES.items()}
+    phases["other"] = max(0.0, seconds - sum(phases.values()))
+    return Step(
+        number=number,
+        reward=metrics["critic/score/mean"],
+        seconds=seconds,
+        phases=phases,
+        outcomes={name: int(metrics.get(f"reward_loop/{name}", 0)) for name in OUTCOMES},
+        reward_seconds=metrics.get("reward_loop/seconds/mean"),
+    )
+
+
+def median(values: Iterable[float]) -> float:
+    """The median; 0 of nothing."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if not ordered:
+        return 0.0
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draws accuracy, reward and time by step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    quality, time = figure.subplots(1, 2)
+
+    numbers = [step.number for step in report.steps]
+    quality.plot(numbers, [step.reward for step in report.steps], color="#b0b7c3", label="mean reward in training")
+    quality.plot(
+        list(report.accuracy),
+        list(report.accuracy.values()),
+        color="#0b6e4f",
+        marker="o",
+        label="exact match on held-out problems",
+    )
+    for step in {min(report.accuracy, default=0), max(report.accuracy, default=0)} & set(report.accuracy):
+        quality.annotate(
+            f"{report.accuracy[step]:.0%}",
+            (step, report.accuracy[step]),
+            textcoords="offset points",
+            xytext=(0, -14),
+            ha="center",
+            color="#0b6e4f",
+        )
+    quality.set(title="Two-digit additions", xlabel="training step", ylim=(0, 1.03))
+    quality.yaxis.set_major_formatter(PercentFormatter(1))
+    quality.legend(loc="lower right", frameon=False)
+
+    phases = [name for name, seconds in report.seconds_by_phase.items() if seconds >= 0.005]
+    colors = ["#0b6e4f", "#e0a458", "#9c9c9c", "#3a6ea5", "#a23b72", "#d7d9dd"]
+    time.stackplot(
+        numbers,
+        [[step.phases[name] for step in report.steps] for name in phases],
+        labels=phases,
+        colors=colors,
+        step="mid",
+    )
+    longest = max((step.seconds for step in report.steps[1:]), default=1.0)
+    time.set(title="Time", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.5 * longest))
+    handles, labels = time.get_legend_handles_labels()
+    time.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
+
+    for axes in (quality, time):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,346 @@
+"""The demo's parts: its data, its reward function against a server that is not there, its report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from examples.arithmetic import demo, reward
+from examples.arithmetic.models import (
+    MAX_LENGTH,
+    Problem,
+    Recipe,
+    make_models,
+    make_problems,
+    make_tokenizer,
+    write_data,
+    wrong_answer,
+)
+from examples.arithmetic.report import plot, read_report
+
+RECORDED = Path(__file__).with_name("metrics.jsonl")
+TINY = Recipe(hidden_size=16, layers=1, intermediate_size=16, batch_size=8, steps=3, policy_steps=2, held_out=8)
+
+
+def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
+    train, held_out = make_problems(Recipe())
+    seen = {(p.a, p.b) for p in train} | {(p.b, p.a) for p in train}
+    assert len(held_out) == Recipe().held_out
+    assert not seen & {(p.a, p.b) for p in held_out}
+    assert len(train) == len(set(train))
+    assert make_problems(Recipe()) == (train, held_out)
+
+
+@pytest.mark.parametrize(("a", "b", "answer"), [(37, 85, "12"), (50, 50, "00"), (12, 34, "46"), (19, 10, "29")])
+def test_the_pupil_forgets_to_carry(a: int, b: int, answer: str) -> None:
+    assert Problem(a, b).without_carrying == answer
+
+
+def test_wrong_answers_are_wrong_short_and_of_many_kinds() -> None:
+    rng = random.Random(0)
+    problem = Problem(37, 85)
+    answers = [wrong_answer(problem, rng) for _ in range(2000)]
+    assert problem.answer not in answers
+    assert {"12", "112", "121", ""} <= set(answers)
+    assert max(map(len, answers)) <= 8
+    # Where nothing is to be carried, forgetting it would be right.
+    assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
+
+
+@pytest.mark.integration
+def test_verl_reads_the_data(tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    from omegaconf import OmegaConf
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    train, _ = write_data(TINY, tmp_path)
+    options = OmegaConf.create({"prompt_key": "prompt", "max_prompt_length": 16, "filter_overlong_prompts": True})
+    options.cache_dir = str(tmp_path)
+    dataset = RLHFDataset([str(tmp_path / "train.parquet")], make_tokenizer(), options)
+    assert len(dataset) == len(train)
+    row = dataset[0]
+    assert row["raw_prompt"] == [{"role": "user", "content": train[0].question}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": train[0].answer}
+    assert row["data_source"] == "arithmetic"
+    assert row["extra_info"]["question"] == train[0].question
+
+
+def test_the_chat_is_tokenized_digit_by_digit() -> None:
+    tokenizer = make_tokenizer()
+    chat = [{"role": "user", "content": "37+85="}]
+    ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
+    assert len(ids) == 14
+    assert len(tokenizer("\n")["input_ids"]) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n37+85=\nassistant\n"
+    assert len(tokenizer("12\ufffd")["input_ids"]) == 5
+    assert len(ids) + 8 * 3 < MAX_LENGTH
+
+
+def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    shares: list[float] = []
+    made = make_models(tmp_path, TINY, lambda share, _: shares.append(share))
+    again = make_models(tmp_path, TINY)
+    other = make_models(tmp_path, replace(TINY, seed=1))
+    assert (made.cached, again.cached, other.cached) == (False, True, False)
+    assert made.directory == again.directory != other.directory
+    assert made.figures == again.figures
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert not list(tmp_path.glob("building-*"))
+    AutoModelForCausalLM.from_pretrained(made.policy)
+    judge = AutoModelForSequenceClassification.from_pretrained(made.reward_model)
+    assert judge.config.num_labels == 1
+
+
+def test_an_interrupted_making_leaves_nothing_behind(tmp_path: Path) -> None:
+    def interrupt(share: float, detail: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_models(tmp_path, TINY, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeRouter:
+    """Answers as a router before a reward model does: the logit is 2 for the text of a right answer, else -2."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.asked_for_models = 0
+        self.connections: set[Any] = set()
+        self.status = 200
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.asked_for_models += 1
+        await asyncio.sleep(0.01)
+        return web.json_response({"data": [{"id": "the-judge"}]})
+
+    async def classify(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.connections.add(request.transport)
+        logit = 2.0 if "122<|im_end|>" in body["input"] else -2.0
+        return web.json_response({"data": [{"probs": [logit]}]}, status=self.status)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[tuple[FakeRouter, str]]:
+    fake = FakeRouter()
+    app = web.Application()
+    app.router.add_get("/v1/models", fake.models)
+    app.router.add_post("/classify", fake.classify)
+    async with TestServer(app) as server:
+        yield fake, f"{server.host}:{server.port}"
+        await reward._session().close()
+
+
+async def score(address: str, solution: str, **options: Any) -> dict[str, float]:
+    return await reward.compute_score(
+        data_source="arithmetic",
+        solution_str=solution,
+        ground_truth="122",
+        extra_info={"question": "37+85="},
+        reward_router_address=address,
+        reward_model_tokenizer=make_tokenizer(),
+        **options,
+    )
+
+
+async def test_the_reward_is_the_verdict_and_the_form(router: tuple[FakeRouter, str]) -> None:
+    fake, address = router
+    likely = 1 / (1 + math.exp(-2))
+    right, wrong, malformed = [await score(address, text) for text in ("122", "12", "twelve")]
+    assert right == {"score": pytest.approx(0.9 * likely + 0.1), "reward_model": likely, "format": 1, "acc": 1}
+    assert wrong["score"] == pytest.approx(0.9 * (1 - likely) + 0.1)
+    assert malformed["score"] == pytest.approx(0.9 * (1 - likely))
+    assert (wrong["acc"], malformed["acc"], malformed["format"]) == (0, 0, 0)
+    assert fake.bodies[0] == {
+        "model": "the-judge",
+        "input": "<|im_start|>user\n37+85=<|im_end|>\n<|im_start|>assistant\n122<|im_end|>\n",
+        "use_activation": False,
+    }
+
+
+async def test_many_samples_share_a_session_and_ask_once_for_the_model(router: tuple[FakeRouter, str]) -> None:
+    fake, address = router
+    await asyncio.gather(*(score(address, "122") for _ in range(32)))
+    await score(address, "122")
+    assert fake.asked_for_models == 1
+    assert len(fake.connections) <= 32
+    assert len(reward._sessions) == 1
+
+
+async def test_a_model_that_is_named_is_not_asked_for(router: tuple[FakeRouter, str]) -> None:
+    fake, address = router
+    await score(address, "122", model="mine")
+    assert fake.asked_for_models == 0
+    assert fake.bodies[0]["model"] == "mine"
+
+
+async def test_an_error_of_the_server_is_told(router: tuple[FakeRouter, str]) -> None:
+    fake, address = router
+    fake.status = 503
+    with pytest.raises(RuntimeError, match="answered 503"):
+        await score(address, "122")
+
+
+@pytest.mark.parametrize("logit", [-1e4, 0.0, 1e4])
+def test_no_logit_overflows(logit: float) -> None:
+    assert reward._sigmoid(logit) == pytest.approx({-1e4: 0, 0.0: 0.5, 1e4: 1}[logit])
+
+
+def test_the_report_of_a_recorded_run() -> None:
+    report = read_report(RECORDED)
+    assert report.accuracy == {0: 0.2539, 3: 0.5, 6: 0.5859}
+    assert (report.before, report.after) == (0.2539, 0.5859)
+    assert [step.number for step in report.steps] == [1, 2, 3, 4, 5, 6]
+    assert report.outcomes == {"scored": 1536, "unscored": 0, "failed": 0}
+    assert report.steps[2].reward == 0.5427
+    phases = report.seconds_by_phase
+    assert phases["rollout and rewards"] == pytest.approx(3.6702)
+    assert phases["update"] == pytest.approx(0.803)
+    for step in report.steps:
+        assert sum(step.phases.values()) == pytest.approx(step.seconds)
+    assert report.seconds_per_step == pytest.approx(5.7074)
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path: Path) -> None:
+    lines = RECORDED.read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:50])
+    assert len(read_report(tmp_path / "metrics.jsonl").steps) == 2
+
+
+def test_nothing_yet(tmp_path: Path) -> None:
+    report = read_report(tmp_path / "metrics.jsonl")
+    assert (report.before, report.after, report.steps, report.seconds_by_phase) == (None, None, [], {})
+
+
+def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = read_report(RECORDED)
+    demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
+    shown = capsys.readouterr().out
+    assert "25.4% -> 58.6%" in shown
+    assert "1,536 scored, 0 unscored, 0 failed" in shown
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["accuracy_before"] == 0.2539
+    assert len(written["steps"]) == 6
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_of_a_single_step(tmp_path: Path) -> None:
+    one = tmp_path / "metrics.jsonl"
+    one.write_bytes(b"".join(RECORDED.read_bytes().splitlines(keepends=True)[:2]))
+    plot(read_report(one), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+CHILDREN = """
+import subprocess, sys, time
+# As Ray does: a process group of its own. The second one does not heed SIGINT either.
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], process_group=0)
+time.sleep(600)
+"""
+
+
+def _session_members(session: int) -> list[int]:
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_stopping_the_training_leaves_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with demo.Training([sys.executable, "-c", CHILDREN], log, tmp_path / "metrics.jsonl") as training:
+        deadline = time.monotonic() + 20
+        while "up" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        session = training._process.pid
+        assert len(_session_members(session)) == 3
+    deadline = time.monotonic() + 5
+    while _session_members(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _session_members(session) == []
+
+
+def test_a_failed_training_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "print('[no markup]'); print('ConfigError: it is [/wrong]'); raise SystemExit(3)"]
+    monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(demo, "make", lambda display: None)
+    monkeypatch.setattr(demo, "training_command", lambda *_: command)
+    assert demo.run(demo.Console(width=200), tmp_path / "out", demo.QUICK) == 1
+    shown = capsys.readouterr().out
+    assert "ConfigError: it is [/wrong]" in shown
+    assert "status 3" in shown
+    assert str(tmp_path / "out" / "train.log") in shown
+
+
+@pytest.mark.integration
+def test_interrupted_by_a_signal(tmp_path: Path) -> None:
+    """SIGTERM during the making of the models ends the demo, without a traceback."""
+    program = (
+        "import sys; from pathlib import Path; from examples.arithmetic import demo;"
+        f"demo.CACHE = Path({str(tmp_path / 'cache')!r});"
+        f"sys.exit(demo.main(['--quick', '--output', {str(tmp_path / 'out')!r}]))"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("cache/building-*/val.parquet")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Interrupted" in output
+    assert "Traceback" not in output
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_earlier_run_is_cleared_and_other_files_are_kept(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "train.log", "mine.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "validation").mkdir()
+    demo.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    shutil.rmtree(tmp_path)
+    demo.clear(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_help_and_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        demo.main(["--help"])
+    assert exit_.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_:
+        demo.main(["--steps", "0"])
+    assert exit_.value.code == 2

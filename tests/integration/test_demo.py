@@ -1,0 +1,34 @@
+"""The demo, end to end: models, verl, the served reward model, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.integration
+def test_quick_demo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.arithmetic.demo", "--quick", "--output", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Exact match on held-out problems" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["accuracy_after"] > report["accuracy_before"] + 0.05
+    assert report["rewards"] == {"scored": 6 * 32 * 8, "unscored": 0, "failed": 0}
+    assert len(report["steps"]) == 6
+    assert sum(report["seconds_by_phase"].values()) > 0
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
