@@ -140,16 +140,18 @@ def plot(report: Report, path: Path) -> None:
         marker="o",
         label="exact match on held-out problems",
     )
-    for step in {min(report.accuracy, default=0), max(report.accuracy, default=0)} & set(report.accuracy):
-        quality.annotate(
-            f"{report.accuracy[step]:.0%}",
-            (step, report.accuracy[step]),
-            textcoords="offset points",
-            xytext=(0, -14),
-            ha="center",
-            color="#0b6e4f",
-        )
-    quality.set(title="Two-digit additions", xlabel="training step", ylim=(0, 1.03))
+    if report.accuracy:
+        first, last = min(report.accuracy), max(report.accuracy)
+        for step, offset in {first: (10, -4), last: (0, 8)}.items():
+            quality.annotate(
+                f"{report.accuracy[step]:.0%}",
+                (step, report.accuracy[step]),
+                textcoords="offset points",
+                xytext=offset,
+                ha="left" if step == first else "center",
+                color="#0b6e4f",
+            )
+    quality.set(title="Quality: additions of two-digit numbers", xlabel="training step", ylim=(0, 1.05))
     quality.yaxis.set_major_formatter(PercentFormatter(1))
     quality.legend(loc="lower right", frameon=False)
 
@@ -163,12 +165,12 @@ def plot(report: Report, path: Path) -> None:
         step="mid",
     )
     longest = max((step.seconds for step in report.steps[1:]), default=1.0)
-    time.set(title="Time", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.5 * longest))
+    time.set(title="Time by phase", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.5 * longest))
     handles, labels = time.get_legend_handles_labels()
     time.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
 
     for axes in (quality, time):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
+        axes.margins(x=0.03)
     figure.savefig(path, dpi=150)
