@@ -10,13 +10,13 @@ from reward_loop.router.headers import RawHeader, end_to_end
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.upstream import Answer
 
-__all__ = ["ClientLeftError", "Exchange", "Receive", "Scope", "Send"]
+__all__ = ["WATCH_AFTER_S", "ClientLeftError", "Exchange", "Receive", "Scope", "Send"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_WATCH_AFTER_S = 0.25
+WATCH_AFTER_S = 0.25
 """A request that takes longer than this is given up when its client leaves; quicker ones are not worth the watching."""
 
 
@@ -65,7 +65,7 @@ class Exchange:
         self._loop = loop = asyncio.get_running_loop()
         self.arrived = loop.time()
         self._deadline = self.arrived + timeout_s
-        self._task: asyncio.Task[Any] | None = None
+        self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -82,18 +82,7 @@ class Exchange:
     def set_timer(self) -> None:
         """From now on the deadline holds."""
         if self._timer is None:
-            self._task = asyncio.current_task()
             self._timer = self._loop.call_at(self._deadline, self._end_late)
-
-    def set_watch(self) -> None:
-        """From now on the deadline holds, and a while later the client's leaving is noticed. For when its body has been
-        read."""
-        if self._timer:
-            self._timer.cancel()
-        else:
-            self._task = asyncio.current_task()
-        when = min(self._loop.time() + _WATCH_AFTER_S, self._deadline)
-        self._timer = self._loop.call_at(when, self._linger)
 
     def end(self) -> None:
         """The request is done with."""
@@ -154,6 +143,8 @@ class Exchange:
             return await self.answer(answer.status, headers, answer.take())
         self.started = True
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        # The protocol writes the head together with the first part of the body; here that may be long in coming.
+        await self._send({"type": "http.response.body", "body": answer.take(), "more_body": True})
         try:
             while part := await answer.read():
                 await self._send({"type": "http.response.body", "body": part, "more_body": True})
@@ -173,11 +164,12 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    def _linger(self) -> None:
-        if self._loop.time() >= self._deadline:
-            return self._end_late()
-        self._timer = self._loop.call_at(self._deadline, self._end_late)
-        self._watch = self._loop.create_task(self._watch_client())
+    def check(self, now: float) -> None:
+        """Ends it if it is late, and from some time on, if its client leaves."""
+        if now >= self._deadline:
+            self._end_late()
+        elif self._watch is None and now >= self.arrived + WATCH_AFTER_S:
+            self._watch = self._loop.create_task(self._watch_client())
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -11,7 +11,7 @@ from time import time
 import orjson
 
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.exchange import ClientLeftError, Exchange, Receive, Scope, Send
+from reward_loop.router.exchange import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
 from reward_loop.router.headers import RawHeader, end_to_end, find, to_wire
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.pool import AllRestError, NoWorkerError, Worker, WorkerPool, WorkerState
@@ -55,6 +55,8 @@ class Proxy:
         if config.api_key or config.worker_api_key:
             not_passed_on.add(b"authorization")
         self._not_passed_on = frozenset(not_passed_on)
+        self._forwarded: set[Exchange] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -69,6 +71,7 @@ class Proxy:
                 await self._serve(exchange)
             finally:
                 self.gate.leave()
+                self._forwarded.discard(exchange)
         except Refusal as refusal:
             await self._refuse(exchange, refusal)
         except ClientLeftError:
@@ -99,8 +102,24 @@ class Proxy:
         destination = route(pool, path, body)
         key = pool.policy.key(headers, body) if pool.policy.by_content else 0
         self.budget.earn()
-        exchange.set_watch()
+        self._watch(exchange)
         await self._forward(exchange, destination, key, passed_on, body)
+
+    def _watch(self, exchange: Exchange) -> None:
+        """From now on its deadline holds, and a while later its client's leaving is noticed."""
+        if self._config.request_timeout_s < 4 * WATCH_AFTER_S:
+            exchange.set_timer()
+        # One timer for all: one for each would be a good part of what a quick request costs.
+        self._forwarded.add(exchange)
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._sweep)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for exchange in self._forwarded:
+            exchange.check(now)
+        self._sweeping = loop.call_later(WATCH_AFTER_S, self._sweep) if self._forwarded else None
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         passed_on = to_wire(end_to_end(headers), without=self._not_passed_on)

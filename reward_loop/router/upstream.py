@@ -311,13 +311,16 @@ class Upstream:
         """
         message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
         head_only = method == b"HEAD"
-        connection = self._take_idle()
-        if connection:
+        connection = self._take_idle() or await self._connect()
+        while True:
+            self.busy.add(connection)
             try:
-                return await self._exchange(connection, message, head_only)
+                return await connection.send(message, head_only)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             except _StaleError:
-                pass
-        return await self._exchange(await self._connect(), message, head_only)
+                connection = await self._connect()
 
     def break_off(self, reason: str) -> None:
         """Fails the requests whose answers have not begun, and forgets the idle connections."""
@@ -346,14 +349,6 @@ class Upstream:
             if not connection.closed:
                 return connection
         return None
-
-    async def _exchange(self, connection: _Connection, message: bytes, head_only: bool) -> Answer:
-        self.busy.add(connection)
-        try:
-            return await connection.send(message, head_only)
-        except asyncio.CancelledError:
-            connection.close()
-            raise
 
     async def _connect(self) -> _Connection:
         try:
