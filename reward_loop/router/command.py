@@ -53,9 +53,7 @@ def route(
     grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in work to end after SIGTERM.")] = 600,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="REWARD_LOOP_API_KEY", show_default=False, help="Clients must send it as a bearer token."
-        ),
+        typer.Option(envvar="REWARD_LOOP_API_KEY", show_default=False, help="Clients must send it as a bearer token."),
     ] = None,
     worker_api_key: Annotated[
         str | None,

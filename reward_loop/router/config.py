@@ -55,7 +55,8 @@ class RouterConfig(Config):
     two drawn at random; or always the same one for the same content."""
 
     content_header: str | None = None
-    """For the policy ``content``: the request header that decides, such as ``x-session-id``; without it the body does."""
+    """For the policy ``content``: the request header that decides, such as ``x-session-id``; where it is missing, the
+    body does."""
 
     content_prefix: int = Field(default=0, ge=0)
     """For the policy ``content``: how many bytes of the body decide, so that prompts with a common beginning meet the

@@ -60,7 +60,7 @@ class _Protocol(HttpToolsProtocol):
         raw_path = url.path
         path = raw_path.decode("ascii")
         version = parser.get_http_version()
-        self.scope = {  # type: ignore[typeddict-item]
+        scope: dict[str, Any] = {
             "type": "http",
             "asgi": _ASGI,
             "http_version": version,
@@ -75,6 +75,7 @@ class _Protocol(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state,
         }
+        self.scope = scope  # type: ignore[assignment]
         before = self.cycle
         self.cycle = cycle = _Cycle(self, version != "1.0" and parser.should_keep_alive())
         if before is None or before.response_complete:

@@ -104,6 +104,7 @@ class Proxy:
         self.budget.earn()
         self._watch(exchange)
         await self._forward(exchange, destination, key, passed_on, body)
+        return None
 
     def _watch(self, exchange: Exchange) -> None:
         """From now on its deadline holds, and a while later its client's leaving is noticed."""

@@ -70,7 +70,7 @@ def _allow_many_connections(requests: int) -> None:
 @contextlib.contextmanager
 def _ending_well() -> Iterator[None]:
     """Lets SIGTERM and SIGINT end the process with status 0: uvicorn raises them once more after it has stopped."""
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, lambda *_: None)
     try:

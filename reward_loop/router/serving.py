@@ -51,9 +51,7 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
         raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
 
 
-def serve(
-    app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5
-) -> None:
+def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5) -> None:
     """Serves an ASGI app until SIGTERM or SIGINT; then requests that are in work may still end.
 
     Args:

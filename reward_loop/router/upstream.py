@@ -220,7 +220,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            return
+            return None
         answer = self._answer
         assert answer is not None
         self._in_body = True
@@ -238,6 +238,7 @@ class _Connection(asyncio.Protocol):
         self._to_its_end = answer.length is None and not chunked and status not in _NO_BODY
         if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in _NO_BODY:
             self._arrived.set_result(answer)
+        return None
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:

@@ -8,7 +8,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ async def resetting() -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
     async with server:
         yield url_of(listener)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the loop run until something is the case."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event of its own)
+            await asyncio.sleep(0)
 
 
 def refusing() -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from reward_loop.router.config import RouterConfig, WorkerConfig
 from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, Worker, WorkerPool, WorkerState
+from tests.router.serving import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
 WORKERS = [WorkerConfig(url=url) for url in URLS]
@@ -101,8 +102,7 @@ async def test_a_worker_that_was_down_gets_one_request_at_a_time_until_one_succe
         first = await pool.acquire()
         await pool.acquire()
         pool.eject(first, "connection reset")
-        while first.state is not WorkerState.TRIAL:
-            await asyncio.sleep(0)
+        await until(lambda: first.state is WorkerState.TRIAL)
         assert await pool.acquire() is first
         first.in_flight = 1
         assert first not in [await pool.acquire() for _ in range(4)]
@@ -137,8 +137,7 @@ async def test_resting_workers_are_left_alone_and_come_back_by_themselves() -> N
         with pytest.raises(AllRestError) as raised:
             await pool.acquire()
         assert raised.value.seconds <= 0.05
-        while pool.pick(pool.group()) is not first:
-            await asyncio.sleep(0.001)
+        await until(lambda: pool.pick(pool.group()) is first)
 
 
 async def test_a_drained_worker_gets_nothing_until_it_is_resumed() -> None:
@@ -194,9 +193,7 @@ async def test_a_worker_in_use_that_falls_asleep_is_noticed() -> None:
     async with WorkerPool(WORKERS[:1], check, RouterConfig(health_interval_s=0.01)) as pool:
         worker = await pool.acquire()
         asleep.set()
-        async with asyncio.timeout(10):
-            while worker.state is WorkerState.UP:
-                await asyncio.sleep(0.001)
+        await until(lambda: worker.state is WorkerState.DOWN)
         assert "sleeps" in (worker.last_error or "")
         asleep.clear()
         assert await pool.acquire() is worker
@@ -212,8 +209,6 @@ async def test_one_failed_check_is_not_enough() -> None:
 
     async with WorkerPool(WORKERS[:1], check, RouterConfig(health_interval_s=0.01, max_failed_checks=3)) as pool:
         worker = await pool.acquire()
-        async with asyncio.timeout(10):
-            while worker.state is not WorkerState.TRIAL:
-                await asyncio.sleep(0.001)
+        await until(lambda: worker.state is WorkerState.TRIAL)
     assert checks[:4] == [0, 0, 1, 2]
     assert worker.stats.ejections == 1
