@@ -20,7 +20,8 @@ __all__ = ["Router", "create_app"]
 def create_app(workers: Iterable[str | WorkerConfig], config: RouterConfig | None = None) -> Router:
     """The router's ASGI app.
 
-    ``GET /health`` and ``GET /ready`` are 200 while at least one server is usable, else 503; ``GET /metrics`` is for
+    ``GET /health`` and ``GET /ready`` are 200 while at least one server is usable, else 503; ``GET /live`` is 200
+    in any case; ``GET /metrics`` is for
     Prometheus. ``GET``, ``POST`` and ``DELETE`` of ``/workers`` list, add and remove servers; ``POST /workers/drain``
     and ``/workers/resume`` give one no more requests, and again some. ``POST /workers/bury`` and ``/workers/retire``,
     with ``url`` and ``reason`` in the query, are for whoever owns the servers' processes: the first says that one has

@@ -97,7 +97,8 @@ class RouterConfig(Config):
     """How many requests wait; more of them are answered with 503 and ``Retry-After``."""
 
     api_key: str | None = Field(default=None, min_length=1, repr=False)
-    """Every request must carry it as a bearer token, except for ``/health`` and ``/ready``. Servers never see it."""
+    """Every request must carry it as a bearer token, except for ``/health``, ``/live``
+    and ``/ready``. Servers never see it."""
 
     worker_api_key: str | None = Field(default=None, min_length=1, repr=False)
     """Sent as a bearer token to the servers, instead of what the client sent."""

@@ -14,7 +14,7 @@ from reward_loop.router.proxy import Proxy
 
 __all__ = ["CONTROL_PATHS", "OPEN_PATHS", "control_plane"]
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
 """For those who ask whether the router lives; they need no key."""
 
 CONTROL_PATHS = OPEN_PATHS | {
@@ -42,6 +42,10 @@ def control_plane(pool: Callable[[], WorkerPool], proxy: Callable[[], Proxy]) ->
         if pool().usable:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable"}, 503, {"retry-after": "1"})
+
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -90,7 +90,8 @@ class Answer:
     def add(self, part: bytes) -> None:
         self._parts.append(part)
         self.size += len(part)
-        if self.size >= _BUFFER:
+        # One that is awaited whole has no reader yet.
+        if self.size >= _BUFFER and not self._connection.unanswered:
             self._connection.pause()
         self.wake()
 

@@ -179,6 +179,12 @@ async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
             await request
 
 
+async def test_a_long_answer_of_known_length_comes_whole() -> None:
+    body = b"x" * 1_000_000
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))) as upstream:
+        assert await get(upstream) == (200, body)
+
+
 async def test_a_slow_reader_holds_a_fast_server_back() -> None:
     written = 0
 
