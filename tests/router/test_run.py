@@ -114,18 +114,22 @@ async def test_sigterm_lets_requests_end() -> None:
             request = asyncio.create_task(post(url, "/slow", b"x"))
             await arrived.wait()
             process.send_signal(signal.SIGTERM)
-            host, port = url.removeprefix("http://").split(":")
-            async with asyncio.timeout(30):
-                # It takes no new connections once it has heard the signal.
-                while True:
-                    try:
-                        _, writer = await asyncio.open_connection(host, int(port))
-                    except ConnectionRefusedError:
-                        break
-                    writer.close()
-            go_on.set()
+            try:
+                async with asyncio.timeout(30):
+                    await _refuses(url)
+            finally:
+                go_on.set()
             assert await request == (200, b"x")
             assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def _refuses(url: str) -> None:
+    """Returns once new connections are not taken any more."""
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
 
 
 @pytest.mark.parametrize(
