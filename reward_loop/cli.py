@@ -19,6 +19,7 @@ from reward_loop import __version__, managers
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
+from reward_loop.router.command import route
 from reward_loop.scoring import ScoringFunction, load_function
 
 __all__ = ["app", "main"]
@@ -47,6 +48,9 @@ def _root(
     ] = False,
 ) -> None:
     """Rewards that never block RL training of language models."""
+
+
+app.command()(route)
 
 
 @app.command()

@@ -1,14 +1,17 @@
-"""``python -m reward_loop.router --worker http://host:port ...``: one address in front of several model servers."""
+"""``python -m reward_loop.router --worker http://host:port ...``: the router, as the manager runs it."""
 
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import sys
 from collections.abc import Sequence
 
+from reward_loop.config import parse
+from reward_loop.errors import ConfigError
 from reward_loop.router import serving
-from reward_loop.router.app import create_app
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.run import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, run_router
 
 __all__ = ["main"]
 
@@ -27,8 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving.add_arguments(parser)
     args = parser.parse_args(argv)
     serving.follow_lifeline(args)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    serving.run(create_app(args.worker, timeout_s=args.request_timeout), args, "router")
+    options = {
+        "request_timeout_s": args.request_timeout,
+        "api_key": os.environ.get(API_KEY_VARIABLE) or None,
+        "worker_api_key": os.environ.get(WORKER_API_KEY_VARIABLE) or None,
+    }
+    try:
+        config = parse(RouterConfig, options, "router")
+        workers = [parse(WorkerConfig, {"url": url}, "--worker") for url in args.worker]
+        run_router(workers, config, serving.open_listener(args))
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     return 0
 
 

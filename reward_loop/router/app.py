@@ -2,81 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
 
-from aiohttp import ClientTimeout
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
-
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.control import CONTROL_PATHS, OPEN_PATHS, control_plane
+from reward_loop.router.exchange import Receive, Scope, Send
+from reward_loop.router.headers import find
+from reward_loop.router.health import check_health
 from reward_loop.router.pool import Worker, WorkerPool
-from reward_loop.router.proxy import Proxy, client_session
+from reward_loop.router.proxy import Proxy
+from reward_loop.router.refusal import Refusal
 
-__all__ = ["create_app"]
-
-_PROBE_TIMEOUT = ClientTimeout(total=30)
+__all__ = ["Router", "create_app"]
 
 
-def create_app(workers: Sequence[str], *, timeout_s: float = 600.0) -> FastAPI:
+def create_app(workers: Iterable[str | WorkerConfig], config: RouterConfig | None = None) -> Router:
     """The router's ASGI app.
 
-    ``GET /health`` is 200 while at least one worker is usable, else 503; ``GET /workers`` lists them.
-    ``POST /workers/bury`` and ``POST /workers/retire``, with ``url`` and ``reason`` in the query, are for whoever owns
-    the workers' processes: the first says that one has died and may come back, the second that it will not. All other
-    requests go to a worker.
+    ``GET /health`` and ``GET /ready`` are 200 while at least one server is usable, else 503; ``GET /live`` is 200
+    in any case; ``GET /metrics`` is for
+    Prometheus. ``GET``, ``POST`` and ``DELETE`` of ``/workers`` list, add and remove servers; ``POST /workers/drain``
+    and ``/workers/resume`` give one no more requests, and again some. ``POST /workers/bury`` and ``/workers/retire``,
+    with ``url`` and ``reason`` in the query, are for whoever owns the servers' processes: the first says that one has
+    died and may come back, the second that it will not. All other requests go to a server.
 
     Args:
-        workers: the servers, ``http://host:port`` each.
-        timeout_s: seconds from the arrival of a request to the end of its answer.
+        workers: the servers, or their URLs.
+        config: options.
     """
-    pool: WorkerPool
-    proxy: Proxy
+    configs = [WorkerConfig(url=worker) if isinstance(worker, str) else worker for worker in workers]
+    return Router(configs, config or RouterConfig())
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        nonlocal pool, proxy
-        async with client_session() as session:
 
-            async def probe(url: str) -> None:
-                async with session.get(f"{url}/health", timeout=_PROBE_TIMEOUT) as response:
-                    response.raise_for_status()
+class Router:
+    """An ASGI app; see :func:`create_app`."""
 
-            async with WorkerPool(workers, probe) as pool:
-                proxy = Proxy(pool, session, timeout_s)
-                yield
+    def __init__(
+        self,
+        workers: list[WorkerConfig],
+        config: RouterConfig,
+        check: Callable[[Worker], Awaitable[None]] = check_health,
+    ) -> None:
+        self._workers = workers
+        self._config = config
+        self._check = check
+        self._pool: WorkerPool
+        self._proxy: Proxy
+        # A route of FastAPI costs several times what forwarding a request does, so it sees its own paths only.
+        self._control = control_plane(lambda: self._pool, lambda: self._proxy)
+        self._credentials = f"Bearer {config.api_key}".encode() if config.api_key else None
 
-    # Only the routes below are the router's; documentation pages would hide the workers'.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or the lifespan."""
+        if scope["type"] == "lifespan":
+            return await self._live(receive, send)
+        if self._credentials and not self._is_allowed(scope):
+            headers, body = Refusal(401, "an API key is needed, as a bearer token").render()
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            return await send({"type": "http.response.body", "body": body})
+        if scope["path"] in CONTROL_PATHS:
+            return await self._control(scope, receive, send)
+        return await self._proxy(scope, receive, send)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        if pool.usable:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable", "workers": pool.describe()}, 503)
+    def _is_allowed(self, scope: Scope) -> bool:
+        assert self._credentials is not None
+        given = find(scope["headers"], b"authorization") or b""
+        return hmac.compare_digest(given, self._credentials) or scope["path"] in OPEN_PATHS
 
-    @app.get("/workers")
-    async def list_workers() -> list[dict[str, Any]]:
-        shown = ("url", "state", "last_error", "requests")
-        return [{name: getattr(worker, name) for name in shown} for worker in pool.workers]
-
-    @app.post("/workers/bury")
-    async def bury(url: str, reason: str) -> None:
-        pool.bury(find(url), reason)
-
-    @app.post("/workers/retire")
-    async def retire(url: str, reason: str) -> None:
-        pool.retire(find(url), reason)
-
-    def find(url: str) -> Worker:
-        for worker in pool.workers:
-            if worker.url == url:
-                return worker
-        raise HTTPException(404, f"there is no worker {url}")
-
-    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
-        await proxy(scope, receive, send)
-
-    app.mount("/", forward)
-    return app
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with WorkerPool(self._workers, self._check, self._config) as self._pool:
+            self._proxy = Proxy(self._pool, self._config)
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 import logging
+import os
 import socket
 import sys
 import tempfile
@@ -138,7 +139,7 @@ class RewardModelManager:
                 listener=router,
                 log_path=log_dir / "router.log",
                 # Its health is that of the servers, which are still to come.
-                health_path="/workers",
+                health_path="/live",
             ),
             starts=asyncio.Semaphore(),
             on_up=self._tell_lost,
@@ -169,7 +170,11 @@ class RewardModelManager:
     async def _tell_router(self, action: str, url: str, reason: str) -> None:
         timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
         try:
-            async with aiohttp.ClientSession(self._router_url, timeout=timeout, raise_for_status=True) as session:
+            key = os.environ.get("REWARD_LOOP_API_KEY")
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            async with aiohttp.ClientSession(
+                self._router_url, timeout=timeout, headers=headers, raise_for_status=True
+            ) as session:
                 await session.post(f"/workers/{action}", params={"url": url, "reason": reason})
         # A router that is away finds out by itself, or is told when it is back.
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -1,211 +1,232 @@
-"""The router's data plane: passes requests to workers and their answers back, bytes untouched."""
+"""The router's data plane: passes requests to servers and their answers back, bytes untouched."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+import random
+from email.utils import parsedate_to_datetime
+from time import time
 
-import aiohttp
-import anyio
 import orjson
-from multidict import CIMultiDict
-from yarl import URL
 
-from reward_loop.router.disconnect import stop_on_disconnect
-from reward_loop.router.pool import NoWorkerError, Worker, WorkerPool
+from reward_loop.router.config import RouterConfig
+from reward_loop.router.exchange import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
+from reward_loop.router.headers import RawHeader, end_to_end, find, to_wire
+from reward_loop.router.limits import Gate, RetryBudget
+from reward_loop.router.pool import AllRestError, NoWorkerError, Worker, WorkerPool, WorkerState
+from reward_loop.router.refusal import Refusal
+from reward_loop.router.routing import Route, merged_models, route
+from reward_loop.router.upstream import Answer, BrokenError, ConnectError
 
-__all__ = ["Proxy", "client_session"]
+__all__ = ["Proxy"]
 
 logger = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-RawHeaders = Iterable[tuple[bytes, bytes]]
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
 
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-"""Headers about one connection only (RFC 9110, 7.6.1)."""
+_PAUSE_S = 1.0
+"""For a 429 that does not say how long to wait."""
+_LONGEST_PAUSE_S = 60.0
 
-_SET_BY_CLIENT = frozenset({b"host", b"content-length", b"expect"})
-"""Request headers that the HTTP client writes anew: the body is complete when it is passed on."""
-
-_MAX_BROKEN_ATTEMPTS = 4
-"""A request that took down this many workers is taken for the cause."""
-
-
-def client_session() -> aiohttp.ClientSession:
-    """The session that a proxy and its pool share: no cap on connections, and nothing added or decoded."""
-    return aiohttp.ClientSession(
-        # Less than the 5 s after which a uvicorn server closes an idle connection, perhaps just as it is used again.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
+_WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 
 
 class Proxy:
-    """An ASGI app that forwards every request to a worker of the pool.
+    """An ASGI app that forwards every request to a server of the pool.
 
-    An attempt that fails before the worker's answer has begun is repeated on the next worker, or on the same one once
-    it is back. Whatever a worker answers is passed on, errors included.
+    What fails before an answer has begun is repeated on another server, or on the same one once it is back. If there is
+    none, whatever the server answered is passed on, errors included.
 
-    The proxy's own answers have vLLM's error shape: 502 when the request has broken several workers, 503 when no worker
-    was to be had, 504 when a worker did not answer in time.
-
-    Args:
-        pool: the workers.
-        session: see :func:`client_session`.
-        timeout_s: seconds from the arrival of a request to the end of its answer.
+    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 413 and 431 for what is
+    too long, 429 when all servers have asked for a pause, 502 when the request has broken several servers, 503 when no
+    server was to be had or too many requests wait, 504 when a server did not answer in time.
     """
 
-    def __init__(self, pool: WorkerPool, session: aiohttp.ClientSession, timeout_s: float) -> None:
+    def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
+        config = config or RouterConfig()
+        self.gate = Gate(config.max_in_flight, config.max_queue)
+        self.budget = RetryBudget(config.retry_share)
         self._pool = pool
-        self._session = session
-        self._timeout_s = timeout_s
+        self._config = config
+        # The length is known anew, and there is nothing more to expect, once the body is complete.
+        not_passed_on = {b"host", b"content-length", b"expect"}
+        if config.api_key or config.worker_api_key:
+            not_passed_on.add(b"authorization")
+        self._not_passed_on = frozenset(not_passed_on)
+        self._forwarded: set[Exchange] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] != "http":
             raise NotImplementedError(f"the router forwards HTTP requests only, not {scope['type']}")
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        body = await _read(receive)
-        if body is not None:
-            exchange = _Exchange(scope, send)
-            await stop_on_disconnect(receive, lambda: self._forward_until(deadline, exchange, body))
-
-    async def _forward_until(self, deadline: float, exchange: _Exchange, body: bytes) -> None:
+        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self._late)
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._forward(exchange, body)
-        except TimeoutError:
-            await exchange.fail(*self._late(exchange))
-
-    async def _forward(self, exchange: _Exchange, body: bytes) -> None:
-        broken = 0
-        while True:
-            exchange.worker = None
+            if not self.gate.has_room:
+                exchange.set_timer()
+            await self.gate.enter()
             try:
-                worker = exchange.worker = await self._pool.acquire()
-            except NoWorkerError as error:
-                return await exchange.fail(503, str(error))
-            with anyio.CancelScope() as attempt:
-                worker.attempts.add(attempt)
-                try:
-                    return await self._attempt(exchange, worker, attempt, body)
-                except aiohttp.ClientError as error:
-                    self._pool.eject(worker, f"{type(error).__name__}: {error}")
-                    if exchange.started:
-                        logger.warning("%s %s: the answer of %s broke off: %s", *exchange.names, worker.url, error)
-                        return None
-                    broken += not isinstance(error, aiohttp.ClientConnectorError)
-                finally:
-                    worker.attempts.discard(attempt)
-            broken += attempt.cancelled_caught
-            if broken >= _MAX_BROKEN_ATTEMPTS:
-                return await exchange.fail(502, f"the connection broke {broken} times: {self._pool.describe()}")
+                await self._serve(exchange)
+            finally:
+                self.gate.leave()
+                self._forwarded.discard(exchange)
+        except Refusal as refusal:
+            await self._refuse(exchange, refusal)
+        except ClientLeftError:
+            pass
+        except asyncio.CancelledError:
+            reason = exchange.broken_off
+            task = asyncio.current_task()
+            if reason is None or task is None or task.uncancel() > 0:
+                raise
+            if isinstance(reason, Refusal):
+                await self._refuse(exchange, reason)
+        finally:
+            exchange.end()
 
-    async def _attempt(self, exchange: _Exchange, worker: Worker, attempt: anyio.CancelScope, body: bytes) -> None:
-        async with self._session.request(
-            exchange.scope["method"],
-            URL(worker.url + exchange.target, encoded=True),
-            headers=exchange.headers,
-            data=body or None,
-            allow_redirects=False,
-        ) as response:
-            # With a known length it is awaited whole: it can still be asked for again if it breaks off.
-            if response.content_length is not None:
-                content = await response.read()
-                worker.attempts.discard(attempt)
-                await exchange.start(response)
-                await exchange.send_body(content)
-                return
-            worker.attempts.discard(attempt)
-            await exchange.start(response)
-            async for chunk in response.content.iter_any():
-                await exchange.send_body(chunk, more=True)
-            await exchange.send_body(b"")
+    async def _serve(self, exchange: Exchange) -> None:
+        scope = exchange.scope
+        headers: list[RawHeader] = scope["headers"]
+        passed_on = self._headers_for_servers(headers)
+        body = await exchange.read_body(self._config.max_body_bytes)
+        if body or scope["method"] in ("POST", "PUT", "PATCH"):
+            passed_on += b"content-length: %d\r\n" % len(body)
+        pool = self._pool
+        path = scope["path"]
+        if pool.several_models and path == "/v1/models" and scope["method"] == "GET":
+            content = orjson.dumps(merged_models(pool))
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+            return await exchange.answer(200, headers, content)
+        destination = route(pool, path, body)
+        key = pool.policy.key(headers, body) if pool.policy.by_content else 0
+        self.budget.earn()
+        self._watch(exchange)
+        await self._forward(exchange, destination, key, passed_on, body)
+        return None
 
-    def _late(self, exchange: _Exchange) -> tuple[int, str]:
-        if exchange.worker is None:
-            return 503, f"no reward model server was available for {self._timeout_s:g} s: {self._pool.describe()}"
-        return 504, f"{exchange.worker.url} did not answer within the {self._timeout_s:g} s that a request may take"
+    def _watch(self, exchange: Exchange) -> None:
+        """From now on its deadline holds, and a while later its client's leaving is noticed."""
+        if self._config.request_timeout_s < 4 * WATCH_AFTER_S:
+            exchange.set_timer()
+        # One timer for all: one for each would be a good part of what a quick request costs.
+        self._forwarded.add(exchange)
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._sweep)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for exchange in self._forwarded:
+            exchange.check(now)
+        self._sweeping = loop.call_later(WATCH_AFTER_S, self._sweep) if self._forwarded else None
+
+    def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
+        passed_on = to_wire(end_to_end(headers), without=self._not_passed_on)
+        if len(passed_on) > self._config.max_header_bytes:
+            raise Refusal(431, f"the headers are longer than {self._config.max_header_bytes} bytes", close=True)
+        length = find(headers, b"content-length")
+        if length and int(length) > self._config.max_body_bytes:
+            raise Refusal(413, f"the body is longer than {self._config.max_body_bytes} bytes", close=True)
+        if (find(headers, b"upgrade") or b"").lower() == b"websocket":
+            raise Refusal(501, "the router does not forward WebSockets", close=True)
+        return passed_on
+
+    async def _forward(self, exchange: Exchange, destination: Route, key: int, headers: bytes, body: bytes) -> None:
+        scope = exchange.scope
+        target: bytes = scope.get("raw_path") or scope["path"].encode()
+        if scope["query_string"]:
+            target = b"%b?%b" % (target, scope["query_string"])
+        method = scope["method"].encode()
+        pool = self._pool
+        loop = asyncio.get_running_loop()
+        failed: list[Worker] = []
+        attempts = 0
+        while True:
+            exchange.waits_for = None
+            worker = pool.pick(pool.group(*destination), key, failed) or await self._wait(destination, key, failed)
+            exchange.waits_for = worker.url
+            worker.requests += 1
+            worker.in_flight += 1
+            began = loop.time()
+            status = 0
+            try:
+                answer = await worker.upstream.request(method, target, headers, body)
+                status = answer.status
+                if status in _WORTH_A_RETRY:
+                    attempts += 1
+                    if self._may_retry(worker, answer, destination, [*failed, worker], attempts):
+                        answer.close()
+                    else:
+                        return await exchange.pass_on(answer)
+                else:
+                    if worker.failures or worker.state is not WorkerState.UP:
+                        pool.succeeded(worker)
+                    return await exchange.pass_on(answer)
+            except (ConnectError, BrokenError) as error:
+                worker.stats.broken += 1
+                pool.eject(worker, f"{type(error).__name__}: {error}")
+                if exchange.started:
+                    logger.warning("%s: the answer of %s broke off: %s", exchange.name, worker.url, error)
+                    return None
+                attempts += isinstance(error, BrokenError)
+                if attempts >= self._config.max_attempts:
+                    raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
+            finally:
+                worker.in_flight -= 1
+                if status:
+                    worker.stats.count(status, loop.time() - began)
+            worker.stats.retries += 1
+            failed.append(worker)
+            await self._back_off(exchange, len(failed))
+
+    async def _wait(self, destination: Route, key: int, failed: list[Worker]) -> Worker:
+        try:
+            return await self._pool.acquire(*destination, key, failed)
+        except NoWorkerError as error:
+            raise Refusal(503, str(error)) from error
+        except AllRestError as error:
+            raise Refusal(429, str(error), retry_after_s=error.seconds) from error
+
+    def _may_retry(
+        self, worker: Worker, answer: Answer, destination: Route, failed: list[Worker], attempts: int
+    ) -> bool:
+        """Takes note of a failure that a server has answered with; whether to try another one."""
+        pause = find(answer.headers, b"retry-after")
+        if answer.status == 429 or (answer.status == 503 and pause):
+            self._pool.rest(worker, _seconds(pause))
+        else:
+            self._pool.failed(worker, f"status {answer.status}")
+        if attempts >= self._config.max_attempts:
+            return False
+        other = self._pool.pick(self._pool.group(*destination), 0, failed)
+        return other is not None and self.budget.spend()
+
+    async def _back_off(self, exchange: Exchange, failures: int) -> None:
+        # The first time another server is tried at once.
+        if failures > 1:
+            longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+            await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
+
+    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        logger.warning("%s: %d, %s", exchange.name, refusal.status, refusal.message)
+        await exchange.refuse(refusal)
+
+    def _late(self, exchange: Exchange) -> Refusal:
+        timeout = f"{self._config.request_timeout_s:g} s"
+        if exchange.waits_for:
+            return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
+        return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
 
-class _Exchange:
-    """One request, and how far its answer has come."""
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.scope = scope
-        self.worker: Worker | None = None
-        self.started = False
-        self._send = send
-        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        query: bytes = scope["query_string"]
-        # The client writes what it is given as UTF-8.
-        self.target = (raw_path + b"?" + query if query else raw_path).decode(errors="replace")
-        self.headers = CIMultiDict(
-            (name.decode(errors="replace"), value.decode(errors="replace"))
-            for name, value in _end_to_end(scope["headers"])
-            if name not in _SET_BY_CLIENT
-        )
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.scope["method"], self.target
-
-    async def start(self, response: aiohttp.ClientResponse) -> None:
-        self.started = True
-        headers = [(name.lower(), value) for name, value in response.raw_headers]
-        await self._send(
-            {"type": "http.response.start", "status": response.status, "headers": list(_end_to_end(headers))}
-        )
-
-    async def send_body(self, content: bytes, *, more: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
-
-    async def fail(self, status: int, message: str) -> None:
-        """Answers with an error of the router's own, unless an answer has begun; that one just breaks off."""
-        logger.warning("%s %s: %d, %s", *self.names, status, message)
-        if self.started:
-            return
-        error = {"message": message, "type": "RouterError", "param": None, "code": status}
-        content = orjson.dumps({"error": error})
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send_body(content)
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """The whole body of a request, or ``None`` if the client left before its end."""
-    chunks = []
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(chunks)
-
-
-def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers that are not about this connection; names are in lower case."""
-    headers = list(headers)
-    named = {option.strip().lower() for name, value in headers if name == b"connection" for option in value.split(b",")}
-    return [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in named]
+def _seconds(retry_after: bytes | None) -> float:
+    """What ``Retry-After`` says, in either of its forms."""
+    if retry_after is None:
+        return _PAUSE_S
+    text = retry_after.decode("latin-1").strip()
+    try:
+        seconds = float(text) if text.isdigit() else parsedate_to_datetime(text).timestamp() - time()
+    except (TypeError, ValueError):
+        return _PAUSE_S
+    return min(max(seconds, 0), _LONGEST_PAUSE_S)

@@ -9,9 +9,9 @@ from typing import Any
 import uvicorn
 
 from reward_loop.router.servers.lifeline import follow
-from reward_loop.router.servers.process import listen, url_of
+from reward_loop.router.sockets import listen, url_of
 
-__all__ = ["add_arguments", "follow_lifeline", "run"]
+__all__ = ["add_arguments", "follow_lifeline", "open_listener", "run", "serve"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,23 +36,45 @@ def run(app: Any, args: argparse.Namespace, name: str) -> None:
     Raises:
         SystemExit: the address cannot be bound; the message names it.
     """
+    serve(app, open_listener(args), name)
+
+
+def open_listener(args: argparse.Namespace) -> socket.socket:
+    """The socket that the options name.
+
+    Raises:
+        SystemExit: the address cannot be bound; the message names it.
+    """
     try:
-        listener = listen(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
+        return listen(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
     except OSError as error:
         raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
+
+
+def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5) -> None:
+    """Serves an ASGI app until SIGTERM or SIGINT; then requests that are in work may still end.
+
+    Args:
+        app: the app.
+        listener: where it listens.
+        name: what it is called in the line that says so.
+        http: uvicorn's protocol.
+        grace_s: for how many seconds they may.
+    """
     print(f"{name} listens on {url_of(listener)}", flush=True)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=http,
         ws="none",
         access_log=False,
+        proxy_headers=False,
         # The router passes on those of the workers.
         server_header=False,
         date_header=False,
         backlog=4096,
         # Longer than any client keeps an idle connection, so that it is the client who closes it.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=grace_s,
     )
     uvicorn.Server(config).run(sockets=[listener])

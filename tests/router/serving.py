@@ -8,7 +8,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
-from reward_loop.router.servers.process import listen, url_of
+from reward_loop.router.app import Router
+from reward_loop.router.sockets import listen, url_of
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
 
@@ -31,7 +32,7 @@ class _Server(uvicorn.Server):
 async def serving(app: Any) -> AsyncIterator[str]:
     """Serves an ASGI app on this loop; yields its URL."""
     listener = listen("127.0.0.1")
-    lifespan = "on" if isinstance(app, FastAPI) else "off"
+    lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
     server = _Server(uvicorn.Config(app, log_level="error", lifespan=lifespan, date_header=False, server_header=False))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -52,6 +53,13 @@ async def resetting() -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
     async with server:
         yield url_of(listener)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the loop run until something is the case."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event of its own)
+            await asyncio.sleep(0)
 
 
 def refusing() -> str:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 
-import anyio
 import pytest
 
-from reward_loop.router.pool import NoWorkerError, WorkerPool, WorkerState
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, Worker, WorkerPool, WorkerState
+from tests.router.serving import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
+WORKERS = [WorkerConfig(url=url) for url in URLS]
 
 
 class Health:
@@ -20,7 +22,8 @@ class Health:
         for url in well:
             self.well[url].set()
 
-    async def __call__(self, url: str) -> None:
+    async def __call__(self, worker: Worker) -> None:
+        url = worker.url
         self.probes.append(url)
         if url in self.failing:
             self.failing.remove(url)
@@ -29,7 +32,7 @@ class Health:
 
 
 async def test_workers_take_turns() -> None:
-    async with WorkerPool(URLS, Health(*URLS)) as pool:
+    async with WorkerPool(WORKERS, Health(*URLS)) as pool:
         turns = [(await pool.acquire()).url for _ in range(6)]
     assert sorted(turns[:3]) == URLS
     assert turns[:3] == turns[3:]
@@ -37,7 +40,7 @@ async def test_workers_take_turns() -> None:
 
 async def test_a_request_waits_for_the_first_worker_that_is_well() -> None:
     health = Health()
-    async with WorkerPool(URLS, health) as pool:
+    async with WorkerPool(WORKERS, health) as pool:
         waiting = asyncio.create_task(pool.acquire())
         await asyncio.sleep(0)
         assert not pool.usable
@@ -48,7 +51,7 @@ async def test_a_request_waits_for_the_first_worker_that_is_well() -> None:
 
 async def test_an_ejected_worker_gets_no_requests_until_its_probe_succeeds() -> None:
     health = Health(*URLS[:2])
-    async with WorkerPool(URLS[:2], health) as pool:
+    async with WorkerPool(WORKERS[:2], health) as pool:
         first, second = await pool.acquire(), await pool.acquire()
         health.well[first.url].clear()
         pool.eject(first, "connection reset")
@@ -63,14 +66,14 @@ async def test_an_ejected_worker_gets_no_requests_until_its_probe_succeeds() -> 
 async def test_a_probe_that_fails_is_repeated() -> None:
     health = Health(URLS[0])
     health.failing.add(URLS[0])
-    async with WorkerPool(URLS[:1], health) as pool:
+    async with WorkerPool(WORKERS[:1], health) as pool:
         worker = await pool.acquire()
     assert health.probes == [URLS[0]] * 2
     assert worker.last_error == "ConnectionRefusedError: nobody there"
 
 
 async def test_when_all_are_retired_requests_fail_at_once_with_the_reasons() -> None:
-    async with WorkerPool(URLS[:2], Health()) as pool:
+    async with WorkerPool(WORKERS[:2], Health()) as pool:
         waiting = asyncio.create_task(pool.acquire())
         await asyncio.sleep(0)
         pool.retire(pool.workers[0], "out of memory")
@@ -81,18 +84,131 @@ async def test_when_all_are_retired_requests_fail_at_once_with_the_reasons() -> 
         assert pool.workers[0].state is WorkerState.RETIRED
 
 
-async def test_burying_gives_up_what_waits_for_the_dead() -> None:
-    async with WorkerPool(URLS[:1], Health(URLS[0])) as pool:
+async def test_burying_takes_a_worker_out_of_use() -> None:
+    async with WorkerPool(WORKERS[:1], Health(URLS[0])) as pool:
         worker = await pool.acquire()
-        with anyio.CancelScope() as attempt:
-            worker.attempts.add(attempt)
-            asyncio.get_running_loop().call_soon(pool.bury, worker, "killed")
-            await asyncio.Event().wait()
-        assert attempt.cancelled_caught
-        assert worker.last_error == "killed"
+        pool.bury(worker, "killed")
+        assert (worker.state, worker.last_error) == (WorkerState.DOWN, "killed")
 
 
 async def test_leaving_ends_the_probes() -> None:
-    async with WorkerPool(URLS, Health()):
+    async with WorkerPool(WORKERS, Health()):
         await asyncio.sleep(0)
-    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("probe")]
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("watch")]
+
+
+async def test_a_worker_that_was_down_gets_one_request_at_a_time_until_one_succeeds() -> None:
+    async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
+        first = await pool.acquire()
+        await pool.acquire()
+        pool.eject(first, "connection reset")
+        await until(lambda: first.state is WorkerState.TRIAL)
+        assert await pool.acquire() is first
+        first.in_flight = 1
+        assert first not in [await pool.acquire() for _ in range(4)]
+        pool.succeeded(first)
+        assert first in [await pool.acquire() for _ in range(2)]
+        assert first.state is WorkerState.UP
+
+
+async def test_failures_in_a_row_take_a_worker_out_and_one_on_trial_at_once() -> None:
+    async with WorkerPool(WORKERS[:1], Health(*URLS), RouterConfig(max_failures=3)) as pool:
+        worker = await pool.acquire()
+        for _ in range(2):
+            pool.failed(worker, "status 500")
+        pool.succeeded(worker)
+        for _ in range(2):
+            pool.failed(worker, "status 500")
+        assert worker.state is WorkerState.UP
+        pool.failed(worker, "status 500")
+        assert worker.state is WorkerState.DOWN
+        assert await pool.acquire() is worker
+        assert worker.state is WorkerState.TRIAL
+        pool.failed(worker, "status 500")
+        assert (worker.state, worker.relapses) == (WorkerState.DOWN, 1)
+
+
+async def test_resting_workers_are_left_alone_and_come_back_by_themselves() -> None:
+    async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
+        first, second = await pool.acquire(), await pool.acquire()
+        pool.rest(first, 0.05)
+        assert first not in [await pool.acquire() for _ in range(4)]
+        pool.rest(second, 30)
+        with pytest.raises(AllRestError) as raised:
+            await pool.acquire()
+        assert raised.value.seconds <= 0.05
+        await until(lambda: pool.pick(pool.group()) is first)
+
+
+async def test_a_drained_worker_gets_nothing_until_it_is_resumed() -> None:
+    async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
+        first = await pool.acquire()
+        second = await pool.acquire()
+        pool.drain(first)
+        assert {await pool.acquire() for _ in range(4)} == {second}
+        pool.drain(second)
+        with pytest.raises(NoWorkerError, match="a:1 is draining"):
+            await pool.acquire()
+        pool.resume(first)
+        assert await pool.acquire() is first
+        pool.remove(first)
+        assert pool.workers == [second]
+
+
+async def test_workers_are_added_while_it_runs() -> None:
+    async with WorkerPool([], Health(*URLS)) as pool:
+        with pytest.raises(NoWorkerError, match="none was configured"):
+            await pool.acquire()
+        worker = pool.add(WORKERS[2])
+        assert await pool.acquire() is worker
+        assert pool.find("http://c:1/") is worker
+        assert pool.find("http://d:1") is None
+
+
+async def test_requests_go_by_model_and_kind() -> None:
+    configs = [
+        WorkerConfig(url=URLS[0], models=("judge",), kind="generative"),
+        WorkerConfig(url=URLS[1], models=("scorer",), kind="discriminative"),
+        WorkerConfig(url=URLS[2]),
+    ]
+    async with WorkerPool(configs, Health(*URLS)) as pool:
+        assert pool.several_models
+        assert pool.models == {"judge", "scorer"}
+
+        def urls(*route: str | None) -> list[str]:
+            return [worker.url for worker in pool.group(*route).members]  # type: ignore[arg-type]
+
+        assert urls("judge") == [URLS[0], URLS[2]]
+        assert urls(None, "discriminative") == [URLS[1], URLS[2]]
+        assert urls("judge", "discriminative") == urls("unheard of") == [URLS[2]]
+
+
+async def test_a_worker_in_use_that_falls_asleep_is_noticed() -> None:
+    asleep = asyncio.Event()
+
+    async def check(worker: Worker) -> None:
+        if asleep.is_set():
+            raise AsleepError("the engine sleeps")
+
+    async with WorkerPool(WORKERS[:1], check, RouterConfig(health_interval_s=0.01)) as pool:
+        worker = await pool.acquire()
+        asleep.set()
+        await until(lambda: worker.state is WorkerState.DOWN)
+        assert "sleeps" in (worker.last_error or "")
+        asleep.clear()
+        assert await pool.acquire() is worker
+
+
+async def test_one_failed_check_is_not_enough() -> None:
+    checks = []
+
+    async def check(worker: Worker) -> None:
+        checks.append(worker.failed_checks)
+        if 1 < len(checks) <= 4:
+            raise ValueError("status 503")
+
+    async with WorkerPool(WORKERS[:1], check, RouterConfig(health_interval_s=0.01, max_failed_checks=3)) as pool:
+        worker = await pool.acquire()
+        await until(lambda: worker.state is WorkerState.TRIAL)
+    assert checks[:4] == [0, 0, 1, 2]
+    assert worker.stats.ejections == 1

@@ -14,26 +14,25 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from reward_loop.router.app import create_app
-from reward_loop.router.pool import WorkerPool
-from reward_loop.router.proxy import Proxy, client_session
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.pool import Worker, WorkerPool
+from reward_loop.router.proxy import Proxy
 from tests.router.serving import post, refusing, resetting, serving
 
 
 @asynccontextmanager
 async def proxied(
-    *workers: str, timeout_s: float = 30, probe: Callable[[str], Any] | None = None
+    *workers: str | WorkerConfig, timeout_s: float = 30, probe: Callable[[str], Any] | None = None, **options: Any
 ) -> AsyncIterator[str]:
     """A proxy in front of workers that are taken to be well."""
 
-    async def well(url: str) -> None:
+    async def well(worker: Worker) -> None:
         if probe:
-            await probe(url)
+            await probe(worker.url)
 
-    async with (
-        client_session() as session,
-        WorkerPool(workers, well) as pool,
-        serving(Proxy(pool, session, timeout_s)) as url,
-    ):
+    configs = [WorkerConfig(url=worker) if isinstance(worker, str) else worker for worker in workers]
+    config = RouterConfig(request_timeout_s=timeout_s, **options)
+    async with WorkerPool(configs, well, config) as pool, serving(Proxy(pool, config)) as url:
         yield url
 
 

@@ -20,27 +20,12 @@ import anyio
 
 from reward_loop.errors import ServerDiedError, ServerStartError
 from reward_loop.router.servers.lifeline import Lifeline
+from reward_loop.router.sockets import listen, url_of
 
 __all__ = ["ServerProcess", "listen", "url_of"]
 
 _LOG_TAIL_BYTES = 8192
 _LOG_TAIL_LINES = 25
-
-
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket on ``host``; port 0 lets the kernel choose.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=4096)
-
-
-def url_of(listener: socket.socket) -> str:
-    """The ``http://host:port`` that a listening socket is reached at."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class ServerProcess:

@@ -1,0 +1,142 @@
+"""``reward-loop route``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from reward_loop.config import parse
+from reward_loop.errors import ConfigError
+
+__all__ = ["parse_worker", "route"]
+
+
+def route(
+    worker: Annotated[
+        list[str],
+        typer.Option(
+            "--worker",
+            "-w",
+            metavar="URL[,KEY=VALUE...]",
+            help="A server. Keys: [cyan]model[/] (repeatable; default: what its /v1/models lists), [cyan]kind[/] "
+            "(generative, discriminative), [cyan]engine[/] (vllm, sglang, transformers, external), "
+            "[cyan]health_path[/]. Repeatable.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Which server gets a request: round_robin, least_in_flight, two_choices, or content (always the same "
+            "one for the same content)."
+        ),
+    ] = "round_robin",
+    content_header: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With content: this header decides, not the body.")
+    ] = None,
+    content_prefix: Annotated[
+        int, typer.Option(min=0, metavar="BYTES", help="With content: only the beginning of the body decides; 0: all.")
+    ] = 0,
+    request_timeout: Annotated[float, typer.Option(help="Seconds from a request's arrival to its answer's end.")] = 600,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server.")] = 5,
+    health_timeout: Annotated[float, typer.Option(help="Seconds that a check may take.")] = 30,
+    max_attempts: Annotated[int, typer.Option(min=1, help="How many servers a request may fail on.")] = 4,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests in work at a time; more of them wait.")] = 16384,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get 503 and Retry-After.")] = 16384,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Longer bodies get 413.")] = 64,
+    max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431.")] = 64,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in work to end after SIGTERM.")] = 600,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="REWARD_LOOP_API_KEY", show_default=False, help="Clients must send it as a bearer token."),
+    ] = None,
+    worker_api_key: Annotated[
+        str | None,
+        typer.Option(envvar="REWARD_LOOP_WORKER_API_KEY", show_default=False, help="Sent to the servers instead."),
+    ] = None,
+) -> None:
+    """Put several model servers behind one address.
+
+    Requests go to the servers of the model that they name, and on to another server if one fails. Bodies and answers
+    pass unchanged; streams pass as they come. Keys are better given in the environment, where ps does not show them.
+
+    [bold]Examples[/]
+
+      reward-loop route --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002
+
+      reward-loop route -w http://127.0.0.1:8001,model=judge,kind=generative,engine=vllm
+      -w http://127.0.0.1:8002,model=scorer,kind=discriminative
+
+    [bold]While it runs[/]
+
+      curl http://127.0.0.1:8080/workers                                     list
+
+      curl http://127.0.0.1:8080/workers --json '{"url": "http://127.0.0.1:8003"}'    add
+
+      curl -X POST 'http://127.0.0.1:8080/workers/drain?url=http://127.0.0.1:8001'    no new requests
+
+      curl -X DELETE 'http://127.0.0.1:8080/workers?url=http://127.0.0.1:8001'        remove
+
+    [cyan]/health[/] and [cyan]/ready[/] are 200 while a server is usable; [cyan]/metrics[/] is for Prometheus.
+    SIGTERM stops it when the requests in work are finished.
+    """
+    from reward_loop.router.config import RouterConfig
+    from reward_loop.router.run import run_router
+    from reward_loop.router.sockets import listen
+
+    options = {
+        "policy": policy,
+        "content_header": content_header,
+        "content_prefix": content_prefix,
+        "request_timeout_s": request_timeout,
+        "health_interval_s": health_interval,
+        "health_timeout_s": health_timeout,
+        "max_attempts": max_attempts,
+        "max_in_flight": max_in_flight,
+        "max_queue": max_queue,
+        "max_body_bytes": max_body_mb * 1024 * 1024,
+        "max_header_bytes": max_header_kb * 1024,
+        "api_key": api_key or None,
+        "worker_api_key": worker_api_key or None,
+    }
+    try:
+        config = parse(RouterConfig, options, "options")
+        workers = [parse_worker(spec) for spec in worker]
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        with listener:
+            run_router(workers, config, listener, grace_s=grace)
+    except ConfigError as error:
+        typer.secho(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def parse_worker(spec: str) -> Any:
+    """A server from ``URL,KEY=VALUE,...``.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    from reward_loop.router.config import WorkerConfig
+
+    url, *pairs = spec.split(",")
+    options: dict[str, Any] = {"url": url}
+    models: list[str] = []
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--worker {spec}: expected KEY=VALUE, got {pair!r}")
+        if key == "model":
+            models.append(value)
+        else:
+            options[key] = value
+    if models:
+        options["models"] = tuple(models)
+    return parse(WorkerConfig, options, f"--worker {url}")

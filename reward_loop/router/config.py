@@ -1,0 +1,104 @@
+"""The router's options."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from reward_loop.config import Config
+
+__all__ = ["Engine", "Kind", "PolicyName", "RouterConfig", "WorkerConfig"]
+
+Kind = Literal["generative", "discriminative"]
+"""Whether a server writes (chat, completions), or gives numbers (classify, score, embeddings)."""
+
+Engine = Literal["vllm", "sglang", "transformers", "external"]
+
+PolicyName = Literal["round_robin", "least_in_flight", "two_choices", "content"]
+
+
+class WorkerConfig(Config):
+    """A server behind the router."""
+
+    url: str
+    """``http://host:port`` or ``https://host:port``."""
+
+    models: tuple[str, ...] = ()
+    """The names that requests for it have in their `model` field; by default, what its ``/v1/models`` lists."""
+
+    kind: Kind | None = None
+    """Requests that such a server cannot answer are refused; ``None`` refuses nothing."""
+
+    engine: Engine = "external"
+    """What runs it. A ``vllm`` server is asked whether it sleeps; a discriminative ``sglang`` server is spared the
+    empty texts that can end it."""
+
+    health_path: str = Field(default="/health", pattern="^/")
+    """A GET of it is answered with a status below 400 by a server that is well."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_origin(cls, url: str) -> str:
+        url = url.rstrip("/")
+        if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?", url):
+            raise ValueError("expected http://host:port")
+        return url
+
+
+class RouterConfig(Config):
+    """How the router treats requests and servers."""
+
+    policy: PolicyName = "round_robin"
+    """Which server gets a request: the next in turn; the one with the fewest requests in flight; the less busy one of
+    two drawn at random; or always the same one for the same content."""
+
+    content_header: str | None = None
+    """For the policy ``content``: the request header that decides, such as ``x-session-id``; where it is missing, the
+    body does."""
+
+    content_prefix: int = Field(default=0, ge=0)
+    """For the policy ``content``: how many bytes of the body decide, so that prompts with a common beginning meet the
+    same prefix cache; 0 for all."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds from a request's arrival to the end of its answer; waiting, retries and back-off count."""
+
+    max_attempts: int = Field(default=4, ge=1)
+    """How many servers a request may fail on, until the last failure is passed on."""
+
+    retry_share: float = Field(default=0.2, ge=0)
+    """Answers with an error (429, 5xx) are retried for at most this share of all requests, and some dozens more. A
+    request whose connection broke is not counted: its server gets nothing more until it is well again."""
+
+    max_failures: int = Field(default=5, ge=1)
+    """A server that answers so many requests in a row with a 5xx is taken out of use until it is well."""
+
+    health_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between two checks of a server in use."""
+
+    health_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that a check may take."""
+
+    max_failed_checks: int = Field(default=3, ge=1)
+    """A server that fails so many checks in a row is taken out of use."""
+
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
+    """Longer request bodies are answered with 413."""
+
+    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
+    """Longer request heads are answered with 431."""
+
+    max_in_flight: int = Field(default=16384, ge=1)
+    """How many requests are in work at a time; more of them wait."""
+
+    max_queue: int = Field(default=16384, ge=0)
+    """How many requests wait; more of them are answered with 503 and ``Retry-After``."""
+
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
+    """Every request must carry it as a bearer token, except for ``/health``, ``/live``
+    and ``/ready``. Servers never see it."""
+
+    worker_api_key: str | None = Field(default=None, min_length=1, repr=False)
+    """Sent as a bearer token to the servers, instead of what the client sent."""

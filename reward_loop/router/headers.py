@@ -1,0 +1,54 @@
+"""Which HTTP headers a proxy passes on (RFC 9110, 7.6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+__all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "to_wire"]
+
+RawHeader = tuple[bytes, bytes]
+"""A header's name, in lower case, and its value."""
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""Headers about one connection only."""
+
+_TRIVIAL_OPTIONS = frozenset({b"", b"close", b"keep-alive"})
+
+# They say how long the body is and where the request goes; a sender cannot have them taken away (RFC 9110, 7.6.1).
+_NEVER_NAMED = frozenset({b"content-length", b"host"})
+
+
+def end_to_end(headers: Sequence[RawHeader]) -> list[RawHeader]:
+    """The headers that are not about this connection: neither hop-by-hop, nor named in ``Connection``."""
+    kept = [header for header in headers if header[0] not in HOP_BY_HOP]
+    if len(kept) < len(headers):
+        options = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
+        named = {option.strip() for option in options} - _TRIVIAL_OPTIONS - _NEVER_NAMED
+        if named:
+            kept = [header for header in kept if header[0] not in named]
+    return kept
+
+
+def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:
+    """Header lines as they are written, each with its line end."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in without])
+
+
+def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:
+    """The value of the first header called ``name``."""
+    for candidate, value in headers:
+        if candidate == name:
+            return value
+    return None

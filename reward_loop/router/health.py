@@ -1,0 +1,71 @@
+"""Whether a server is well, and what it serves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+
+from reward_loop.errors import ServerError
+from reward_loop.router.pool import AsleepError, Worker
+from reward_loop.router.upstream import UpstreamError
+
+__all__ = ["UnhealthyError", "check_health"]
+
+logger = logging.getLogger(__name__)
+
+
+class UnhealthyError(ServerError):
+    """It answers, and says that it is not well."""
+
+
+async def check_health(worker: Worker) -> None:
+    """Asks a server for its health, and, when it is not in use yet, for its models.
+
+    Raises:
+        UnhealthyError: it is not well.
+        AsleepError: its engine sleeps.
+        UpstreamError: it did not answer.
+    """
+    status, _ = await _get(worker, worker.config.health_path)
+    if status >= 400:
+        raise UnhealthyError(f"{worker.config.health_path} is answered with {status}")
+    if worker.config.engine == "vllm":
+        # A sleeping engine's health is good. Servers that cannot sleep do not know this path.
+        status, body = await _get(worker, "/is_sleeping")
+        if status == 200 and _decoded(body).get("is_sleeping") is True:
+            raise AsleepError("the engine sleeps")
+    if worker.state == "down":
+        await _learn_models(worker)
+
+
+async def _learn_models(worker: Worker) -> None:
+    try:
+        status, body = await _get(worker, "/v1/models")
+    except UpstreamError as error:
+        logger.info("%s does not say what it serves: %s", worker.url, error)
+        return
+    cards = _decoded(body).get("data") if status == 200 else None
+    if isinstance(cards, list):
+        worker.cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        worker.models = worker.config.models or tuple(card["id"] for card in worker.cards)
+
+
+async def _get(worker: Worker, path: str) -> tuple[int, bytes]:
+    answer = await worker.upstream.request(b"GET", path.encode())
+    try:
+        body = b""
+        while part := await answer.read():
+            body += part
+    finally:
+        answer.close()
+    return answer.status, body
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        decoded = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

@@ -1,0 +1,52 @@
+"""Answers of the router's own."""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+
+from reward_loop.router.headers import RawHeader
+
+__all__ = ["Refusal"]
+
+
+class Refusal(Exception):
+    """A request ends with an error of the router's own, in the shape of vLLM's.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong, and what there is instead.
+        param: the field that is wrong.
+        retry_after_s: when it is worth trying again.
+        close: whether the connection is of no more use.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.close = close
+
+    def render(self) -> tuple[list[RawHeader], bytes]:
+        """Headers and body."""
+        error = {"message": self.message, "type": "RouterError", "param": self.param, "code": self.status}
+        body = orjson.dumps({"error": error})
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
+        if self.close:
+            headers.append((b"connection", b"close"))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers, body

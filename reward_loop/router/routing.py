@@ -1,0 +1,114 @@
+"""Which servers a request is meant for, by its path and its ``model`` field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from reward_loop.router.config import Kind
+from reward_loop.router.pool import Group, WorkerPool
+from reward_loop.router.refusal import Refusal
+
+__all__ = ["KIND_OF_PATH", "Route", "merged_models", "route"]
+
+KIND_OF_PATH: dict[str, Kind] = {
+    "/v1/chat/completions": "generative",
+    "/v1/completions": "generative",
+    "/v1/responses": "generative",
+    "/v1/messages": "generative",
+    "/generate": "generative",
+    "/classify": "discriminative",
+    "/v1/classify": "discriminative",
+    "/pooling": "discriminative",
+    "/v1/pooling": "discriminative",
+    "/score": "discriminative",
+    "/v1/score": "discriminative",
+    "/rerank": "discriminative",
+    "/v1/rerank": "discriminative",
+    "/v2/rerank": "discriminative",
+    "/v1/embeddings": "discriminative",
+}
+"""What answers these paths; any server is asked for others."""
+
+_TEXT_FIELDS = ("text", "input")
+
+Route = tuple[str | None, Kind | None]
+"""A model and a kind; ``None`` stands for any."""
+
+
+def route(pool: WorkerPool, path: str, body: bytes) -> Route:
+    """Where a request belongs. The body is decoded only where that matters.
+
+    Raises:
+        Refusal: no server can answer it.
+    """
+    kind = KIND_OF_PATH.get(path)
+    group = pool.group(None, kind)
+    if not group.members:
+        if not pool.workers:
+            raise Refusal(503, "there is no reward model server")
+        raise Refusal(400, f"{path} needs a {kind} server; there are: {_served(pool)}")
+    if body and (pool.several_models or (kind == "discriminative" and _minds_empty_text(group))):
+        return _route_by_body(pool, path, kind, body)
+    return None, kind
+
+
+def _route_by_body(pool: WorkerPool, path: str, kind: Kind | None, body: bytes) -> Route:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if kind is None:
+            return None, None
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    if not isinstance(model, str):
+        model = None
+    if pool.several_models:
+        if model is None and kind is not None:
+            raise Refusal(400, f"the request names no model; there are: {_names(pool)}", param="model")
+        if model is not None and not pool.group(model).members:
+            raise Refusal(404, f"the model {model!r} does not exist; there are: {_names(pool)}", param="model")
+    else:
+        model = None
+    group = pool.group(model, kind)
+    if not group.members:
+        raise Refusal(400, f"{path} needs a {kind} server, and {model!r} is not; there are: {_served(pool)}")
+    if kind == "discriminative" and _minds_empty_text(group) and _has_empty_text(fields):
+        raise Refusal(400, "an empty text can end the server that it is for")
+    return model, kind
+
+
+def merged_models(pool: WorkerPool) -> dict[str, Any]:
+    """The answer to ``GET /v1/models`` for all servers together."""
+    cards: dict[str, dict[str, Any]] = {}
+    for worker in pool.workers:
+        known = {card["id"]: card for card in worker.cards}
+        for name in worker.models:
+            cards.setdefault(name, known.get(name) or {"id": name, "object": "model", "owned_by": "reward_loop"})
+    return {"object": "list", "data": list(cards.values())}
+
+
+def _minds_empty_text(group: Group) -> bool:
+    return any(w.config.engine == "sglang" and w.config.kind == "discriminative" for w in group.members)
+
+
+def _has_empty_text(fields: Any) -> bool:
+    if not isinstance(fields, dict):
+        return False
+    for name in _TEXT_FIELDS:
+        text = fields.get(name)
+        if text == "" or (isinstance(text, list) and (not text or "" in text)):
+            return True
+    return False
+
+
+def _names(pool: WorkerPool) -> str:
+    return ", ".join(sorted(pool.models))
+
+
+def _served(pool: WorkerPool) -> str:
+    return "; ".join(
+        f"{', '.join(worker.models) or worker.url} ({worker.config.kind or 'of unknown kind'})"
+        for worker in pool.workers
+    )

@@ -1,0 +1,383 @@
+"""A small HTTP/1.1 client for one server: pooled connections without a cap, parsed by httptools."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from reward_loop.errors import ServerError
+from reward_loop.router.headers import RawHeader, to_wire
+
+__all__ = ["Answer", "BrokenError", "ConnectError", "Upstream", "UpstreamError"]
+
+_WHOLE_UP_TO = 1 << 20
+"""Answers of a known length up to this are awaited whole: should one break off, it can still be asked for again."""
+
+_BUFFER = 256 * 1024
+"""Reading pauses while this much of an answer waits to be passed on."""
+
+_IDLE_S = 4.0
+"""An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
+
+_NO_BODY = frozenset({204, 304})
+
+
+class UpstreamError(ServerError):
+    """A server gave no whole answer."""
+
+
+class ConnectError(UpstreamError):
+    """It could not be connected to, so the request has not reached it."""
+
+
+class BrokenError(UpstreamError):
+    """The connection broke, or what came is not HTTP."""
+
+
+class _StaleError(BrokenError):
+    """A connection that had been idle broke before the first byte of the answer."""
+
+
+class Answer:
+    """A server's answer: its head, and its body as far as it has come."""
+
+    __slots__ = ("_connection", "_error", "_parts", "_waiter", "complete", "headers", "length", "size", "status")
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: list[RawHeader] = []
+        self.length: int | None = None
+        """What ``Content-Length`` says."""
+        self.complete = False
+        """Whether the body has come to its end."""
+        self.size = 0
+        """How many bytes of the body wait to be read."""
+        self._parts: list[bytes] = []
+        self._connection = connection
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+
+    def take(self) -> bytes:
+        """What has come of the body since the last time."""
+        parts, self._parts = self._parts, []
+        if self.size >= _BUFFER:
+            self._connection.resume()
+        self.size = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def read(self) -> bytes:
+        """The next part of the body, as soon as there is one; empty at its end.
+
+        Raises:
+            BrokenError: the connection broke before the end.
+        """
+        while not self._parts and not self.complete:
+            if self._error:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.take()
+
+    def close(self) -> None:
+        """Gives up what has not come yet, by closing the connection."""
+        if not self.complete:
+            self._connection.close()
+
+    def add(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.size += len(part)
+        # One that is awaited whole has no reader yet.
+        if self.size >= _BUFFER and not self._connection.unanswered:
+            self._connection.pause()
+        self.wake()
+
+    def wake(self, error: UpstreamError | None = None) -> None:
+        self._error = self._error or error
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with at most one request on its way."""
+
+    __slots__ = (
+        "_answer",
+        "_arrived",
+        "_head_only",
+        "_headers",
+        "_in_body",
+        "_parser",
+        "_paused",
+        "_to_its_end",
+        "_transport",
+        "_upstream",
+        "closed",
+        "heard",
+        "idle_since",
+        "used",
+    )
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.closed = False
+        self.used = False
+        """Whether an answer has come over it."""
+        self.heard = False
+        """Whether anything has come since the request was sent."""
+        self.idle_since = 0.0
+        self._upstream = upstream
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._answer: Answer | None = None
+        self._arrived: asyncio.Future[Answer]
+        self._headers: list[RawHeader] = []
+        self._head_only = False
+        self._in_body = False
+        self._to_its_end = False
+        self._paused = False
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether a request waits for its answer to begin."""
+        return self._answer is not None and not self._arrived.done()
+
+    def send(self, message: bytes, head_only: bool) -> asyncio.Future[Answer]:
+        """Sends a request; the future's result is the answer, whole if it is of a known, moderate length."""
+        self._arrived = self._upstream.loop.create_future()
+        self._answer = Answer(self)
+        self._head_only = head_only
+        self._in_body = False
+        self.heard = False
+        self._transport.write(message)
+        return self._arrived
+
+    def close(self) -> None:
+        """Closes it at once, without waiting for what is still to be written."""
+        self.closed = True
+        self._upstream.busy.discard(self)
+        self._transport.abort()
+
+    def fail(self, reason: str) -> None:
+        """Ends the request on its way, if any, with an error."""
+        answer, self._answer = self._answer, None
+        self.close()
+        if answer is None:
+            return
+        stale = self.used and not self.heard
+        error = (_StaleError if stale else BrokenError)(reason)
+        if not self._arrived.done():
+            self._arrived.set_exception(error)
+        else:
+            answer.wake(error)
+
+    def pause(self) -> None:
+        if not self._paused and not self.closed:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and not self.closed:
+            self._paused = False
+            self._transport.resume_reading()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        if self._answer is None:
+            return self.close()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.fail("it switched to another protocol")
+        except httptools.HttpParserError as error:
+            self.fail(f"what it answered is not HTTP: {error}")
+
+    def eof_received(self) -> bool:
+        if self._answer and self._to_its_end and self._in_body:
+            self._finish(keep=False)
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.fail(str(error or "") or "the connection was closed before the end of the answer")
+
+    # The parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            raise ValueError("an answer to nothing")
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # Otherwise it is a trailer.
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            return None
+        answer = self._answer
+        assert answer is not None
+        self._in_body = True
+        answer.status = status
+        answer.headers = self._headers
+        chunked = False
+        for name, value in self._headers:
+            if name == b"content-length":
+                answer.length = int(value)
+            elif name == b"transfer-encoding":
+                chunked = True
+        if self._head_only:
+            # The parser would wait for a body: it does not know what was asked.
+            return self._finish(keep=False)
+        self._to_its_end = answer.length is None and not chunked and status not in _NO_BODY
+        if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in _NO_BODY:
+            self._arrived.set_result(answer)
+        return None
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None:
+            self._answer.add(body)
+
+    def on_message_complete(self) -> None:
+        if self._in_body and self._answer is not None:
+            self._finish(keep=self._parser.should_keep_alive())
+
+    def _finish(self, *, keep: bool) -> None:
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        answer.complete = True
+        self.used = True
+        # A server may answer before it has read everything: such a connection is of no more use.
+        if keep and not self._transport.get_write_buffer_size():
+            self.resume()
+            self._upstream.release(self)
+        else:
+            self.close()
+        if not self._arrived.done():
+            self._arrived.set_result(answer)
+        else:
+            answer.wake()
+
+
+class Upstream:
+    """The connections to one server.
+
+    There are as many as requests on their way; the one used last is used next, and idle ones are closed after some
+    seconds. A connection that turns out to have died while it was idle is replaced, and that is no error.
+
+    To be made in a running event loop.
+
+    Args:
+        url: ``http://host:port`` or ``https://host:port``.
+        api_key: sent as a bearer token with every request.
+        connect_timeout_s: seconds until a connection must be made.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 10.0) -> None:
+        parts = urlsplit(url)
+        self.loop = asyncio.get_running_loop()
+        self.busy: set[_Connection] = set()
+        """The connections with a request on its way."""
+        self._host = parts.hostname or ""
+        self._tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._connect_timeout_s = connect_timeout_s
+        own = [(b"host", parts.netloc.rpartition("@")[2].encode())]
+        if api_key:
+            own.append((b"authorization", b"Bearer " + api_key.encode()))
+        self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
+        self._idle: list[_Connection] = []
+        self._trimming: asyncio.TimerHandle | None = None
+
+    async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
+        """Sends a request and waits for its answer: its head, or all of it if it is of a known, moderate length.
+
+        Cancelling it closes the connection.
+
+        Args:
+            method, target: as they stand in the request line.
+            headers: header lines (see :func:`~reward_loop.router.headers.to_wire`), with the length of the body, and
+                without ``Host``.
+            body: the whole body.
+
+        Raises:
+            ConnectError: no connection could be made.
+            BrokenError: it broke.
+        """
+        message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
+        head_only = method == b"HEAD"
+        connection = self._take_idle() or await self._connect()
+        while True:
+            self.busy.add(connection)
+            try:
+                return await connection.send(message, head_only)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+            except _StaleError:
+                connection = await self._connect()
+
+    def break_off(self, reason: str) -> None:
+        """Fails the requests whose answers have not begun, and forgets the idle connections."""
+        for connection in [connection for connection in self.busy if connection.unanswered]:
+            connection.heard = True  # So that it is not tried again here.
+            connection.fail(reason)
+        self._drop_idle()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for connection in list(self.busy):
+            connection.fail("the router stops")
+        self._drop_idle()
+
+    def release(self, connection: _Connection) -> None:
+        """Takes a connection back whose answer is complete."""
+        self.busy.discard(connection)
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+        if self._trimming is None:
+            self._trimming = self.loop.call_later(_IDLE_S, self._trim)
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        return None
+
+    async def _connect(self) -> _Connection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self.loop.create_connection(
+                    lambda: _Connection(self), self._host, self._port, ssl=self._tls or None
+                )
+        except TimeoutError:
+            raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None
+        except OSError as error:
+            raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
+        return connection
+
+    def _trim(self) -> None:
+        """Closes the connections that have been idle for long; the oldest ones are in front."""
+        before = time.monotonic() - _IDLE_S / 2
+        old = 0
+        while old < len(self._idle) and (self._idle[old].closed or self._idle[old].idle_since < before):
+            self._idle[old].close()
+            old += 1
+        del self._idle[:old]
+        self._trimming = self.loop.call_later(_IDLE_S / 2, self._trim) if self._idle else None
+
+    def _drop_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        if self._trimming:
+            self._trimming.cancel()
+            self._trimming = None

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from reward_loop.router.config import RouterConfig
+from reward_loop.router.policies import Content, LeastInFlight, RoundRobin, TwoChoices, policy_for
+
+
+@dataclass
+class Fake:
+    url: str
+    in_flight: int = 0
+    requests: int = 0
+
+
+@pytest.fixture
+def workers() -> Any:
+    return [Fake(f"http://127.0.0.1:{port}") for port in range(8000, 8004)]
+
+
+def test_round_robin(workers: Any) -> None:
+    policy = RoundRobin()
+    turns = [policy.choose(workers, 0).url for _ in range(8)]
+    assert turns[:4] == turns[4:]
+    assert len(set(turns)) == 4
+
+
+def test_least_in_flight(workers: Any) -> None:
+    for worker, load in zip(workers, (3, 1, 2, 1), strict=True):
+        worker.in_flight = load
+    workers[1].requests = 5
+    assert LeastInFlight().choose(workers, 0) is workers[3]
+
+
+def test_two_choices_never_take_the_busiest_and_reach_all_others(workers: Any) -> None:
+    policy = TwoChoices(seed=1)
+    workers[2].in_flight = 9
+    chosen = Counter(policy.choose(workers, 0).url for _ in range(400))
+    assert set(chosen) == {worker.url for worker in workers} - {workers[2].url}
+    assert policy.choose(workers[2:3], 0) is workers[2]
+
+
+def test_the_same_content_meets_the_same_server_and_only_the_orphans_move(workers: Any) -> None:
+    policy = Content()
+    keys = [policy.key([], b"prompt %d" % i) for i in range(2000)]
+    homes = [policy.choose(workers, key) for key in keys]
+    assert [Content().choose(workers[::-1], key) for key in keys] == homes
+    assert all(400 < count < 600 for count in Counter(home.url for home in homes).values())
+    for key, home in zip(keys, homes, strict=True):
+        if home is not workers[0]:
+            assert policy.choose(workers[1:], key) is home
+
+
+def test_what_counts_as_content() -> None:
+    session = [(b"x-session-id", b"7")]
+    by_header, by_prefix = Content(b"x-session-id"), Content(prefix=4)
+    assert by_header.key(session, b"one") == by_header.key(session, b"two")
+    assert by_header.key([], b"one") != by_header.key([], b"two")
+    assert by_prefix.key([], b"same beginning") == by_prefix.key([], b"same?")
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_in_flight", "two_choices", "content"])
+def test_names(name: Any, workers: Any) -> None:
+    policy = policy_for(RouterConfig(policy=name))
+    assert policy.choose(workers, policy.key([], b"x")) in workers
+    assert policy.by_content is (name == "content")

@@ -1,0 +1,170 @@
+"""The router as a process, with its own server protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from reward_loop.errors import ConfigError
+from reward_loop.router.command import parse_worker
+from reward_loop.router.sockets import is_loopback, listen, url_of
+from tests.gsm8k import ROOT
+from tests.router.serving import post, serving
+
+MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
+
+
+@contextlib.contextmanager
+def routing(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "route", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None
+        yield found[0], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message["body"]
+        more = message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def exchange(url: str, *messages: bytes) -> bytes:
+    """Sends bytes, each after something came for the one before, and returns all that came until the end."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(30):
+        writer.write(messages[0])
+        came = b""
+        for message in messages[1:]:
+            came += await reader.read(65536)
+            writer.write(message)
+        came += await reader.read()
+    writer.close()
+    return came
+
+
+async def test_the_wire() -> None:
+    async with serving(echo) as worker:
+        with routing("--worker", worker, "--max-header-kb", "2") as (url, process):
+            assert await post(url, "/x", b"body" * 100_000) == (200, b"body" * 100_000)
+
+            chunked = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+            chunked += b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
+            assert (await exchange(url, chunked)).endswith(b"content-length: 3\r\nconnection: close\r\n\r\nabc")
+
+            expecting = (
+                b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+            )
+            came = await exchange(url, expecting, b"ok")
+            assert came.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+            assert came.endswith(b"ok")
+
+            one = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 1\r\n\r\n1"
+            two = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: 1\r\n\r\n2"
+            came = await exchange(url, one + two)
+            assert re.fullmatch(rb"HTTP/1.1 200.*\r\n\r\n1HTTP/1.1 200.*\r\n\r\n2", came, re.DOTALL)
+
+            head = b"HEAD /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+            assert (await exchange(url, head)).endswith(b"connection: close\r\n\r\n")
+
+            endless = b"GET /x HTTP/1.1\r\nx: " + b"y" * 5000
+            assert (await exchange(url, endless)).startswith(b"HTTP/1.1 431 ")
+            socketed = b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+            assert (await exchange(url, socketed)).startswith(b"HTTP/1.1 501 ")
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def test_sigterm_lets_requests_end() -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            arrived.set()
+            await go_on.wait()
+        await echo(scope, receive, send)
+
+    async with serving(slow) as worker:
+        with routing("--worker", worker) as (url, process):
+            request = asyncio.create_task(post(url, "/slow", b"x"))
+            await arrived.wait()
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(30):
+                    await _refuses(url)
+            finally:
+                go_on.set()
+            assert await request == (200, b"x")
+            assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def _refuses(url: str) -> None:
+    """Returns once new connections are not taken any more."""
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--worker", "http://127.0.0.1:1", "--host", "0.0.0.0"), "set an API key"),
+        (("--worker", "127.0.0.1:1"), "expected http://host:port"),
+        (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
+        (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "options.policy"),
+    ],
+)
+def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "route", "--port", "0", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_worker_specifications() -> None:
+    worker = parse_worker("http://a:1/,model=x,model=y,kind=generative,engine=vllm")
+    assert (worker.url, worker.models, worker.kind, worker.engine) == ("http://a:1", ("x", "y"), "generative", "vllm")
+    with pytest.raises(ConfigError, match="expected KEY=VALUE, got 'x'"):
+        parse_worker("http://a:1,x")
+
+
+def test_addresses() -> None:
+    with listen("127.0.0.1") as own, listen("0.0.0.0") as everyones:
+        assert is_loopback(own)
+        assert not is_loopback(everyones)
+        assert url_of(own).startswith("http://127.0.0.1:")
+    left, right = socket.socketpair()
+    with left, right:
+        assert is_loopback(left)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop.router.sockets import listen, url_of
+from reward_loop.router.upstream import Answer, BrokenError, ConnectError, Upstream
+from tests.router.serving import refusing, until
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw(serve: Serve) -> AsyncIterator[Upstream]:
+    """A client of a server that is written out byte by byte."""
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(closing, sock=(listener := listen("127.0.0.1")))
+    async with server:
+        upstream = Upstream(url_of(listener))
+        try:
+            yield upstream
+        finally:
+            upstream.close()
+
+
+def saying(*answers: bytes) -> Serve:
+    """Answers the requests on each connection one by one, then closes it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+
+    return serve
+
+
+async def get(upstream: Upstream, method: bytes = b"GET") -> tuple[int, bytes]:
+    answer = await upstream.request(method, b"/")
+    return answer.status, await whole(answer)
+
+
+async def whole(answer: Answer) -> bytes:
+    body = b""
+    while part := await answer.read():
+        body += part
+    return body
+
+
+@pytest.mark.parametrize(
+    ("written", "status", "body"),
+    [
+        (OK, 200, b"ok"),
+        (b"HTTP/1.1 100 Continue\r\nx: 1\r\n\r\n" + OK, 200, b"ok"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n", 304, b""),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n1\r\n!\r\n0\r\nx: 1\r\n\r\n", 200, b"ok!"),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end"),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 1\r\n\r\nx", 200, b"x"),
+        (b"HTTP/1.1 418 Odd One\r\nConnection: close\r\ncontent-length: 0\r\n\r\n", 418, b""),
+    ],
+)
+async def test_what_is_http_is_understood(written: bytes, status: int, body: bytes) -> None:
+    async with raw(saying(written)) as upstream:
+        assert await get(upstream) == (status, body)
+
+
+async def test_the_answer_to_head_has_no_body() -> None:
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")) as upstream:
+        assert await get(upstream, b"HEAD") == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", b"SSH-2.0\r\n", b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n"],
+)
+async def test_what_is_not_whole_is_an_error(written: bytes) -> None:
+    async with raw(saying(written)) as upstream:
+        with pytest.raises(BrokenError):
+            await get(upstream)
+
+
+async def test_a_stream_that_breaks_off_is_an_error_in_its_middle() -> None:
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+        assert await answer.read() == b"ok"
+        with pytest.raises(BrokenError):
+            await answer.read()
+
+
+async def test_nobody_there() -> None:
+    with pytest.raises(ConnectError):
+        await get(Upstream(refusing()))
+
+
+async def test_connections_are_used_again_the_last_one_first() -> None:
+    connections: list[asyncio.StreamWriter] = []
+    used: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            used.append(connections.index(writer))
+            writer.write(OK)
+
+    async with raw(serve) as upstream:
+        await asyncio.gather(get(upstream), get(upstream))
+        assert len(connections) == 2
+        last = used[-1]
+        for _ in range(3):
+            await get(upstream)
+        assert len(connections) == 2
+        assert len(set(used[2:])) == 1
+        assert last in (0, 1)
+
+
+async def test_a_connection_that_died_while_idle_is_no_error() -> None:
+    async with raw(saying(OK)) as upstream:
+        for _ in range(3):
+            assert await get(upstream) == (200, b"ok")
+
+
+async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")  # It has the request, and closes without a byte.
+
+    async with raw(serve) as upstream:
+        for _ in range(3):
+            assert await get(upstream) == (200, b"ok")
+
+
+async def test_a_cancelled_request_closes_its_connection() -> None:
+    arrived, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        arrived.set()
+        try:
+            assert await reader.read() == b""
+        finally:
+            closed.set()
+
+    async with raw(serve) as upstream:
+        request = asyncio.create_task(get(upstream))
+        await arrived.wait()
+        request.cancel()
+        async with asyncio.timeout(10):
+            await closed.wait()
+        assert not upstream.busy
+
+
+async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with raw(serve) as upstream:
+        request = asyncio.create_task(get(upstream))
+        await until(lambda: upstream.busy)
+        upstream.break_off("killed")
+        with pytest.raises(BrokenError, match="killed"):
+            await request
+
+
+async def test_a_long_answer_of_known_length_comes_whole() -> None:
+    body = b"x" * 1_000_000
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))) as upstream:
+        assert await get(upstream) == (200, body)
+
+
+async def test_a_slow_reader_holds_a_fast_server_back() -> None:
+    written = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 << 20))
+        for _ in range(64):
+            writer.write(b"x" * (1 << 20))
+            await writer.drain()
+            written += 1
+
+    async with raw(serve) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+        await until(lambda: answer.size >= 256 * 1024)
+        assert answer.size < 1 << 20
+        assert written < 64
+        assert len(await whole(answer)) == 64 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=5000), st.lists(st.integers(1, 400), max_size=20), st.booleans())
+def test_bodies_are_what_they_were_however_they_are_cut(body: bytes, cuts: list[int], chunked: bool) -> None:
+    if chunked:
+        framed = b"transfer-encoding: chunked\r\n\r\n"
+        framed += b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        framed += b"0\r\n\r\n"
+    else:
+        framed = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    message = b"HTTP/1.1 200 OK\r\n" + framed
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        left = message
+        for cut in cuts:
+            writer.write(left[:cut])
+            left = left[cut:]
+            await asyncio.sleep(0)
+        writer.write(left)
+
+    async def check() -> Any:
+        async with raw(serve) as upstream:
+            return await get(upstream)
+
+    assert asyncio.run(check()) == (200, body)
