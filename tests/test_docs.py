@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from reward_loop import RewardSample, ScoringFunction, load_function
+from reward_loop.cli import app
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig
 from tests.gsm8k import ROOT
 
@@ -48,6 +50,7 @@ TRAINING = [
     (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
 SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "score"]]
+ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in COMMANDS if "route" in command]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
 MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
 OTHERS = {"head", "pip"}
@@ -84,7 +87,8 @@ def test_there_is_something_to_run() -> None:
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
     tested = [command for _, command in (*TRAINING, *SCORING, *SIMULATING, *MAKE)]
-    assert {command[0] for _, command in COMMANDS if command not in tested} <= OTHERS
+    others = [command for _, command in COMMANDS if command not in tested and "route" not in command]
+    assert {command[0] for command in others} <= OTHERS
 
 
 def test_links_lead_somewhere() -> None:
@@ -110,6 +114,14 @@ def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     (scored,) = (tmp_path / "rollouts.scored.jsonl").read_text().splitlines()
     assert json.loads(scored)["outcome"] == "scored"
+
+
+@pytest.mark.parametrize(("page", "arguments"), ROUTING)
+def test_routing_commands_are_understood(page: str, arguments: list[str]) -> None:
+    route = typer.main.get_command(app).commands["route"]  # type: ignore[attr-defined]
+    context = route.make_context("route", list(arguments))
+    workers = sum(argument in ("--worker", "-w") for argument in arguments)
+    assert [len(value) for value in context.params.values() if isinstance(value, list | tuple) and value] == [workers]
 
 
 @pytest.mark.parametrize(("page", "command"), SIMULATING)
