@@ -51,6 +51,7 @@ TRAINING = [
 ]
 SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "score"]]
 ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in COMMANDS if "route" in command]
+BENCHMARKS = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("benchmarks/")]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
 MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
 OTHERS = {"head", "pip"}
@@ -86,7 +87,7 @@ def test_there_is_something_to_run() -> None:
 
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
-    tested = [command for _, command in (*TRAINING, *SCORING, *SIMULATING, *MAKE)]
+    tested = [command for _, command in (*TRAINING, *SCORING, *SIMULATING, *BENCHMARKS, *MAKE)]
     others = [command for _, command in COMMANDS if command not in tested and "route" not in command]
     assert {command[0] for command in others} <= OTHERS
 
@@ -122,6 +123,14 @@ def test_routing_commands_are_understood(page: str, arguments: list[str]) -> Non
     context = route.make_context("route", list(arguments))
     workers = sum(argument in ("--worker", "-w") for argument in arguments)
     assert [len(value) for value in context.params.values() if isinstance(value, list | tuple) and value] == [workers]
+
+
+@pytest.mark.parametrize(("page", "command"), BENCHMARKS)
+def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
+    done = run([str(ROOT / command[1]), "--help"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for option in command[2:]:
+        assert not option.startswith("--") or option in done.stdout
 
 
 @pytest.mark.parametrize(("page", "command"), SIMULATING)
