@@ -10,7 +10,7 @@ ARGS ?=
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 	@echo
-	@echo 'make demo QUICK=1 takes under three minutes; make demo ARGS="--help" lists the options of the demo.'
+	@echo 'make demo QUICK=1 is a shorter form of a few minutes; make demo ARGS="--help" lists the options of the demo.'
 	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (ten minutes)
