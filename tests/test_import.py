@@ -14,6 +14,7 @@ PUBLIC = [
     "QueueClosedError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -31,6 +32,7 @@ PUBLIC = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]
