@@ -23,14 +23,16 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
         sample = await super().to_sample(data)
-        row = data[-1]
+        row = data if data.batch["responses"].ndim == 1 else data[-1]
         prompt = row.non_tensor_batch.get("raw_prompt")
         if prompt is None:
             return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
         try:
             text = await asyncio.to_thread(self._render, list(prompt), row.batch)
         except Exception as error:  # a template is a program of the model's author
-            return replace(sample, error=f"the reward model's chat template refused it: {type(error).__name__}: {error}")
+            return replace(
+                sample, error=f"the reward model's chat template refused it: {type(error).__name__}: {error}"
+            )
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
 
     def _render(self, conversation: list[dict[str, Any]], batch: Any) -> str:
