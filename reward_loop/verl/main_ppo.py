@@ -20,7 +20,7 @@ from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.verl.options import CONFIG_DIR, reward_model_options, settle, verl_config_dir
+from reward_loop.verl.options import CONFIG_DIR, reward_model_options, scores_by_model, settle, verl_config_dir
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -50,7 +50,13 @@ def run(config: DictConfig) -> None:
     _check_function(config)
     model = reward_model_options(config)
     if model is not None:
-        model_kind(model.model_path, "reward_model.model.path")
+        kind = model_kind(model.model_path, "reward_model.model.path")
+        if kind == "generative" and scores_by_model(config):
+            raise ConfigError(
+                f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
+                "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
+                "discriminative model scores by itself"
+            )
     if config.trainer.device == "cpu":
         _prepare_cpu(config)
 
