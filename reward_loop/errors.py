@@ -7,7 +7,8 @@
     │   ├── RewardFunctionError     the user's function raised
     │   ├── RewardTimeoutError      it ran past its deadline
     │   ├── InvalidScoreError       it returned something that is no score
-    │   └── UnscoredError           it returned None, and the policy is to raise
+    │   ├── UnscoredError           it returned None, and the policy is to raise
+    │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
@@ -23,6 +24,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "QueueClosedError",
     "RewardFunctionError",
@@ -68,6 +70,10 @@ class InvalidScoreError(ScoringError):
 
 class UnscoredError(ScoringError):
     """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+
+
+class IncompleteGroupError(ScoringError):
+    """Samples that this one is compared with did not come in time."""
 
 
 class TooManyFailuresError(RewardLoopError):

@@ -64,6 +64,7 @@ _OPEN = {
     "reward_model.rollout.engine_kwargs",
     "custom_reward_function.reward_kwargs",
     "reward_model.server.env",
+    "reward_loop.components",
 }
 """Groups whose keys are the user's own."""
 
@@ -267,7 +268,18 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
     model = config.reward.reward_model
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
-    if model.enable and not function.path:
+    options = reward_loop_options(config)
+    composite = config.reward.reward_manager.name == "composite"
+    if composite and function.path and all(component.path for component in options.components.values()):
+        raise ConfigError(
+            f"custom_reward_function.path={function.path} has no effect: each of reward_loop.components has a path of "
+            "its own. Leave it out, or leave out the path of the component that it is"
+        )
+    if options.components and not composite:
+        raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
+    if config.algorithm.adv_estimator == "gdpo":
+        _check_gdpo(config.algorithm)
+    if model.enable and not function.path and not composite:
         raise ConfigError(
             "reward_model.enable=True needs a function that asks the model: set custom_reward_function.path to a file "
             "whose compute_score takes reward_router_address"
@@ -287,5 +299,18 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
     if config.trainer.v1.trainer_mode == PIPELINE_MODE:
         _check_pipeline(config)
-    reward_loop_options(config)
     reward_model_options(config)
+
+
+def _check_gdpo(algorithm: DictConfig) -> None:
+    keys, weights = algorithm.get("gdpo_reward_keys"), algorithm.get("gdpo_reward_weights")
+    if not keys:
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo needs the rewards that it normalises: set +algorithm.gdpo_reward_keys=[...] "
+            "to keys that the reward function returns"
+        )
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights: {len(keys)} are needed, one for each of algorithm.gdpo_reward_keys; "
+            f"got {len(weights)}"
+        )
