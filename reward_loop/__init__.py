@@ -15,6 +15,7 @@ from reward_loop.errors import (
     IncompleteGroupError,
     InvalidScoreError,
     QueueClosedError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopError,
     RewardsCancelledError,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, load_function
+    from reward_loop.scoring import ScoringFunction, isolated, load_function
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "QueueClosedError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -66,6 +68,7 @@ __all__ = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]
@@ -78,6 +81,7 @@ _LAZY = {
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
+    "isolated": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",
 }

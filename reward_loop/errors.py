@@ -6,6 +6,7 @@
     ├── ScoringError                one sample could not be scored
     │   ├── RewardFunctionError     the user's function raised
     │   ├── RewardTimeoutError      it ran past its deadline
+    │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       it returned something that is no score
     │   ├── UnscoredError           it returned None, and the policy is to raise
     │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
@@ -27,6 +28,7 @@ __all__ = [
     "IncompleteGroupError",
     "InvalidScoreError",
     "QueueClosedError",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
@@ -62,6 +64,10 @@ class RewardFunctionError(ScoringError):
 
 class RewardTimeoutError(ScoringError):
     """The user's function ran past its deadline."""
+
+
+class RewardCrashedError(ScoringError):
+    """The process in which the user's function ran died: of a crash, by ``os._exit``, or of too much memory."""
 
 
 class InvalidScoreError(ScoringError):

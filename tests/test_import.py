@@ -15,6 +15,7 @@ PUBLIC = [
     "QueueClosedError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -32,6 +33,7 @@ PUBLIC = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]
