@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.naive import NaiveRewardLoopManager
+from reward_loop.managers.prime import PrimeRewardLoopManager
 from reward_loop.managers.registry import get, register
+from reward_loop.managers.remote import RemoteRewardLoopManager
 
-__all__ = ["FailureBound", "NaiveRewardLoopManager", "RewardLoopManagerBase", "get", "register"]
+__all__ = [
+    "FailureBound",
+    "NaiveRewardLoopManager",
+    "PrimeRewardLoopManager",
+    "RemoteRewardLoopManager",
+    "RewardLoopManagerBase",
+    "get",
+    "register",
+    "scoring_function",
+]

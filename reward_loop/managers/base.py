@@ -14,7 +14,7 @@ from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = ["RewardLoopManagerBase"]
+__all__ = ["RewardLoopManagerBase", "scoring_function"]
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -55,12 +55,8 @@ class RewardLoopManagerBase(ABC):
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
         self.function: ScoringFunction | None = None
-        if isinstance(compute_score, ScoringFunction):
-            self.function = compute_score
-        elif compute_score is not None:
-            self.function = ScoringFunction(
-                compute_score, timeout=self.options.timeout, max_threads=self.options.max_threads
-            )
+        if compute_score is not None:
+            self.function = scoring_function(type(self), compute_score, self.options)
         self.failures = FailureBound(
             self.options.max_failed_share,
             self.options.min_samples_for_failed_share,
@@ -141,6 +137,25 @@ class RewardLoopManagerBase(ABC):
             responses, mask = responses[-1], mask[-1]
         length = int(mask[-responses.shape[-1] :].sum()) if responses.shape[-1] else 0
         return self.tokenizer.decode(responses[:length], skip_special_tokens=True)
+
+
+def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **more: Any) -> ScoringFunction:
+    """Return what calls ``function`` for a manager class.
+
+    Raises:
+        FunctionLoadError: it cannot be called with what the reward loop provides.
+    """
+    if isinstance(function, ScoringFunction):
+        return function
+    return ScoringFunction(
+        function,
+        timeout=options.timeout,
+        max_threads=options.max_threads,
+        isolation=options.isolation,
+        max_processes=options.max_processes,
+        max_memory_mb=options.max_memory_mb,
+        **more,
+    )
 
 
 def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -14,13 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.managers import FailureBound, RewardLoopManagerBase
+from reward_loop.managers import FailureBound, RewardLoopManagerBase, scoring_function
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.processes import usable_cores
 from reward_loop.types import Outcome, Reward, RewardResult
 from reward_loop.verl.options import reward_loop_options
 
@@ -139,6 +140,9 @@ def _user_function(config: DictConfig) -> Any:
 
 def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
     options = reward_loop_options(config)
+    if options.max_processes is None:
+        share = max(1, usable_cores() // config.reward.num_workers)
+        options = options.model_copy(update={"max_processes": share})
     reward_kwargs: Any = config.reward.custom_reward_function.get("reward_kwargs")
     if function is None:
         from verl.utils.reward_score import default_compute_score
@@ -146,9 +150,7 @@ def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
     elif reward_kwargs is not None:
         reward_kwargs = OmegaConf.to_container(reward_kwargs)
-    return ScoringFunction(
-        function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
-    )
+    return scoring_function(RewardLoopManagerBase, function, options, reward_kwargs=reward_kwargs)
 
 
 def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
     share = max(1, sandbox.max_concurrent // config.reward.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
-        "concurrent_semaphore": threading.Semaphore(share),
+        "concurrent_semaphore": SplitSemaphore(share),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
 
