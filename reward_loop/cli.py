@@ -93,6 +93,15 @@ def score(
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    isolation: Annotated[
+        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+    ] = "thread",
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
+    ] = None,
     on_failed: Annotated[
         str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
     ] = "mask",
@@ -140,6 +149,9 @@ def score(
             options={
                 "timeout": timeout or None,
                 "max_threads": concurrency,
+                "isolation": isolation,
+                "max_processes": max_processes,
+                "max_memory_mb": max_memory_mb,
                 "on_failed": on_failed,
                 "on_unscored": on_unscored,
                 "default_score": default_score,

@@ -73,6 +73,15 @@ class ComponentConfig(Config):
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
 
+    isolation: Literal["thread", "process"] | None = None
+    """Where it runs, if it is sync."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in processes."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes that such a process may use."""
+
     on_failed: Policy | None = None
     """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
     leaves the sample out of training."""
@@ -102,6 +111,18 @@ class RewardLoopConfig(Config):
 
     max_threads: int = Field(default=64, ge=1)
     """How many calls of a sync function run at a time."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
+    ``isolated`` runs in processes in any case."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many calls of a sync function run at a time in processes; by default as many as there are cores, which the
+    reward workers of a verl run share."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes (2^20 bytes) that such a process may use, with all that it started; one that passes them is killed, and
+    its sample fails. By default, there is no bound."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 never stops it."""

@@ -90,6 +90,8 @@ class RewardAgent:
             _, left = await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
             if left:
                 logger.warning("%d reward tasks go on although they were cancelled; they are left behind", len(left))
+        if callable(close := getattr(self.manager, "close", None)):
+            await asyncio.to_thread(close)
         if error is None:
             self._raise_unseen()
 

@@ -10,7 +10,9 @@ from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.gdpo import GDPORewardLoopManager
 from reward_loop.managers.group import GroupRewardLoopManager
 from reward_loop.managers.naive import NaiveRewardLoopManager
+from reward_loop.managers.prime import PrimeRewardLoopManager
 from reward_loop.managers.registry import get, register
+from reward_loop.managers.remote import RemoteRewardLoopManager
 
 __all__ = [
     "BatchRewardLoopManager",
@@ -20,6 +22,8 @@ __all__ = [
     "GDPORewardLoopManager",
     "GroupRewardLoopManager",
     "NaiveRewardLoopManager",
+    "PrimeRewardLoopManager",
+    "RemoteRewardLoopManager",
     "RewardLoopManagerBase",
     "get",
     "register",

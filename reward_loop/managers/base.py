@@ -146,6 +146,11 @@ class RewardLoopManagerBase:
         self.failures.count(result)
         return apply_policy(result, self.options)
 
+    def close(self) -> None:
+        """End the processes that run the user's function. It waits for them: not on the event loop."""
+        if self.function is not None:
+            self.function.close()
+
     @classmethod
     def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:
         """Put each score at the last valid response token of its row; verl calls this on the class."""
@@ -167,7 +172,15 @@ def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **
     kind = getattr(manager, "function_type", ScoringFunction)
     if isinstance(function, kind):
         return function
-    return kind(function, timeout=options.timeout, max_threads=options.max_threads, **more)
+    return kind(
+        function,
+        timeout=options.timeout,
+        max_threads=options.max_threads,
+        isolation=options.isolation,
+        max_processes=options.max_processes,
+        max_memory_mb=options.max_memory_mb,
+        **more,
+    )
 
 
 def verl_options(config: Any, path: str) -> Any:

@@ -16,6 +16,9 @@ from reward_loop.types import Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
 
+_OF_THE_FUNCTION = {"name", "reward_kwargs", "timeout", "isolation", "max_processes", "max_memory_mb"}
+"""Options of a component that are not its own, where its function is that of the run."""
+
 
 @register("composite")
 class CompositeRewardLoopManager(RewardLoopManagerBase):
@@ -41,6 +44,11 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
     def requires(self) -> frozenset[str]:
         """The fields of a sample that some component cannot be called without."""
         return frozenset().union(*(component.function.requires for component in self._components.values()))
+
+    def close(self) -> None:
+        """End the processes of all components."""
+        for component in self._components.values():
+            component.function.close()
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Call the components; one that has no score, and no default, decides what becomes of the sample."""
@@ -98,7 +106,7 @@ class _Component:
             )
         elif default is None:
             raise ConfigError(f"{where}.path: which function this is; there is none besides that it could be")
-        elif unused := sorted({"name", "reward_kwargs", "timeout"} & own.keys()):
+        elif unused := sorted(_OF_THE_FUNCTION & own.keys()):
             raise ConfigError(f"{where}.{unused[0]}: has an effect only beside {where}.path")
         else:
             self.function = default

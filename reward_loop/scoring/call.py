@@ -19,7 +19,7 @@ from reward_loop.errors import (
     UnscoredError,
 )
 from reward_loop.scoring.ended import Call, Ended, describe_exception
-from reward_loop.scoring.isolation import Isolation, choose_executor
+from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import WorkerProcesses
 from reward_loop.scoring.signature import Target, resolve
@@ -67,9 +67,9 @@ class ScoringFunction:
         """
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(max_threads)
-        self._executor = choose_executor(
-            self._target, isolation, self._threads, Isolation(max_processes, max_memory_mb)
-        )
+        self._executor: DaemonThreads | WorkerProcesses = self._threads
+        if is_isolated(self._target) or (isolation == "process" and not self._target.is_async):
+            self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
         self._abandoned: set[asyncio.Future[Any]] = set()
         self.timeout = timeout
 
@@ -101,8 +101,17 @@ class ScoringFunction:
     def __repr__(self) -> str:
         return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
 
+    def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
+        """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
+
+        Raises:
+            FunctionLoadError: it is async, or cannot be sent to a process.
+        """
+        self.close()
+        self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
+
     def close(self) -> None:
-        """End the processes in which the function runs, if it does. A later call starts them again."""
+        """End the processes that the function runs in, if it does and none is at work. A later call starts others."""
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 

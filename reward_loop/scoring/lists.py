@@ -11,6 +11,7 @@ from typing import Any
 from reward_loop._text import shorten
 from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
 from reward_loop.scoring.call import ScoringFunction, copied, describe, ended_badly, to_result
+from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -51,9 +52,11 @@ class ListScoringFunction:
         """
         target = resolve(function, reward_kwargs, (*_FIELDS, *_CONTEXT))
         # As a function of one sample, which carries the others.
+        call = functools.partial(_call, target)
+        carry_mark(target.call, to=call)
         of_one = replace(
             target,
-            call=functools.partial(_call, target),
+            call=call,
             passes=frozenset({"extra_info", *_CONTEXT}),
             requires=frozenset(),
             reward_kwargs={},
@@ -72,6 +75,10 @@ class ListScoringFunction:
     def timeout(self) -> float | None:
         """Seconds from the start of a call to its deadline."""
         return self._function.timeout
+
+    def close(self) -> None:
+        """End the processes that the function ran in, if any."""
+        self._function.close()
 
     async def __call__(self, samples: Sequence[RewardSample], **context: Any) -> list[RewardResult]:
         """Score samples in one call; those that are broken fail without it.

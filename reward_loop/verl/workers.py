@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -19,8 +18,10 @@ from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.processes import usable_cores
 from reward_loop.types import Outcome, Reward, RewardResult
 from reward_loop.verl.options import reward_loop_options
 
@@ -143,6 +144,9 @@ def _user_function(config: DictConfig) -> Any:
 
 def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, function: Any) -> Any:
     options = reward_loop_options(config)
+    if options.max_processes is None:
+        share = max(1, usable_cores() // config.reward.num_workers)
+        options = options.model_copy(update={"max_processes": share})
     reward_kwargs: Any = config.reward.custom_reward_function.get("reward_kwargs")
     if function is None and not issubclass(cls.function_type, ScoringFunction):
         raise ConfigError(
@@ -166,7 +170,7 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
     share = max(1, sandbox.max_concurrent // config.reward.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
-        "concurrent_semaphore": threading.Semaphore(share),
+        "concurrent_semaphore": SplitSemaphore(share),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
 

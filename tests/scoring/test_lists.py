@@ -1,10 +1,11 @@
 import asyncio
+import os
 
 import numpy as np
 import pytest
 
 from reward_loop import FunctionLoadError, Outcome, RewardFunctionError, RewardSample
-from reward_loop.scoring import ListScoringFunction
+from reward_loop.scoring import ListScoringFunction, isolated
 
 SAMPLES = [
     RewardSample("a", "math", "A", {"level": 1, "tags": ["x"]}, uid="u0"),
@@ -120,3 +121,14 @@ def test_what_it_requires():
     function = ListScoringFunction(lambda solution_strs, ground_truths, data_sources=None: [])
     assert function.requires == {"solution_str", "ground_truth"}
     assert "test_lists.py" in function.name
+
+
+@isolated
+def in_a_process(solution_strs):
+    return [{"score": len(text), "pid": os.getpid()} for text in solution_strs]
+
+
+async def test_the_mark_for_processes_is_heeded():
+    results = await ListScoringFunction(in_a_process)(SAMPLES)
+    assert [result.score for result in results] == [1, 2], results
+    assert results[0].extra_info["pid"] == results[1].extra_info["pid"] != os.getpid()
