@@ -133,6 +133,12 @@ class RewardLoopConfig(Config):
     failed_share_window: int = Field(default=1024, ge=1)
     """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
 
+    watchdog_s: float | None = Field(default=60.0, gt=0)
+    """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
+
+    log_dir: str | None = None
+    """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""
 

@@ -101,6 +101,7 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     page, block = PYTHON[number]
+    write_named(page, tmp_path)
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"

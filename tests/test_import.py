@@ -13,6 +13,7 @@ PUBLIC = [
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
     "RewardCrashedError",

@@ -12,6 +12,7 @@ from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import Reward, RewardResult, RewardSample
+from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardLoopManagerBase", "scoring_function", "verl_options"]
 
@@ -62,6 +63,8 @@ class RewardLoopManagerBase:
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options)
+        self.records = records(self.options.log_dir) if self.options.log_dir else None
+        watch(self.options.watchdog_s)
         self.failures = FailureBound(
             self.options.max_failed_share,
             self.options.min_samples_for_failed_share,
@@ -75,7 +78,17 @@ class RewardLoopManagerBase:
             ScoringError: the sample has no score, and the policy is ``raise``.
             TooManyFailuresError: too large a share of the latest samples failed.
         """
-        return self.to_reward(await self.score(await self.to_sample(data)))
+        sample = await self.to_sample(data)
+        with Call(sample, self.name) as call:
+            result = await self.score(sample)
+            if self.records is not None:
+                self.records.write(record(call, result))
+        return self.to_reward(result)
+
+    @property
+    def name(self) -> str:
+        """What scores the samples, for messages and logs."""
+        return self.function.name if self.function else type(self).__name__
 
     @property
     def requires(self) -> frozenset[str]:

@@ -26,6 +26,7 @@ from reward_loop.verl.options import (
     CONFIG_DIR,
     reward_loop_options,
     reward_model_options,
+    scores_by_model,
     settle,
     verl_config_dir,
 )
@@ -58,7 +59,13 @@ def run(config: DictConfig) -> None:
     _check_function(config)
     model = reward_model_options(config)
     if model is not None:
-        model_kind(model.model_path, "reward_model.model.path")
+        kind = model_kind(model.model_path, "reward_model.model.path")
+        if kind == "generative" and scores_by_model(config):
+            raise ConfigError(
+                f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
+                "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
+                "discriminative model scores by itself"
+            )
     if config.trainer.device == "cpu":
         _prepare_cpu(config)
 
