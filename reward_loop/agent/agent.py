@@ -64,8 +64,8 @@ class RewardAgent:
             raise ConfigError(f"concurrency: at least 1, or None for no bound; got {concurrency}")
         self.manager = manager
         self.concurrency = concurrency
-        self._on_ended = on_ended
         self._needs_group: bool = getattr(manager, "needs_group", False)
+        self._on_ended = on_ended
         self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
         function = getattr(manager, "function", None)
         self._function = function if isinstance(function, ScoringFunction) else None

@@ -81,6 +81,11 @@ class RewardLoopManagerBase:
         return self.to_reward(await self.score(await self.to_sample(data)))
 
     @property
+    def name(self) -> str:
+        """What scores the samples, for messages and logs."""
+        return self.function.name if self.function else type(self).__name__
+
+    @property
     def requires(self) -> frozenset[str]:
         """The fields of a sample without which the user's function cannot be called."""
         return self.function.requires if self.function else frozenset()
@@ -124,7 +129,7 @@ class RewardLoopManagerBase:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample. While that lasts it is among the calls in work; then its record is written."""
-        with Call(sample, self.function.name if self.function is not None else type(self).__name__) as call:
+        with Call(sample, self.name) as call:
             result = await self.score_one(sample)
             if self.records is not None:
                 self.records.write(record(call, result))

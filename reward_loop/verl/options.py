@@ -275,7 +275,8 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
     model = config.reward.reward_model
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
-    options, function = reward_loop_options(config), config.reward.custom_reward_function
+    options = reward_loop_options(config)
+    function = config.reward.custom_reward_function
     composite = config.reward.reward_manager.name == "composite"
     if composite and function.path and all(component.path for component in options.components.values()):
         raise ConfigError(
