@@ -152,8 +152,9 @@ class _Trial:
         # What goes wrong is to be seen, not to stop the trial.
         config = RewardLoopConfig(max_failed_share=1.0, timeout=timeout, max_threads=concurrency)
         self.function = ScoringFunction(function, reward_kwargs=reward_kwargs, timeout=timeout, max_threads=concurrency)
+        cls: Any = get_manager(manager)
         self._new_manager = functools.partial(
-            get_manager(manager),
+            cls,
             config=config,
             tokenizer=None,
             reward_router_address=router_address,
