@@ -13,6 +13,7 @@
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
     └── ServerError                 a model server or the router
+        ├── RequestError            it did not answer a request, or not in a way that can be used
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
 
@@ -26,6 +27,7 @@ __all__ = [
     "FunctionLoadError",
     "InvalidScoreError",
     "QueueClosedError",
+    "RequestError",
     "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopError",
@@ -90,6 +92,27 @@ class QueueClosedError(RewardLoopError):
 
 class ServerError(RewardLoopError):
     """A model server or the router is not in working order."""
+
+
+class RequestError(ServerError):
+    """A request to a model server failed; the message has its URL, model, status and the start of the answer."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        """Take the message.
+
+        Args:
+            message: what happened.
+            status: the HTTP status of the answer; ``None`` where there was none.
+            retry_after: seconds that the server asked to wait before the next attempt.
+        """
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later: no answer, a broken one, too many requests, a server's fault."""
+        return self.status is None or self.status in (200, 408, 409, 425, 429) or self.status >= 500
 
 
 class ServerStartError(ServerError):

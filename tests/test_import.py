@@ -12,6 +12,7 @@ PUBLIC = [
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
     "RewardCrashedError",
