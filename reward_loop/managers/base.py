@@ -21,7 +21,7 @@ _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_mode
 
 
 class RewardLoopManagerBase:
-    """Base class of reward managers: a sample goes through `to_sample`, `score`, `to_reward`; override what differs.
+    """Base class of reward managers: a sample goes through `to_sample`, `score_one` and `to_reward`; override one.
 
     It is constructed with the keywords that verl uses, so that verl itself can load it.
     """
@@ -79,12 +79,7 @@ class RewardLoopManagerBase:
             ScoringError: the sample has no score, and the policy is ``raise``.
             TooManyFailuresError: too large a share of the latest samples failed.
         """
-        sample = await self.to_sample(data)
-        with Call(sample, self.name) as call:
-            result = check_parts(sample, await self.score(sample))
-            if self.records is not None:
-                self.records.write(record(call, result))
-        return self.to_reward(result)
+        return self.to_reward(await self.score(await self.to_sample(data)))
 
     @property
     def name(self) -> str:
@@ -134,6 +129,14 @@ class RewardLoopManagerBase:
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
+        """Score one sample. While that lasts it is among the calls in work; then its record is written."""
+        with Call(sample, self.name) as call:
+            result = check_parts(sample, await self.score_one(sample))
+            if self.records is not None:
+                self.records.write(record(call, result))
+        return result
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
         return await self._call(sample)
 

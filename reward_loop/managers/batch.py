@@ -27,7 +27,7 @@ class BatchRewardLoopManager(RewardLoopManagerBase):
         super().__init__(*args, **kwargs)
         self._collector = SampleCollector(self.score_many)
 
-    async def score(self, sample: RewardSample) -> RewardResult:
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample together with those that come soon after it."""
         batch = self.options.batch
         return await self._collector.score(sample, None, batch.max_batch_size, batch.max_wait_ms / 1000)

@@ -52,7 +52,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         for component in self._components.values():
             component.function.close()
 
-    async def score(self, sample: RewardSample) -> RewardResult:
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the components; one that has no score, and no default, decides what becomes of the sample."""
         results = await self._results(sample)
         total = 0.0

@@ -58,9 +58,9 @@ class DAPORewardLoopManager(RewardLoopManagerBase):
                 f"({self.overlong_buffer.len}); got {given.get('max_resp_len')}"
             )
 
-    async def score(self, sample: RewardSample) -> RewardResult:
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample, and take the penalty off; one without a score has none."""
-        result = await super().score(sample)
+        result = await super().score_one(sample)
         buffer = self.overlong_buffer
         if not buffer.enable or result.score is None:
             return result

@@ -35,9 +35,9 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         name = verl_options(self.config, "trainer.experiment_name")
         return replace(sample, extra_info={**sample.extra_info, "experiment_name": name})
 
-    async def score(self, sample: RewardSample) -> RewardResult:
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample; one that lacks a reward has failed."""
-        result = await super().score(sample)
+        result = await super().score_one(sample)
         if result.score is None:
             return result
         wrong = [key for key in self.reward_keys if not _is_number(result.extra_info.get(key))]

@@ -35,7 +35,7 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         self._collector = SampleCollector(self.score_many, self._incomplete)
         self._given_up: dict[str, str] = {}
 
-    async def score(self, sample: RewardSample) -> RewardResult:
+    async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample together with the others of its group."""
         if sample.group is None:
             raise ConfigError(

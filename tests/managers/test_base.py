@@ -226,7 +226,7 @@ def test_a_scoring_function_is_kept():
 
 async def test_a_subclass_states_what_differs():
     class Constant(RewardLoopManagerBase):
-        async def score(self, sample):
+        async def score_one(self, sample):
             return RewardResult(Outcome.SCORED, 1.0)
 
     assert Constant().function is None
