@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from reward_loop.errors import (
     ConfigError,
     FunctionLoadError,
+    IncompleteGroupError,
     InvalidScoreError,
     QueueClosedError,
+    RequestError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopError,
     RewardsCancelledError,
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, load_function
+    from reward_loop.scoring import ScoringFunction, isolated, load_function
 
 __version__ = "0.1.0"
 
@@ -41,12 +44,15 @@ __all__ = [
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -64,6 +70,7 @@ __all__ = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]
@@ -76,6 +83,7 @@ _LAZY = {
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
+    "isolated": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",
 }

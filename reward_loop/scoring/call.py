@@ -6,28 +6,27 @@ import asyncio
 import functools
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from reward_loop.errors import (
     InvalidScoreError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardTimeoutError,
     ScoringError,
     UnscoredError,
 )
+from reward_loop.scoring.ended import Call, Ended, describe_exception
+from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.signature import resolve
+from reward_loop.scoring.processes import WorkerProcesses
+from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["ScoringFunction"]
-
-_TRACEBACK_FRAMES = 3
-_MESSAGE_CHARACTERS = 500
 
 
 class ScoringFunction:
@@ -47,20 +46,30 @@ class ScoringFunction:
         reward_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = 300.0,
         max_threads: int = 64,
+        isolation: Literal["thread", "process"] = "thread",
+        max_processes: int | None = None,
+        max_memory_mb: int | None = None,
     ) -> None:
         """Read the signature.
 
         Args:
-            function: a function, a callable object, or a class or instance with ``compute_score``.
+            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
+                signature has been read.
             reward_kwargs: configured arguments of the function, or of its class.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
             max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
+            isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
+            max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
+            max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides.
+            FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
         """
-        self._target = resolve(function, reward_kwargs)
+        self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(max_threads)
+        self._executor: DaemonThreads | WorkerProcesses = self._threads
+        if is_isolated(self._target) or (isolation == "process" and not self._target.is_async):
+            self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
         self._abandoned: set[asyncio.Future[Any]] = set()
         self.timeout = timeout
 
@@ -92,6 +101,20 @@ class ScoringFunction:
     def __repr__(self) -> str:
         return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
 
+    def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
+        """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
+
+        Raises:
+            FunctionLoadError: it is async, or cannot be sent to a process.
+        """
+        self.close()
+        self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
+
+    def close(self) -> None:
+        """End the processes that the function runs in, if it does and none is at work. A later call starts others."""
+        if isinstance(self._executor, WorkerProcesses):
+            self._executor.close()
+
     async def __call__(
         self,
         sample: RewardSample,
@@ -101,26 +124,22 @@ class ScoringFunction:
     ) -> RewardResult:
         """Score one sample."""
         if sample.error is not None:
-            return _ended_badly(ScoringError(f"{_describe(sample)}: {sample.error}"))
-        where = f"{_describe(sample)}: {self.name}"
+            return ended_badly(ScoringError(f"{describe(sample)}: {sample.error}"))
+        where = f"{describe(sample)}: {self.name}"
         try:
             ended = await self._run(self._arguments(sample, reward_router_address, reward_model_tokenizer))
-        except TimeoutError:
+        except TimeoutError as error:
             assert self.timeout is not None
-            message = f"{where} ran past its deadline of {self.timeout:g} s"
-            return _ended_badly(RewardTimeoutError(message), self.timeout)
-        if ended.exception is not None:
-            failure = RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}")
+            message = f"{where} ran past its deadline of {self.timeout:g} s{error}"
+            return ended_badly(RewardTimeoutError(message), self.timeout)
+        except RewardCrashedError as error:
+            return ended_badly(RewardCrashedError(f"{where} {error}"))
+        if ended.exception is not None or ended.described:
+            what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
+            failure = RewardFunctionError(f"{where} {what}")
             failure.__cause__ = ended.exception
-            return _ended_badly(failure, ended.seconds)
-        try:
-            score, extra_info = normalise(ended.value)
-        except InvalidScoreError as error:
-            return _ended_badly(InvalidScoreError(f"{where} {error}"), ended.seconds)
-        if score is None:
-            unscored = UnscoredError(f"{where} gave no score")
-            return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=ended.seconds, exception=unscored)
-        return RewardResult(Outcome.SCORED, score, extra_info, seconds=ended.seconds)
+            return ended_badly(failure, ended.seconds)
+        return to_result(ended.value, where, ended.seconds)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -131,13 +150,13 @@ class ScoringFunction:
         if self._target.post_process_scores is None:
             return scores
         where = f"post_process_scores beside {self.name}"
-        call = functools.partial(_call, self._target.post_process_scores, (list(scores),), {})
+        call = Call(self._target.post_process_scores, (list(scores),))
         try:
             ended = await self._threads.run(call, self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
         try:
             processed = [normalise(score)[0] for score in ended.value]
         except (InvalidScoreError, TypeError) as error:
@@ -158,13 +177,13 @@ class ScoringFunction:
         where = f"log beside {self.name}"
         named = {name: column for name, column in columns.items() if name in self._target.logs}
         try:
-            ended = await self._threads.run(functools.partial(_call, self._target.log, (), named), self.timeout)
+            ended = await self._threads.run(Call(self._target.log, (), named), self.timeout)
             if ended.exception is None and inspect.isawaitable(ended.value):
                 ended = await self._within(_await(lambda: ended.value), self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
 
     def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         passes = self._target.passes
@@ -173,25 +192,25 @@ class ScoringFunction:
             if name in passes:
                 arguments[name] = getattr(sample, name)
         if "extra_info" in passes:
-            arguments["extra_info"] = {key: _copy(value) for key, value in sample.extra_info.items()}
+            arguments["extra_info"] = copied(sample.extra_info)
         if "reward_router_address" in passes:
             arguments["reward_router_address"] = router_address
         if "reward_model_tokenizer" in passes:
             arguments["reward_model_tokenizer"] = tokenizer
         return arguments
 
-    async def _run(self, arguments: dict[str, Any]) -> _Ended:
+    async def _run(self, arguments: dict[str, Any]) -> Ended:
         """Run the function; only a deadline that has passed raises `TimeoutError`, the function's own is data."""
         if self._target.is_async:
             return await self._within(_await(lambda: self._target.call(**arguments)), self.timeout)
-        ended = await self._threads.run(functools.partial(_call, self._target.call, (), arguments), self.timeout)
+        ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
         if ended.exception is not None or not inspect.isawaitable(ended.value):
             return ended
         left = None if self.timeout is None else max(0.0, self.timeout - ended.seconds)
         awaited = await self._within(_await(lambda: ended.value), left)
         return replace(awaited, seconds=ended.seconds + awaited.seconds)
 
-    async def _within(self, call: Coroutine[Any, Any, _Ended], timeout: float | None) -> _Ended:
+    async def _within(self, call: Coroutine[Any, Any, Ended], timeout: float | None) -> Ended:
         # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
         # at its deadline, and the sample still ends.
         # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
@@ -215,31 +234,12 @@ class ScoringFunction:
         return task.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How a call ended."""
-
-    value: Any
-    exception: BaseException | None
-    seconds: float
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ended:
-    """Call in this thread. Nothing is raised: not even SystemExit may end the thread, or the process."""
-    started = time.perf_counter()
-    try:
-        value, exception = function(*args, **kwargs), None
-    except BaseException as error:
-        value, exception = None, error
-    return _Ended(value, exception, time.perf_counter() - started)
-
-
 def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
-async def _await(start: Callable[[], Any]) -> _Ended:
+async def _await(start: Callable[[], Any]) -> Ended:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
     started = time.perf_counter()
     value: Any = None
@@ -253,11 +253,29 @@ async def _await(start: Callable[[], Any]) -> _Ended:
         if task is None or task.cancelling():
             raise
         exception = error
-    return _Ended(value, exception, time.perf_counter() - started)
+    return Ended(value, exception, time.perf_counter() - started)
 
 
-def _ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:
+    """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
+    try:
+        score, extra_info = normalise(returned)
+    except InvalidScoreError as error:
+        return ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
+    if score is None:
+        unscored = UnscoredError(f"{where} gave no score")
+        return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=seconds, exception=unscored)
+    return RewardResult(Outcome.SCORED, score, extra_info, seconds=seconds)
+
+
+def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+    """Return the result of a sample that failed."""
     return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample's extra info for a function to change as it likes."""
+    return {key: _copy(value) for key, value in extra_info.items()}
 
 
 def _copy(value: Any) -> Any:
@@ -274,20 +292,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _describe(sample: RewardSample) -> str:
+def describe(sample: RewardSample) -> str:
+    """Name a sample, for messages."""
     name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
     return f"{name} (data source {sample.data_source!r})" if sample.data_source else name
-
-
-def _describe_exception(error: BaseException) -> str:
-    """Type, message, and the last lines of user code that it passed."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be printed)"
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = message[:_MESSAGE_CHARACTERS] + "..."
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
-    return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")
