@@ -20,7 +20,7 @@ from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
-from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring import load_function
 from reward_loop.watch.command import stuck
 
 __all__ = ["app", "main"]
@@ -96,6 +96,15 @@ def score(
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    isolation: Annotated[
+        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+    ] = "thread",
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
+    ] = None,
     on_failed: Annotated[
         str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
     ] = "mask",
@@ -143,6 +152,9 @@ def score(
             options={
                 "timeout": timeout or None,
                 "max_threads": concurrency,
+                "isolation": isolation,
+                "max_processes": max_processes,
+                "max_memory_mb": max_memory_mb,
                 "on_failed": on_failed,
                 "on_unscored": on_unscored,
                 "default_score": default_score,
@@ -277,18 +289,18 @@ def _score(
 ) -> Summary:
     config = parse(RewardLoopConfig, options, "options")
     loaded = load_function(spec)
-    function = ScoringFunction(
-        loaded, reward_kwargs=reward_kwargs, timeout=config.timeout, max_threads=config.max_threads
-    )
-    if function.has_post_process:
+    manager_class = managers.get(manager_name)
+    function = managers.scoring_function(manager_class, loaded, config, reward_kwargs=reward_kwargs)
+    if getattr(function, "has_post_process", False):
         _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-    reward_manager = managers.get(manager_name)(
+    reward_manager = manager_class(
         config=config,
         tokenizer=None,
         compute_score=function,
         reward_router_address=router_address,
         reward_model_tokenizer=None,
     )
+    requires = getattr(reward_manager, "requires", function.requires)
     # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
     identity = {
         "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
@@ -310,7 +322,7 @@ def _score(
             file,
             output,
             reward_manager,
-            fields=Fields(paths, data_source=data_source, requires=function.requires),
+            fields=Fields(paths, data_source=data_source, requires=requires),
             identity=identity,
             concurrency=concurrency,
             restart=restart,
