@@ -17,6 +17,7 @@ from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
+from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.verl.options import CONFIG_DIR, reward_model_options, settle, verl_config_dir
@@ -49,7 +50,8 @@ def run(config: DictConfig) -> None:
     _check_function(config)
     model = reward_model_options(config)
     if model is not None:
-        model_kind(model.model_path, "reward_model.model.path")
+        model_kind(str(model.model_path), "reward_model.model.path")
+        served_models(model)
     if config.trainer.device == "cpu":
         _prepare_cpu(config)
 

@@ -19,7 +19,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.router import RewardModelManager, serve_reward_model
-from reward_loop.router.servers import transformers
+from reward_loop.router.servers.transformers import Transformers
 from tests.router.serving import STUB_COMMAND, Watched, post
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "command", lambda config: STUB_COMMAND)
+    monkeypatch.setattr(Transformers, "command", lambda *_: STUB_COMMAND)
 
 
 @pytest.mark.usefixtures("stubs")
@@ -165,7 +165,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.router import RewardModelManager, manager, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
-manager.transformers.command = lambda config: stub
+manager.ENGINES["transformers"].command = lambda *_: stub
 config = RewardModelConfig(model_path=model_path, log_dir=log_dir, replicas=2)
 
 async def run():
