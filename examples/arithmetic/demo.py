@@ -53,6 +53,8 @@ class Settings:
     """Problems an update."""
     learning_rate: float = 1e-4
     test_every: int = 5
+    engine: str = "transformers"
+    """What serves the reward model."""
 
 
 QUICK = Settings(steps=6, prompts=32, test_every=3)
@@ -75,6 +77,7 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
         "reward_model.enable=True",
         f"reward_model.model.path={artifacts.reward_model}",
+        f"reward_model.rollout.name={settings.engine}",
         f"custom_reward_function.path={HERE / 'reward.py'}",
         "custom_reward_function.name=compute_score",
         f"trainer.total_training_steps={settings.steps}",
@@ -245,6 +248,9 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=int, metavar="N", help=f"training steps ({Settings.steps}; quick: {QUICK.steps})"
     )
     parser.add_argument(
+        "--engine", choices=["transformers", "vllm"], help=f"what serves the reward model ({Settings.engine})"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
     )
     arguments = parser.parse_args(argv)
@@ -253,6 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = QUICK if arguments.quick else Settings()
     if arguments.steps is not None:
         settings = Settings(**vars(settings) | {"steps": arguments.steps})
+    if arguments.engine is not None:
+        settings = Settings(**vars(settings) | {"engine": arguments.engine})
     output = arguments.output.resolve()
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)
