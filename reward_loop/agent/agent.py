@@ -8,7 +8,7 @@ import heapq
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -39,12 +39,20 @@ class RewardAgent:
     waited for that batch, is raised then.
     """
 
-    def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        concurrency: int | None = None,
+        on_ended: Callable[[PendingRewards, int, Reward], None] | None = None,
+    ) -> None:
         """Keep the manager.
 
         Args:
             manager: a reward manager; its ``run_single`` is awaited once for each sample.
             concurrency: how many samples are in work at a time; ``None`` for all.
+            on_ended: called on the event loop when a sample has ended, before its group is post-processed: with the
+                batch, the sample's place in it, and its reward. For those who keep a journal.
 
         Raises:
             ConfigError: that is no manager, or no concurrency.
@@ -55,6 +63,7 @@ class RewardAgent:
             raise ConfigError(f"concurrency: at least 1, or None for no bound; got {concurrency}")
         self.manager = manager
         self.concurrency = concurrency
+        self._on_ended = on_ended
         self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
         function = getattr(manager, "function", None)
         self._function = function if isinstance(function, ScoringFunction) else None
@@ -286,6 +295,8 @@ class RewardAgent:
                 batch._latencies[sample] = time.perf_counter() - started
                 batch._times[sample] = time.time()
             group = batch._ended(sample, reward)  # type: ignore[arg-type]
+            if self._on_ended is not None:
+                self._on_ended(batch, sample, reward)  # type: ignore[arg-type]
             if group is not None:
                 self._all_ended(batch, group)
 

@@ -20,8 +20,8 @@ from typing import Self
 import aiohttp
 import anyio
 
+from reward_loop._lifeline import Lifeline
 from reward_loop.errors import ServerDiedError, ServerStartError
-from reward_loop.router.servers.lifeline import Lifeline
 from reward_loop.router.sockets import url_of
 
 __all__ = ["ServerProcess"]
@@ -46,7 +46,7 @@ class ServerProcess:
     The address is settled before the child exists, and a later run has the same one. There are two ways:
 
     - With a listening socket, the command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child
-      must end when it reads the end of the latter (:func:`reward_loop.router.servers.lifeline.follow`). A connection
+      must end when it reads the end of the latter (:func:`reward_loop._lifeline.follow`). A connection
       made too early waits in the backlog.
     - With a reserved address (:func:`reward_loop.router.sockets.reserve`), the command names the port, and runs as a
       child of :mod:`reward_loop.router.servers.guard`, which follows the lifeline for it. A connection made too early
