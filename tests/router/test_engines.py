@@ -133,6 +133,7 @@ def test_several_models(model_dir: str) -> None:
         ({"model_path": "/no/such"}, "^model_path: there is no directory"),
         ({"model_path": "DIR", "kind": "generative"}, "kind='generative': the model in .* is discriminative"),
         ({"engine": "external"}, "^urls: engine='external' needs"),
+        ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),
         ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: is for engine='external'"),
         ({"model_path": "DIR", "tensor_parallel_size": 2}, "tensor_parallel_size has no effect with engine='transf"),
         ({"model_path": "DIR", "engine": "vllm"}, "engine='vllm': vLLM is not installed"),

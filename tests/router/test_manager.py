@@ -136,6 +136,26 @@ async def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing(con
     assert models.pids() == {}
 
 
+@pytest.mark.usefixtures("stubs")
+async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asleep(config: Any) -> None:
+    theirs = {"engine": "external", "urls": [], "kind": "generative"}
+    async with (
+        RewardModelManager(config(served_model_name="judge")) as one,
+        RewardModelManager(config(served_model_name="judge")) as other,
+    ):
+        theirs["urls"] = [f"http://{models.reward_router_address}" for models in (one, other)]
+        external = RewardModelConfig(models={"judge": theirs}, log_dir=str(config().log_dir))
+        async with RewardModelManager(external) as models:
+            assert list(models.pids()) == ["router"]
+            url = f"http://{models.reward_router_address}"
+            assert await post(url, "/echo", b"x") == (200, b"x")
+            await models.sleep()
+            assert [await _state(url, index) for index in (0, 1)] == ["asleep", "asleep"]
+            waiting = asyncio.create_task(post(url, "/echo", b"x"))
+            await models.wake()
+            assert await waiting == (200, b"x")
+
+
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:
     models = RewardModelManager(config(model_path="/no/such/model", log_dir="/no/such/logs"))
     with pytest.raises(ConfigError, match="model_path: there is no directory '/no/such/model'"):

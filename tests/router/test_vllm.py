@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import psutil
 import pytest
 import pytest_asyncio
@@ -20,6 +19,8 @@ import pytest_asyncio
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.router import RewardModelManager
 from tests.router.serving import Watched, post
+
+openai = pytest.importorskip("openai")
 
 pytestmark = [
     pytest.mark.integration,
@@ -74,7 +75,7 @@ async def models(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(models: RewardModelManager) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(models: RewardModelManager) -> AsyncIterator[Any]:
     url = f"http://{models.reward_router_address}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
@@ -98,7 +99,7 @@ async def _classify(models: RewardModelManager, **body: Any) -> tuple[int, Any]:
 JSON: dict[str, Any] = {"headers": {"content-type": "application/json"}}
 
 
-async def test_the_openai_client_chats(client: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_chats(client: Any) -> None:
     answer = await client.chat.completions.create(model="judge", messages=HELLO, max_tokens=8, temperature=0)
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage is not None
@@ -106,7 +107,7 @@ async def test_the_openai_client_chats(client: openai.AsyncOpenAI) -> None:
     assert {model.id async for model in client.models.list()} == {"judge", "scorer"}
 
 
-async def test_a_stream_arrives_in_parts_and_says_the_same(client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_arrives_in_parts_and_says_the_same(client: Any) -> None:
     request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8, "temperature": 0}
     whole = await client.chat.completions.create(**request)
     stream = await client.chat.completions.create(**request, stream=True)
@@ -115,7 +116,7 @@ async def test_a_stream_arrives_in_parts_and_says_the_same(client: openai.AsyncO
     assert "".join(parts) == (whole.choices[0].message.content or "")
 
 
-async def test_structured_output(client: openai.AsyncOpenAI) -> None:
+async def test_structured_output(client: Any) -> None:
     answer = await client.chat.completions.create(
         model="judge", messages=HELLO, max_tokens=16, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
     )
@@ -142,7 +143,7 @@ async def test_the_logits_are_those_of_transformers(
     assert max(expected) - min(expected) > 0.01
 
 
-async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: openai.AsyncOpenAI) -> None:
+async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
         await client.chat.completions.create(
             model="judge", messages=[{"role": "user", "content": "x" * 2 * MAX_MODEL_LEN}], max_tokens=8
@@ -183,7 +184,7 @@ async def test_requests_for_sleeping_engines_wait_until_they_wake(models: Reward
 
 
 async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothing(
-    models: RewardModelManager, client: openai.AsyncOpenAI
+    models: RewardModelManager, client: Any
 ) -> None:
     before = models.pids()
     below = _below(before["server 2"])
