@@ -154,7 +154,8 @@ class ServedModelConfig(Config):
     """A model, and the servers that it runs in."""
 
     model_path: str | None = None
-    """A model directory in the format of transformers' ``save_pretrained``. Needed by every engine but ``external``."""
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model that is in the
+    Hugging Face cache. Needed by every engine but ``external``."""
 
     served_model_name: str | None = None
     """The ``model`` that requests name; by default `model_path`, as in vLLM."""
@@ -220,6 +221,9 @@ class RewardModelConfig(ServedModelConfig):
 
     placement: Literal["local", "ray"] = "local"
     """Where servers run: as processes beside this one, or in Ray actors that reserve their GPUs, on any node."""
+
+    starts_at_a_time: int = Field(default=2, ge=1)
+    """How many servers may be starting at a time: each reads the whole model from disk."""
 
     host: str = "127.0.0.1"
     """The address that the router listens on, and that `reward_router_address` names. Servers of the placement

@@ -37,7 +37,6 @@ __all__ = ["RewardModelManager", "serve_reward_model"]
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_STARTS_AT_A_TIME = 2
 _ROUTER_ANSWERS_WITHIN_S = 2.0
 _SLEEPS_WITHIN_S = 120.0
 
@@ -182,7 +181,7 @@ class RewardModelManager:
         logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
         router = self._listen(config.host, config.router_port)
         self._router_url = url_of(router)
-        starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
+        starts = asyncio.Semaphore(config.starts_at_a_time)
         launch = self._in_ray() if config.placement == "ray" else self._beside_us(log_dir)
         for model in models:
             if model.engine == "external":

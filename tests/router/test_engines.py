@@ -59,8 +59,9 @@ def test_vllm_on_gpus(installed: Any) -> None:
         },
     )
     assert command(model) == (
-        " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge --dtype auto "
-        "--gpu-memory-utilization 0.8 --tensor-parallel-size 4 --data-parallel-size 2 --enable-sleep-mode "
+        " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge "
+        "--disable-uvicorn-access-log --dtype auto --gpu-memory-utilization 0.8 --tensor-parallel-size 4 "
+        "--data-parallel-size 2 --enable-sleep-mode "
         '--max-num-seqs 64 --enforce-eager --hf-overrides {"a": [1]} --lora-modules x=/x y=/y'
     )
     environment = ENGINES["vllm"].environment(model)
@@ -86,7 +87,7 @@ def test_vllm_on_a_cpu(installed: Any) -> None:
 def test_what_a_user_says_about_the_engine_goes_before_what_we_say(installed: Any) -> None:
     installed("0.31.0+cpu")
     model = settled("vllm", engine_args={"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False})
-    assert command(model).endswith("--served-model-name judge --dtype bfloat16 --kv-cache-memory-bytes 32M")
+    assert command(model).endswith("--disable-uvicorn-access-log --dtype bfloat16 --kv-cache-memory-bytes 32M")
 
 
 def test_sglang() -> None:
@@ -123,6 +124,20 @@ def test_several_models(model_dir: str) -> None:
     assert (first.served_model_name, first.kind, first.replicas) == (model_dir, "discriminative", 1)
     assert (second.served_model_name, second.kind, second.replicas) == ("scorer", "discriminative", 2)
     assert (third.served_model_name, third.kind, third.urls) == ("judge", "generative", ("http://10.0.0.1:8000",))
+
+
+def test_a_model_in_the_cache_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    snapshot = tmp_path / "models--org--judge" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (model,) = served_models(RewardModelConfig(model_path="org/judge"))
+    assert (model.kind, model.served_model_name) == ("discriminative", "org/judge")
+    with pytest.raises(ConfigError, match="no directory 'org/other', nor a model of that name"):
+        served_models(RewardModelConfig(model_path="org/other"))
 
 
 @pytest.mark.parametrize(

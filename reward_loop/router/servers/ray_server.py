@@ -120,8 +120,13 @@ class RayServer:
                     self.name, self._command, self._inherits_socket, self._options
                 )
         except TimeoutError:
+            what = (
+                "was not ready"
+                if self._actor
+                else f"found no node with {self._gpus} GPU(s) and {self._cpus} CPU(s) free"
+            )
             await self._stop()
-            raise ServerStartError(f"{self.name} was not ready after {self._start_timeout_s:g} s") from None
+            raise ServerStartError(f"{self.name} {what} after {self._start_timeout_s:g} s") from None
         except RayError as error:
             await self._stop()
             raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error

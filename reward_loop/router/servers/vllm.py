@@ -54,6 +54,8 @@ class Vllm(Engine):
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {
+            # A line for each judge call would bury what is worth reading.
+            "disable_uvicorn_access_log": True,
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
             "gpu_memory_utilization": model.gpu_memory_utilization,
