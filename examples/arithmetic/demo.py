@@ -59,6 +59,8 @@ class Settings:
     judge_latency: float = 0.0
     """Seconds that the judge takes longer than it would, on average: about as long as a step's generation."""
     seed: int = 0
+    engine: str = "transformers"
+    """What serves the reward model."""
 
 
 QUICK = Settings(steps=8, test_every=8, validate=128)
@@ -84,6 +86,7 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
         "reward_model.enable=True",
         f"reward_model.model.path={artifacts.reward_model}",
+        f"reward_model.rollout.name={settings.engine}",
         f"custom_reward_function.path={HERE / 'reward.py'}",
         "custom_reward_function.name=compute_score",
         f"+custom_reward_function.reward_kwargs.latency_s={settings.judge_latency}",
@@ -281,6 +284,9 @@ def main(argv: list[str] | None = None) -> int:
         const="development",
         dest="validate_on",
         help="validate on the problems that settings are chosen by, and not on those that the report is about",
+    )
+    parser.add_argument(
+        "--engine", choices=["transformers", "vllm"], help=f"what serves the reward model ({Settings.engine})"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"

@@ -27,6 +27,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DATA_SOURCE = "arithmetic"
+HEAD_SIZE = 32
+"""The smallest that vLLM's attention has on a CPU."""
 LONGEST_ANSWER = 6
 """Characters of the longest answer that the reward model learns to judge."""
 MALFORMED = ("", "+", "=", "x", "-", " ", "?", "a7", "1 2", "00", "1=")
@@ -349,8 +351,8 @@ class _Maker:
             hidden_size=recipe.hidden_size,
             intermediate_size=recipe.intermediate_size,
             num_hidden_layers=recipe.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=max(1, recipe.hidden_size // HEAD_SIZE),
+            num_key_value_heads=max(1, recipe.hidden_size // HEAD_SIZE),
             max_position_embeddings=64,
             pad_token_id=self.tokenizer.pad_token_id,
             bos_token_id=None,
