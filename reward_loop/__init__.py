@@ -10,9 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from reward_loop.errors import (
+    BudgetSpentError,
     ConfigError,
     FunctionLoadError,
     InvalidScoreError,
+    JobServiceError,
+    LimitError,
     QueueClosedError,
     RewardFunctionError,
     RewardLoopError,
@@ -23,6 +26,7 @@ from reward_loop.errors import (
     ServerError,
     ServerStartError,
     TooManyFailuresError,
+    TransientError,
     UnscoredError,
 )
 from reward_loop.types import ComputeScore, Outcome, Reward, RewardResult, RewardSample
@@ -32,16 +36,19 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, load_function
+    from reward_loop.scoring import ScoringFunction, limit, load_function
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockingRewardAgent",
+    "BudgetSpentError",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
+    "JobServiceError",
+    "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
@@ -62,8 +69,10 @@ __all__ = [
     "ServerError",
     "ServerStartError",
     "TooManyFailuresError",
+    "TransientError",
     "UnscoredError",
     "__version__",
+    "limit",
     "load_function",
     "register",
 ]
@@ -76,6 +85,7 @@ _LAZY = {
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
+    "limit": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",
 }

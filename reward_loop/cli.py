@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +19,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
 from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring.load import source_hash
 
 __all__ = ["app", "main"]
 
@@ -274,9 +273,7 @@ def _score(
 ) -> Summary:
     config = parse(RewardLoopConfig, options, "options")
     loaded = load_function(spec)
-    function = ScoringFunction(
-        loaded, reward_kwargs=reward_kwargs, timeout=config.timeout, max_threads=config.max_threads
-    )
+    function = ScoringFunction(loaded, reward_kwargs=reward_kwargs, options=config)
     if function.has_post_process:
         _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
     reward_manager = managers.get(manager_name)(
@@ -288,7 +285,7 @@ def _score(
     )
     # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
     identity = {
-        "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
+        "function": {"name": spec, "sha256": source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
         "field mapping": {**paths, "data_source constant": data_source},
         "policy": [config.on_failed, config.on_unscored, config.default_score],
     }
@@ -356,10 +353,3 @@ def _json_or_text(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-def _source_hash(loaded: Any) -> str | None:
-    """Hash the file that the function was loaded from, so that an edited function does not go on with old scores."""
-    module = sys.modules.get(getattr(loaded, "__module__", None) or type(loaded).__module__)
-    source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None

@@ -7,7 +7,11 @@
     │   ├── RewardFunctionError     the user's function raised
     │   ├── RewardTimeoutError      it ran past its deadline
     │   ├── InvalidScoreError       it returned something that is no score
-    │   └── UnscoredError           it returned None, and the policy is to raise
+    │   ├── UnscoredError           it returned None, and the policy is to raise
+    │   ├── LimitError              a limit cannot let a call through
+    │   └── BudgetSpentError        the run's budget is used up
+    ├── TransientError              for functions to raise: the call failed, and may succeed if it is made again
+    ├── JobServiceError             what all workers of a job share cannot be reached
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
@@ -21,9 +25,12 @@ Messages name the sample, the function or the option, and say what to change.
 from __future__ import annotations
 
 __all__ = [
+    "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
     "InvalidScoreError",
+    "JobServiceError",
+    "LimitError",
     "QueueClosedError",
     "RewardFunctionError",
     "RewardLoopError",
@@ -34,6 +41,7 @@ __all__ = [
     "ServerError",
     "ServerStartError",
     "TooManyFailuresError",
+    "TransientError",
     "UnscoredError",
 ]
 
@@ -68,6 +76,31 @@ class InvalidScoreError(ScoringError):
 
 class UnscoredError(ScoringError):
     """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+
+
+class LimitError(ScoringError):
+    """A call asks for more than its limit ever allows, waited too long, or names a limit that does not exist."""
+
+
+class BudgetSpentError(ScoringError):
+    """The run's budget is used up, so that the function was not called."""
+
+
+class TransientError(RewardLoopError):
+    """For reward functions to raise: this call failed, and may succeed if it is made again.
+
+    Args:
+        message: what went wrong.
+        retry_after: seconds after which to try again, if the service said so.
+    """
+
+    def __init__(self, message: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class JobServiceError(RewardLoopError):
+    """What all workers of a job share, their limits among it, cannot be reached: no call is made without it."""
 
 
 class TooManyFailuresError(RewardLoopError):

@@ -55,8 +55,7 @@ class AsyncRewardAgent:
         function = ScoringFunction(
             load_function(compute_score) if isinstance(compute_score, str) else compute_score,
             reward_kwargs=reward_kwargs,
-            timeout=options.timeout,
-            max_threads=options.max_threads,
+            options=options,
         )
         self._agent = RewardAgent(
             get_manager(manager)(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reward_loop.managers.base import RewardLoopManagerBase
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.naive import NaiveRewardLoopManager
 from reward_loop.managers.registry import get, register
+from reward_loop.scoring.failures import FailureBound
 
 __all__ = ["FailureBound", "NaiveRewardLoopManager", "RewardLoopManagerBase", "get", "register"]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.job import failure_bound
+from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["RewardLoopManagerBase"]
+
+_SHORT_RESPONSE = 1024
+"""Tokens that a fast tokenizer decodes in less time (about 0.1 ms) than it takes to hand them to a thread."""
+
+_DECODING_THREADS = 2
+"""Decoding holds the interpreter's lock for much of its time: more threads bring nothing."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -54,18 +61,13 @@ class RewardLoopManagerBase(ABC):
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
+        self._threads = DaemonThreads(_DECODING_THREADS)
         self.function: ScoringFunction | None = None
         if isinstance(compute_score, ScoringFunction):
             self.function = compute_score
         elif compute_score is not None:
-            self.function = ScoringFunction(
-                compute_score, timeout=self.options.timeout, max_threads=self.options.max_threads
-            )
-        self.failures = FailureBound(
-            self.options.max_failed_share,
-            self.options.min_samples_for_failed_share,
-            self.options.failed_share_window,
-        )
+            self.function = ScoringFunction(compute_score, options=self.options)
+        self.failures = failure_bound(self.options)
 
     @abstractmethod
     async def run_single(self, data: Any) -> Reward:
@@ -82,7 +84,7 @@ class RewardLoopManagerBase(ABC):
         if self.tokenizer is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
         row = _last_row(data)
-        solution = await asyncio.to_thread(self._decode, data.batch)
+        solution = await self._decode(data.batch)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
         extra_info["num_turns"] = row.get("__num_turns__")
@@ -102,6 +104,7 @@ class RewardLoopManagerBase(ABC):
             extra_info=extra_info,
             uid="_".join(str(part) for part in name if part is not None) or None,
             error=error,
+            validate=bool(row.get("__validate__", False)),
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
@@ -135,12 +138,16 @@ class RewardLoopManagerBase(ABC):
         values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
         return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
 
-    def _decode(self, batch: Any) -> str:
+    async def _decode(self, batch: Any) -> str:
         responses, mask = batch["responses"], batch["attention_mask"]
         if responses.ndim == 2:
             responses, mask = responses[-1], mask[-1]
-        length = int(mask[-responses.shape[-1] :].sum()) if responses.shape[-1] else 0
-        return self.tokenizer.decode(responses[:length], skip_special_tokens=True)
+        width = responses.shape[-1]
+        ids = responses[: int(mask[-width:].sum()) if width else 0]
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=True)
+        if len(ids) <= _SHORT_RESPONSE and getattr(self.tokenizer, "is_fast", False):
+            return decode()
+        return await self._threads.run(decode)
 
 
 def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:

@@ -64,6 +64,7 @@ _OPEN = {
     "reward_model.rollout.engine_kwargs",
     "custom_reward_function.reward_kwargs",
     "reward_model.server.env",
+    "reward_loop.limits",
 }
 """Groups whose keys are the user's own."""
 

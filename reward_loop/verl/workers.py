@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.managers import FailureBound, RewardLoopManagerBase
+from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.job import failure_bound
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult
@@ -45,11 +46,7 @@ class RewardWorker:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
         self._fatal: str | None = None
-        self._failures = FailureBound(
-            self._options.max_failed_share,
-            self._options.min_samples_for_failed_share,
-            self._options.failed_share_window,
-        )
+        self._failures = failure_bound(self._options)
 
     async def compute_score(self, data: Any) -> Reward:
         """The reward of one rollout.
@@ -146,9 +143,7 @@ def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
     elif reward_kwargs is not None:
         reward_kwargs = OmegaConf.to_container(reward_kwargs)
-    return ScoringFunction(
-        function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
-    )
+    return ScoringFunction(function, reward_kwargs=reward_kwargs, options=options)
 
 
 def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
