@@ -13,10 +13,13 @@ from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
     FunctionLoadError,
+    IncompleteGroupError,
     InvalidScoreError,
     JobServiceError,
     LimitError,
     QueueClosedError,
+    RequestError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopError,
     RewardsCancelledError,
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, limit, load_function
+    from reward_loop.scoring import ScoringFunction, isolated, limit, load_function
 
 __version__ = "0.1.0"
 
@@ -46,14 +49,17 @@ __all__ = [
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "JobServiceError",
     "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -72,6 +78,7 @@ __all__ = [
     "TransientError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "limit",
     "load_function",
     "register",
@@ -85,6 +92,7 @@ _LAZY = {
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
+    "isolated": "reward_loop.scoring",
     "limit": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",

@@ -9,11 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.types import Policy
 
 __all__ = [
+    "BatchConfig",
     "BudgetConfig",
     "CacheConfig",
+    "ComponentConfig",
     "Config",
+    "GroupConfig",
     "LimitConfig",
     "Policy",
     "RetryConfig",
@@ -21,9 +25,6 @@ __all__ = [
     "RewardModelConfig",
     "parse",
 ]
-
-Policy = Literal["raise", "default", "mask"]
-"""What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
 
 
 class Config(BaseModel):
@@ -99,6 +100,70 @@ class BudgetConfig(Config):
     not called any more, and the samples have the default score, or are left out of training."""
 
 
+class BatchConfig(Config):
+    """How the manager ``batch`` collects samples."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """How many samples one call of the function has, at most."""
+
+    max_wait_ms: float = Field(default=10.0, ge=0)
+    """How many milliseconds a sample waits for others to share its call, at most."""
+
+
+class GroupConfig(Config):
+    """How the manager ``group`` collects the samples of a prompt."""
+
+    size: int | None = Field(default=None, ge=1)
+    """How many samples a group has, where they do not say it themselves; by default verl's
+    ``actor_rollout_ref.rollout.n``."""
+
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds from the first sample of a group to its last; after them, a group that is not complete fails. The slowest
+    rollout of a prompt must fit in."""
+
+
+class ComponentConfig(Config):
+    """One of the rewards of the manager ``composite``."""
+
+    path: str | None = None
+    """The function, as in ``custom_reward_function``: a file, ``pkg://module``, or ``reward.py:accuracy``. By default
+    the one function that the run has besides: ``custom_reward_function``, or verl's own by data source."""
+
+    name: str | None = None
+    """What to take from `path`, where that does not say; ``compute_score`` if neither does."""
+
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function, or of its class."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """What its score is multiplied with before scores are added."""
+
+    gate: float | None = Field(default=None, allow_inf_nan=False)
+    """With a number, the components after this one are called, and count, only if its score is at least that."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
+
+    isolation: Literal["thread", "process"] | None = None
+    """Where it runs, if it is sync."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in processes."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes that such a process may use."""
+
+    on_failed: Policy | None = None
+    """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
+    leaves the sample out of training."""
+
+    on_unscored: Policy | None = None
+    """The same choice where this function returns ``None``."""
+
+    default_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Its score under the policy ``default``."""
+
+
 class RewardLoopConfig(Config):
     """How samples are scored, and what becomes of those without a score."""
 
@@ -118,6 +183,18 @@ class RewardLoopConfig(Config):
     max_threads: int = Field(default=64, ge=1)
     """How many calls of a sync function run at a time."""
 
+    isolation: Literal["thread", "process"] = "thread"
+    """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
+    ``isolated`` runs in processes in any case."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many calls of a sync function run at a time in processes; by default as many as there are cores, which the
+    reward workers of a verl run share."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes (2^20 bytes) that such a process may use, with all that it started; one that passes them is killed, and
+    its sample fails. By default, there is no bound."""
+
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 never stops it."""
 
@@ -131,18 +208,33 @@ class RewardLoopConfig(Config):
     """Limits by the name of a service. ``default`` holds for every call of the function, others for the calls inside
     ``async with reward_loop.limit(name)``."""
 
-    retry: RetryConfig = RetryConfig()
+    retry: RetryConfig = Field(default_factory=RetryConfig)
     """When a call that failed is made again."""
 
-    cache: CacheConfig = CacheConfig()
+    cache: CacheConfig = Field(default_factory=CacheConfig)
     """Whether equal calls are made once."""
 
-    budget: BudgetConfig = BudgetConfig()
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """What the calls of a run may use."""
 
     job: str | None = None
     """Where all workers of a job keep their limits, budget and failures together. Set by runs that have several
     workers; without it, a process keeps its own."""
+
+    watchdog_s: float | None = Field(default=60.0, gt=0)
+    """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
+
+    log_dir: str | None = None
+    """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    """For the manager ``batch``."""
+
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    """For the manager ``group``."""
+
+    components: dict[str, ComponentConfig] = Field(default_factory=dict)
+    """For the manager ``composite``: its rewards by name, in the order in which gates apply."""
 
 
 class RewardModelConfig(Config):

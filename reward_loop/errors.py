@@ -6,16 +6,19 @@
     ├── ScoringError                one sample could not be scored
     │   ├── RewardFunctionError     the user's function raised
     │   ├── RewardTimeoutError      it ran past its deadline
+    │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       it returned something that is no score
     │   ├── UnscoredError           it returned None, and the policy is to raise
     │   ├── LimitError              a limit cannot let a call through
-    │   └── BudgetSpentError        the run's budget is used up
+    │   ├── BudgetSpentError        the run's budget is used up
+    │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
     ├── TransientError              for functions to raise: the call failed, and may succeed if it is made again
     ├── JobServiceError             what all workers of a job share cannot be reached
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
     └── ServerError                 a model server or the router
+        ├── RequestError            it did not answer a request, or not in a way that can be used
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
 
@@ -28,10 +31,13 @@ __all__ = [
     "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "JobServiceError",
     "LimitError",
     "QueueClosedError",
+    "RequestError",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
@@ -70,6 +76,10 @@ class RewardTimeoutError(ScoringError):
     """The user's function ran past its deadline."""
 
 
+class RewardCrashedError(ScoringError):
+    """The process in which the user's function ran died: of a crash, by ``os._exit``, or of too much memory."""
+
+
 class InvalidScoreError(ScoringError):
     """The user's function returned something that is no score: a string, NaN, a dict without ``score``."""
 
@@ -94,6 +104,8 @@ class TransientError(RewardLoopError):
         retry_after: seconds after which to try again, if the service said so.
     """
 
+    transient = True
+
     def __init__(self, message: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -101,6 +113,10 @@ class TransientError(RewardLoopError):
 
 class JobServiceError(RewardLoopError):
     """What all workers of a job share, their limits among it, cannot be reached: no call is made without it."""
+
+
+class IncompleteGroupError(ScoringError):
+    """Samples that this one is compared with did not come in time."""
 
 
 class TooManyFailuresError(RewardLoopError):
@@ -117,6 +133,27 @@ class QueueClosedError(RewardLoopError):
 
 class ServerError(RewardLoopError):
     """A model server or the router is not in working order."""
+
+
+class RequestError(ServerError):
+    """A request to a model server failed; the message has its URL, model, status and the start of the answer."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        """Take the message.
+
+        Args:
+            message: what happened.
+            status: the HTTP status of the answer; ``None`` where there was none.
+            retry_after: seconds that the server asked to wait before the next attempt.
+        """
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later: no answer, a broken one, too many requests, a server's fault."""
+        return self.status is None or self.status in (200, 408, 409, 425, 429) or self.status >= 500
 
 
 class ServerStartError(ServerError):

@@ -17,7 +17,18 @@ import typer
 
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
-from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig
+from reward_loop.config import (
+    BatchConfig,
+    BudgetConfig,
+    CacheConfig,
+    ComponentConfig,
+    Config,
+    GroupConfig,
+    LimitConfig,
+    RetryConfig,
+    RewardLoopConfig,
+    RewardModelConfig,
+)
 from tests.gsm8k import ROOT
 
 PAGES = {
@@ -101,6 +112,7 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     page, block = PYTHON[number]
+    write_named(page, tmp_path)
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"
@@ -208,6 +220,14 @@ def _plain(value: Any) -> str:
 
 def test_the_options_are_those_of_the_code() -> None:
     assert between("docs/verl.md", "options reward_loop") == options(RewardLoopConfig, "reward_loop")
+    functions = "docs/reward-functions.md"
+    assert between(functions, "options reward_loop.batch") == options(BatchConfig, "reward_loop.batch")
+    assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
+    component = "reward_loop.components.NAME"
+    assert between(functions, f"options {component}") == options(ComponentConfig, component)
+    groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}
+    for name, group in groups.items():
+        assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
 
 

@@ -20,7 +20,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """
     score, masked = result.score, False
     if score is None:
-        policy: str = options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored
+        policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
         if isinstance(result.exception, BudgetSpentError):
             policy = options.budget.at_cap
         if policy in ("raise", "stop") and result.exception is not None:

@@ -6,11 +6,9 @@ import asyncio
 import functools
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
@@ -18,24 +16,27 @@ from reward_loop.errors import (
     InvalidScoreError,
     JobServiceError,
     LimitError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardTimeoutError,
     ScoringError,
     UnscoredError,
 )
 from reward_loop.scoring.cache import Cache
+from reward_loop.scoring.ended import Call, Ended, describe_exception
+from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job, job_of
-from reward_loop.scoring.limit import Call, current_call
+from reward_loop.scoring.limit import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.retry import Retry, is_refusal, is_transient, retry_after
-from reward_loop.scoring.signature import resolve
+from reward_loop.scoring.processes import WorkerProcesses
+from reward_loop.scoring.retry import Retry
+from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
+from reward_loop.scoring.transient import is_refusal, is_transient, retry_after
 from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.watch import current
 
 __all__ = ["ScoringFunction"]
-
-_TRACEBACK_FRAMES = 3
-_MESSAGE_CHARACTERS = 500
 
 
 class ScoringFunction:
@@ -55,28 +56,46 @@ class ScoringFunction:
         reward_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = 300.0,
         max_threads: int = 64,
+        isolation: Literal["thread", "process"] = "thread",
+        max_processes: int | None = None,
+        max_memory_mb: int | None = None,
         options: RewardLoopConfig | None = None,
     ) -> None:
         """Read the signature.
 
         Args:
-            function: a function, a callable object, or a class or instance with ``compute_score``.
+            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
+                signature has been read.
             reward_kwargs: configured arguments of the function, or of its class.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
             max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
-            options: all of these options, and limits, retries, cache and budget beside them.
+            isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
+            max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
+            max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
+            options: these five options, and limits, retries, cache and budget beside them.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides.
+            FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
         """
-        self._options = options or RewardLoopConfig(timeout=timeout, max_threads=max_threads)
-        self._target = resolve(function, reward_kwargs)
-        self._threads = DaemonThreads(self._options.max_threads)
+        if options is None:
+            options = RewardLoopConfig(
+                timeout=timeout,
+                max_threads=max_threads,
+                isolation=isolation,
+                max_processes=max_processes,
+                max_memory_mb=max_memory_mb,
+            )
+        self._options = options
+        self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
+        self._threads = DaemonThreads(options.max_threads)
+        self._executor: DaemonThreads | WorkerProcesses = self._threads
+        if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
+            self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
         self._abandoned: set[asyncio.Future[Any]] = set()
-        self._retry = Retry(self._options.retry)
-        self._cache = Cache(self._options.cache, self._target) if self._options.cache.enabled else None
+        self._retry = Retry(options.retry)
+        self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
-        self.timeout = self._options.timeout
+        self.timeout = options.timeout
 
     @property
     def name(self) -> str:
@@ -106,6 +125,20 @@ class ScoringFunction:
     def __repr__(self) -> str:
         return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
 
+    def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
+        """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
+
+        Raises:
+            FunctionLoadError: it is async, or cannot be sent to a process.
+        """
+        self.close()
+        self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
+
+    def close(self) -> None:
+        """End the processes that the function runs in, if it does and none is at work. A later call starts others."""
+        if isinstance(self._executor, WorkerProcesses):
+            self._executor.close()
+
     async def __call__(
         self,
         sample: RewardSample,
@@ -117,53 +150,42 @@ class ScoringFunction:
 
         Raises:
             JobServiceError: the service that keeps the limits of all workers cannot be reached.
+            ConfigError: the file of the cache cannot be used.
         """
         if sample.error is not None:
-            return _ended_badly(ScoringError(f"{_describe(sample)}: {sample.error}"), _NOT_CALLED)
+            return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
         arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
         share = "validate" if sample.validate else "train"
         if self._cache is None:
-            ended = await self._call(arguments, share)
-        else:
-            key = self._cache.key(arguments)
-            known = await self._cache.get(key)
-            if known is not None:
-                return RewardResult(Outcome.SCORED, *known, attempts=0)
-            ended = await self._cache.once(key, lambda: self._call(arguments, share))
-        result = self._result(sample, ended)
-        if self._cache is not None and result.score is not None:
+            return self._result(sample, await self._call(arguments, share))
+        key = self._cache.key(arguments)
+        known = await self._cache.get(key)
+        if known is not None:
+            return RewardResult(Outcome.SCORED, *known, attempts=0)
+        result = self._result(sample, await self._cache.once(key, lambda: self._call(arguments, share)))
+        if result.score is not None:
             await self._cache.put(key, result.score, result.extra_info)
         return result
 
-    def _result(self, sample: RewardSample, ended: _Ended) -> RewardResult:
-        where = f"{_describe(sample)}: {self.name}"
-        again = f", {ended.attempts} times" if ended.attempts > 1 else ""
-        failure: ScoringError
-        if ended.timed_out:
-            return _ended_badly(RewardTimeoutError(f"{where} ran past its deadline of {self.timeout:g} s"), ended)
+    def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
+        where = f"{describe(sample)}: {self.name}"
         if isinstance(ended.exception, JobServiceError):
             raise ended.exception
-        if isinstance(ended.exception, BudgetSpentError):
-            spent = BudgetSpentError(f"{where} was not called: {ended.exception}")
-            return replace(_ended_badly(spent, ended), outcome=Outcome.UNSCORED)
-        if ended.exception is not None:
-            failure = RewardFunctionError(f"{where} raised{again} {_describe_exception(ended.exception)}")
+        if ended.cut_short is not None:
+            result = ended_badly(type(ended.cut_short)(f"{where} {ended.cut_short}"), ended.seconds)
+            if isinstance(ended.cut_short, BudgetSpentError):
+                result = replace(result, outcome=Outcome.UNSCORED)
+        elif ended.exception is not None or ended.described:
+            what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
+            again = f"was called {ended.attempts} times, and at last " if ended.attempts > 1 else ""
+            failure = RewardFunctionError(f"{where} {again}{what}")
             failure.__cause__ = ended.exception
-            return _ended_badly(failure, ended)
-        try:
-            score, extra_info = normalise(ended.value)
-        except InvalidScoreError as error:
-            return _ended_badly(InvalidScoreError(f"{where} {error}"), ended)
-        unscored = None if score is not None else UnscoredError(f"{where} gave no score")
-        return RewardResult(
-            Outcome.SCORED if unscored is None else Outcome.UNSCORED,
-            score,
-            extra_info,
-            seconds=ended.seconds,
-            attempts=ended.attempts,
-            wait_seconds=ended.waited,
-            exception=unscored,
-        )
+            result = ended_badly(failure, ended.seconds)
+        else:
+            result = to_result(ended.value, where, ended.seconds)
+        if ended.attempts == 1 and not ended.waited:
+            return result
+        return replace(result, attempts=ended.attempts, wait_seconds=ended.waited)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -174,13 +196,13 @@ class ScoringFunction:
         if self._target.post_process_scores is None:
             return scores
         where = f"post_process_scores beside {self.name}"
-        call = functools.partial(_call, self._target.post_process_scores, (list(scores),), {})
+        call = Call(self._target.post_process_scores, (list(scores),))
         try:
             ended = await self._threads.run(call, self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
         try:
             processed = [normalise(score)[0] for score in ended.value]
         except (InvalidScoreError, TypeError) as error:
@@ -201,13 +223,13 @@ class ScoringFunction:
         where = f"log beside {self.name}"
         named = {name: column for name, column in columns.items() if name in self._target.logs}
         try:
-            ended = await self._threads.run(functools.partial(_call, self._target.log, (), named), self.timeout)
+            ended = await self._threads.run(Call(self._target.log, (), named), self.timeout)
             if ended.exception is None and inspect.isawaitable(ended.value):
                 ended = await self._within(_await(lambda: ended.value), self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
 
     def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         passes = self._target.passes
@@ -216,7 +238,7 @@ class ScoringFunction:
             if name in passes:
                 arguments[name] = getattr(sample, name)
         if "extra_info" in passes:
-            arguments["extra_info"] = {key: _copy(value) for key, value in sample.extra_info.items()}
+            arguments["extra_info"] = copied(sample.extra_info)
         if "reward_router_address" in passes:
             arguments["reward_router_address"] = router_address
         if "reward_model_tokenizer" in passes:
@@ -229,95 +251,111 @@ class ScoringFunction:
             self._job = (loop, job_of(self._options))
         return self._job[1]
 
-    async def _call(self, arguments: dict[str, Any], share: str) -> _Ended:
+    async def _call(self, arguments: dict[str, Any], share: str) -> Ended:
         """Call the function, and again while it fails in a way that may pass."""
         job = self._job_here()
         started = time.monotonic()
         ended = await self._attempt(job, arguments, share)
-        if ended.exception is None or self._options.retry.max_attempts == 1 or not is_transient(ended.exception):
-            return ended
-        tries = [ended]
+        watched = current()
+        if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
+            tries = [ended]
 
-        async def attempt() -> _Ended:
-            tries.append(await self._attempt(job, arguments, share))
-            return tries[-1]
+            async def attempt() -> Ended:
+                if watched is not None:
+                    watched.attempts += 1
+                tries.append(await self._attempt(job, arguments, share))
+                return tries[-1]
 
-        ended = await self._retry.again(ended, attempt, lambda one: one.exception, elapsed=time.monotonic() - started)
-        seconds = sum(one.seconds for one in tries)
-        return replace(
-            ended,
-            seconds=seconds,
-            waited=time.monotonic() - started - seconds,
-            attempts=sum(one.attempts for one in tries),
-        )
+            elapsed = time.monotonic() - started
+            ended = await self._retry.again(ended, attempt, lambda one: one.exception, elapsed)
+            ended.attempts = sum(one.attempts for one in tries)
+            ended.seconds = sum(one.seconds for one in tries)
+            ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
+        if watched is not None and ended.waited:
+            watched.waited += ended.waited
+        return ended
 
-    async def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> _Ended:
+    async def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Ended:
+        """Call the function once, within the limit that holds for every call."""
         if job.spent is not None:
-            return replace(_NOT_CALLED, exception=BudgetSpentError(job.spent))
+            return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
+        limits = CallLimits(job, share, asyncio.get_running_loop())
         if DEFAULT not in job.limited:
-            return await self._run(arguments, Call(job, share, asyncio.get_running_loop()))
-        asked = time.monotonic()
+            return await self._run(arguments, limits)
+        limits.begin_wait()
         try:
             place = await job.enter(DEFAULT, 0, share)
         except LimitError as error:
-            return replace(_NOT_CALLED, exception=error, waited=time.monotonic() - asked)
-        waited = time.monotonic() - asked
-        error: BaseException | None = None
-        try:
-            ended = await self._run(arguments, Call(job, share, asyncio.get_running_loop()))
-            error = ended.exception
+            return _not_called(LimitError(f"was not called: {error}"))
         finally:
-            if error is not None and is_refusal(error):
-                place.leave(True, retry_after(error))
+            limits.end_wait()
+        queued = limits.waited(time.monotonic())
+        limits = CallLimits(job, share, limits.loop)
+        failure: BaseException | None = None
+        try:
+            ended = await self._run(arguments, limits)
+            failure = ended.exception
+        finally:
+            if failure is not None and is_refusal(failure):
+                place.leave(True, retry_after(failure))
             else:
                 place.leave()
-        ended.waited += waited
+        ended.waited += queued
         return ended
 
-    async def _run(self, arguments: dict[str, Any], call: Call) -> _Ended:
-        """Run the function once. Its exceptions are data, and so is a deadline that has passed."""
+    async def _run(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
+        """Run the function. Whatever it does, and a deadline that has passed, is data."""
+        token = current_limits.set(limits)
         try:
             if self._target.is_async:
-                ended = await self._within(_await(lambda: self._target.call(**arguments), call), self.timeout, call)
+                ended = await self._within(_await(lambda: self._target.call(**arguments)), self.timeout, limits)
+            elif self._executor is self._threads:
+                ended = await self._threads.run(Call(self._target.call, (), arguments), self.timeout, limits.waited)
             else:
-                run = functools.partial(_call, self._target.call, (), arguments, call)
-                ended = await self._threads.run(run, self.timeout, call.waited)
-                if ended.exception is None and inspect.isawaitable(ended.value):
-                    value, seconds = ended.value, ended.seconds
-                    left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-                    ended = await self._within(_await(lambda: value, call), left, call)
-                    ended.seconds += seconds
-        except TimeoutError:
+                ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
+            if not self._target.is_async and ended.exception is None and inspect.isawaitable(ended.value):
+                value, seconds = ended.value, ended.seconds
+                left = None if self.timeout is None else max(0.0, self.timeout - seconds)
+                ended = await self._within(_await(lambda: value), left, limits)
+                ended.seconds += seconds
+        except TimeoutError as error:
             assert self.timeout is not None
-            ended = _Ended(None, None, self.timeout, timed_out=True)
+            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
+            return Ended(None, None, self.timeout, cut_short=late, waited=limits.waited(time.monotonic()))
+        except RewardCrashedError as error:
+            return Ended(None, None, 0.0, cut_short=error)
         finally:
-            if call.leases:
-                call.release()
-        ended.waited = call.waited(time.monotonic())
+            current_limits.reset(token)
+            if limits.leases:
+                limits.release()
+        waited = limits.waited(time.monotonic())
+        if waited:
+            ended.waited = waited
+            ended.seconds = max(0.0, ended.seconds - waited)
         return ended
 
     async def _within(
-        self, running: Coroutine[Any, Any, _Ended], timeout: float | None, call: Call | None = None
-    ) -> _Ended:
+        self, call: Coroutine[Any, Any, Ended], timeout: float | None, limits: CallLimits | None = None
+    ) -> Ended:
         # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
         # at its deadline, and the sample still ends.
         # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
         loop = asyncio.get_running_loop()
-        task = loop.create_task(running)
+        task = loop.create_task(call)
         waiter = loop.create_future()
         wake = functools.partial(_wake, waiter)
         task.add_done_callback(wake)
         timer = None if timeout is None else loop.call_later(timeout, wake)
-        extended = 0.0
+        granted = 0.0
         try:
             await waiter
             # Time spent waiting for a limit is given back, as often as it takes.
-            while call is not None and not task.done() and (waited := call.waited(time.monotonic())) > extended:
+            while limits is not None and not task.done() and (waited := limits.waited(time.monotonic())) > granted:
                 waiter = loop.create_future()
                 wake = functools.partial(_wake, waiter)
                 task.add_done_callback(wake)
-                timer = loop.call_later(waited - extended, wake)
-                extended = waited
+                timer = loop.call_later(waited - granted, wake)
+                granted = waited
                 await waiter
         finally:
             if timer is not None:
@@ -331,47 +369,13 @@ class ScoringFunction:
         return task.result()
 
 
-@dataclass(slots=True)
-class _Ended:
-    """How a call ended."""
-
-    value: Any
-    exception: BaseException | None
-    seconds: float
-    waited: float = 0.0
-    attempts: int = 1
-    timed_out: bool = False
-
-
-_NOT_CALLED = _Ended(None, None, 0.0, attempts=0)
-
-
-def _call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Call | None = None
-) -> _Ended:
-    """Call in this thread. Nothing is raised: not even SystemExit may end the thread, or the process."""
-    current_call.set(call)
-    started = time.perf_counter()
-    try:
-        value, exception = function(*args, **kwargs), None
-    except BaseException as error:
-        value, exception = None, error
-    return _Ended(value, exception, _worked(started, call))
-
-
-def _worked(started: float, call: Call | None) -> float:
-    seconds = time.perf_counter() - started
-    return seconds if call is None else max(0.0, seconds - call.waited(time.monotonic()))
-
-
 def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
-async def _await(start: Callable[[], Any], call: Call | None = None) -> _Ended:
+async def _await(start: Callable[[], Any]) -> Ended:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
-    current_call.set(call)
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
@@ -384,19 +388,33 @@ async def _await(start: Callable[[], Any], call: Call | None = None) -> _Ended:
         if task is None or task.cancelling():
             raise
         exception = error
-    return _Ended(value, exception, _worked(started, call))
+    return Ended(value, exception, time.perf_counter() - started)
 
 
-def _ended_badly(exception: ScoringError, ended: _Ended) -> RewardResult:
-    return RewardResult(
-        Outcome.FAILED,
-        None,
-        error=str(exception),
-        seconds=ended.seconds,
-        attempts=ended.attempts,
-        wait_seconds=ended.waited,
-        exception=exception,
-    )
+def _not_called(reason: ScoringError) -> Ended:
+    return Ended(None, None, 0.0, attempts=0, cut_short=reason)
+
+
+def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:
+    """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
+    try:
+        score, extra_info = normalise(returned)
+    except InvalidScoreError as error:
+        return ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
+    if score is None:
+        unscored = UnscoredError(f"{where} gave no score")
+        return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=seconds, exception=unscored)
+    return RewardResult(Outcome.SCORED, score, extra_info, seconds=seconds)
+
+
+def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+    """Return the result of a sample that failed."""
+    return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample's extra info for a function to change as it likes."""
+    return {key: _copy(value) for key, value in extra_info.items()}
 
 
 def _copy(value: Any) -> Any:
@@ -413,20 +431,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _describe(sample: RewardSample) -> str:
+def describe(sample: RewardSample) -> str:
+    """Name a sample, for messages."""
     name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
     return f"{name} (data source {sample.data_source!r})" if sample.data_source else name
-
-
-def _describe_exception(error: BaseException) -> str:
-    """Type, message, and the last lines of user code that it passed."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be printed)"
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = message[:_MESSAGE_CHARACTERS] + "..."
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
-    return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")

@@ -58,6 +58,9 @@ class Job(Protocol):
             JobServiceError: whoever counts cannot be reached.
         """
 
+    async def why_stopped(self) -> str | None:
+        """Say why the run must stop, if it must."""
+
 
 class JobState:
     """Limits, budget and failures of a job: their one owner, used by one event loop. A `Job` for one process.
@@ -150,6 +153,10 @@ class JobState:
         except TooManyFailuresError as stop:
             self.stopped = str(stop)
             raise
+
+    async def why_stopped(self) -> str | None:
+        """Say why the run must stop, if it must."""
+        return self.stopped
 
     def status(self) -> dict[str, Any]:
         """What there is in flight, waiting and used."""

@@ -10,13 +10,14 @@ from typing import Any
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import LimitError
+from reward_loop.scoring import worker
 from reward_loop.scoring.job import DEFAULT, Job, Place
-from reward_loop.scoring.retry import is_refusal, retry_after
+from reward_loop.scoring.transient import is_refusal, retry_after
 
-__all__ = ["Call", "Lease", "current_call", "limit"]
+__all__ = ["CallLimits", "Lease", "current_limits", "limit"]
 
 
-class Call:
+class CallLimits:
     """One call of a reward function, as far as the limits inside it are concerned.
 
     Args:
@@ -58,14 +59,14 @@ class Call:
             lease.end(None)
 
 
-current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("reward_loop_call", default=None)
+current_limits: contextvars.ContextVar[CallLimits | None] = contextvars.ContextVar("reward_call_limits", default=None)
 """The call of a reward function that the running code is part of."""
 
 
 class Lease:
     """A place within a limit. Outside of a reward function's call it is one without a limit."""
 
-    def __init__(self, call: Call | None, place: Place | None) -> None:
+    def __init__(self, call: CallLimits | None, place: Place | None) -> None:
         self._call = call
         self._place = place
         self._counted = (0.0, 0.0)
@@ -119,6 +120,15 @@ class Lease:
             loop.call_soon_threadsafe(function, *arguments)
 
 
+def _current() -> CallLimits | None:
+    if worker.is_worker:
+        raise LimitError(
+            "reward_loop.limit does not reach out of a process of its own: run the function in threads, or let the "
+            "limit `default` hold for all of it"
+        )
+    return current_limits.get()
+
+
 class limit:
     """``async with reward_loop.limit("judge", tokens=800) as lease:`` around a call to that service.
 
@@ -143,7 +153,7 @@ class limit:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
-        return await self._enter(current_call.get())
+        return await self._enter(_current())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -152,7 +162,7 @@ class limit:
         self._lease.end(error)
 
     def __enter__(self) -> Lease:
-        call = current_call.get()
+        call = _current()
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
         if call is None:
@@ -166,7 +176,7 @@ class limit:
         assert self._lease is not None
         self._lease.end(error)
 
-    async def _enter(self, call: Call | None) -> Lease:
+    async def _enter(self, call: CallLimits | None) -> Lease:
         place = None
         if call is not None and self._is_limited(call.job):
             call.begin_wait()

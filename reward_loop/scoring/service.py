@@ -24,7 +24,7 @@ import hmac
 import itertools
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -143,7 +143,7 @@ class _Client:
             self.lines.send("stop", self._state.stopped)
 
     def receive(self, what: str, *rest: Any) -> None:
-        handlers = {
+        handlers: dict[str, Callable[..., None]] = {
             "enter": self._enter,
             "used": self._used,
             "leave": self._leave,
@@ -263,6 +263,14 @@ class RemoteJob:
         if self._lost is not None:
             raise self._lost
         self._send("count", failed, error)
+
+    async def why_stopped(self) -> str | None:
+        """Say why the run must stop, if it must; all that was counted here before is taken into account."""
+        try:
+            await self.status()
+        except JobServiceError as error:
+            return str(error)
+        return None if self.stopped is None else f"TooManyFailuresError: {self.stopped}"
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
         """Change some options of a limit, or add one, while the job runs.
@@ -410,9 +418,10 @@ def serve_job(options: RewardLoopConfig, host: str = "127.0.0.1", period: float 
     Raises:
         RewardLoopError: it cannot listen there.
     """
-    ready: asyncio.Future[str] | Any = _Ready()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(options, host, period, ready)), name="job-service")
-    thread.daemon = True
+    ready = _Ready()
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_serve(options, host, period, ready)), name="job-service", daemon=True
+    )
     thread.start()
     address, stop = ready.wait()
     try:

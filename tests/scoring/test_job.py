@@ -18,7 +18,7 @@ def options(**judge):
 async def turns(condition):
     """Give the other tasks turns until a condition holds."""
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
