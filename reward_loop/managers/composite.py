@@ -10,10 +10,10 @@ from reward_loop._text import listing
 from reward_loop.config import ComponentConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
 from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.scoring.failures import FailureBound
 from reward_loop.types import PART_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
