@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reward_loop import __version__, managers
+from reward_loop._options import json_or_text, pairs
+from reward_loop.check.command import command as check
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
 from reward_loop.scoring import load_function
+from reward_loop.watch.command import stuck
 
 __all__ = ["app", "main"]
 
@@ -51,6 +52,8 @@ def _root(
 
 
 app.command()(route)
+app.command("check")(check)
+app.command()(stuck)
 
 
 @app.command()
@@ -138,9 +141,9 @@ def score(
             file,
             target,
             spec=fn,
-            paths=_pairs(field, "--field"),
+            paths=pairs(field, "--field"),
             data_source=data_source,
-            reward_kwargs={key: _json_or_text(value) for key, value in _pairs(reward_kwarg, "--reward-kwarg").items()},
+            reward_kwargs={key: json_or_text(value) for key, value in pairs(reward_kwarg, "--reward-kwarg").items()},
             manager_name=manager,
             router_address=router_address,
             concurrency=concurrency,
@@ -288,7 +291,7 @@ def _score(
     loaded = load_function(spec)
     manager_class = managers.get(manager_name)
     function = managers.scoring_function(manager_class, loaded, config, reward_kwargs=reward_kwargs)
-    if function.has_post_process:
+    if getattr(function, "has_post_process", False):
         _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
     reward_manager = manager_class(
         config=config,
@@ -297,6 +300,7 @@ def _score(
         reward_router_address=router_address,
         reward_model_tokenizer=None,
     )
+    requires = getattr(reward_manager, "requires", function.requires)
     # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
     identity = {
         "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
@@ -318,7 +322,7 @@ def _score(
             file,
             output,
             reward_manager,
-            fields=Fields(paths, data_source=data_source, requires=function.requires),
+            fields=Fields(paths, data_source=data_source, requires=requires),
             identity=identity,
             concurrency=concurrency,
             restart=restart,
@@ -350,23 +354,6 @@ def _duration(seconds: float) -> str:
 
 def _how_to_go_on(partial: Path) -> str:
     return f"Rows that are done are kept in {escape(str(partial))}: run the same command again to go on."
-
-
-def _pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    pairs = {}
-    for item in items or ():
-        key, equals, value = item.partition("=")
-        if not equals or not key or not value:
-            raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
-        pairs[key] = value
-    return pairs
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def _source_hash(loaded: Any) -> str | None:

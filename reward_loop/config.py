@@ -9,17 +9,88 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.types import Policy
 
-__all__ = ["Config", "Policy", "RewardLoopConfig", "RewardModelConfig", "parse"]
-
-Policy = Literal["raise", "default", "mask"]
-"""What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
+__all__ = [
+    "BatchConfig",
+    "ComponentConfig",
+    "Config",
+    "GroupConfig",
+    "Policy",
+    "RewardLoopConfig",
+    "RewardModelConfig",
+    "parse",
+]
 
 
 class Config(BaseModel):
     """Base of all option groups: immutable, and a misspelt key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class BatchConfig(Config):
+    """How the manager ``batch`` collects samples."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """How many samples one call of the function has, at most."""
+
+    max_wait_ms: float = Field(default=10.0, ge=0)
+    """How many milliseconds a sample waits for others to share its call, at most."""
+
+
+class GroupConfig(Config):
+    """How the manager ``group`` collects the samples of a prompt."""
+
+    size: int | None = Field(default=None, ge=1)
+    """How many samples a group has, where they do not say it themselves; by default verl's
+    ``actor_rollout_ref.rollout.n``."""
+
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds from the first sample of a group to its last; after them, a group that is not complete fails. The slowest
+    rollout of a prompt must fit in."""
+
+
+class ComponentConfig(Config):
+    """One of the rewards of the manager ``composite``."""
+
+    path: str | None = None
+    """The function, as in ``custom_reward_function``: a file, ``pkg://module``, or ``reward.py:accuracy``. By default
+    the one function that the run has besides: ``custom_reward_function``, or verl's own by data source."""
+
+    name: str | None = None
+    """What to take from `path`, where that does not say; ``compute_score`` if neither does."""
+
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function, or of its class."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """What its score is multiplied with before scores are added."""
+
+    gate: float | None = Field(default=None, allow_inf_nan=False)
+    """With a number, the components after this one are called, and count, only if its score is at least that."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
+
+    isolation: Literal["thread", "process"] | None = None
+    """Where it runs, if it is sync."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in processes."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes that such a process may use."""
+
+    on_failed: Policy | None = None
+    """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
+    leaves the sample out of training."""
+
+    on_unscored: Policy | None = None
+    """The same choice where this function returns ``None``."""
+
+    default_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Its score under the policy ``default``."""
 
 
 class RewardLoopConfig(Config):
@@ -67,6 +138,15 @@ class RewardLoopConfig(Config):
 
     log_dir: str | None = None
     """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    """For the manager ``batch``."""
+
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    """For the manager ``group``."""
+
+    components: dict[str, ComponentConfig] = Field(default_factory=dict)
+    """For the manager ``composite``: its rewards by name, in the order in which gates apply."""
 
 
 class RewardModelConfig(Config):

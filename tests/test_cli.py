@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reward_loop import __version__, cli
+from reward_loop._options import json_or_text
 
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
 FUNCTION = """
@@ -65,7 +66,7 @@ def test_strict(folder):
 def test_reward_kwargs_are_json_or_text(folder):
     run(*MAPPED, "--reward-kwarg", "weight=0.5", "-o", "out.jsonl")
     assert json.loads((folder / "out.jsonl").read_text().splitlines()[0])["score"] == 0.5
-    assert cli._json_or_text("plain text") == "plain text"
+    assert json_or_text("plain text") == "plain text"
 
 
 @pytest.mark.parametrize(

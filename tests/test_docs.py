@@ -17,7 +17,7 @@ import typer
 
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
-from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig
+from reward_loop.config import BatchConfig, ComponentConfig, Config, GroupConfig, RewardLoopConfig, RewardModelConfig
 from tests.gsm8k import ROOT
 
 PAGES = {
@@ -101,6 +101,7 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     page, block = PYTHON[number]
+    write_named(page, tmp_path)
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"
@@ -208,6 +209,11 @@ def _plain(value: Any) -> str:
 
 def test_the_options_are_those_of_the_code() -> None:
     assert between("docs/verl.md", "options reward_loop") == options(RewardLoopConfig, "reward_loop")
+    functions = "docs/reward-functions.md"
+    assert between(functions, "options reward_loop.batch") == options(BatchConfig, "reward_loop.batch")
+    assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
+    component = "reward_loop.components.NAME"
+    assert between(functions, f"options {component}") == options(ComponentConfig, component)
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
 
 

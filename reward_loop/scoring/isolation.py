@@ -96,8 +96,16 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
     )
 
 
+def carry_mark(function: Any, to: Any) -> None:
+    """Put the mark of a function, if it has one, on what calls it."""
+    if (mark := _mark_of(function)) is not None:
+        setattr(to, _MARK, mark)
+
+
 def _mark_of(function: Any) -> Isolation | None:
-    """Return the mark on the function, or on the class of which it is a method."""
-    while isinstance(function, functools.partial):
+    """The mark on the function, or on the class of which it is a method."""
+    while True:
+        mark = getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)
+        if mark is not None or not isinstance(function, functools.partial):
+            return mark
         function = function.func
-    return getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)

@@ -16,11 +16,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers import scoring_function
+from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.verl.options import CONFIG_DIR, reward_model_options, scores_by_model, settle, verl_config_dir
+from reward_loop.verl.options import (
+    CONFIG_DIR,
+    reward_loop_options,
+    reward_model_options,
+    scores_by_model,
+    settle,
+    verl_config_dir,
+)
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -85,17 +94,28 @@ def _check_function(config: DictConfig) -> None:
 
     A class is not made an instance of: it may load a model, and that is the workers' business.
     """
+    options = reward_loop_options(config)
     custom = config.reward.custom_reward_function
-    if not custom.path:
-        return
-    function = load_function(custom.path, custom.name)
+    name = config.reward.reward_manager.name
+    if custom.path:
+        function = load_function(custom.path, custom.name)
+        _refuse_post_process(function, "custom_reward_function")
+        if not isinstance(function, type) and name in manager_names():
+            scoring_function(get_manager(name), function, options, reward_kwargs=custom.get("reward_kwargs"))
+    for key, component in options.components.items():
+        if component.path:
+            function = load_function(component.path, component.name)
+            _refuse_post_process(function, f"reward_loop.components.{key}")
+            if not isinstance(function, type):
+                ScoringFunction(function, reward_kwargs=component.reward_kwargs)
+
+
+def _refuse_post_process(function: object, option: str) -> None:
     if hasattr(function, "post_process_scores"):
         raise ConfigError(
-            f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which needs the scores of a "
-            "whole group; samples are scored one by one here. Remove the method, or normalise in compute_score"
+            f"{option}: it has post_process_scores, which needs the scores of a whole group; samples are scored one by "
+            "one here. Remove the method, or normalise in compute_score"
         )
-    if not isinstance(function, type) and config.reward.reward_manager.name in manager_names():
-        ScoringFunction(function, reward_kwargs=custom.get("reward_kwargs"))
 
 
 def _check_manager(config: DictConfig) -> None:

@@ -65,6 +65,7 @@ _OPEN = {
     "reward_model.rollout.engine_kwargs",
     "custom_reward_function.reward_kwargs",
     "reward_model.server.env",
+    "reward_loop.components",
 }
 """Groups whose keys are the user's own."""
 
@@ -159,7 +160,7 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
 def scores_by_model(config: DictConfig) -> bool:
     """Whether the reward is the logit of the reward model, since there is no function and no manager of the user's."""
     manager = config.reward.reward_manager
-    own = manager.source != "register" or ":" in manager.name
+    own = manager.source != "register" or ":" in manager.name or manager.name == "composite"
     return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
 
 
@@ -274,6 +275,18 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
     model = config.reward.reward_model
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+    options = reward_loop_options(config)
+    function = config.reward.custom_reward_function
+    composite = config.reward.reward_manager.name == "composite"
+    if composite and function.path and all(component.path for component in options.components.values()):
+        raise ConfigError(
+            f"custom_reward_function.path={function.path} has no effect: each of reward_loop.components has a path of "
+            "its own. Leave it out, or leave out the path of the component that it is"
+        )
+    if options.components and not composite:
+        raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
+    if config.algorithm.adv_estimator == "gdpo":
+        _check_gdpo(config.algorithm)
     if scores_by_model(config) and config.reward.reward_manager.name != "naive":
         raise ConfigError(
             f"reward_model.reward_manager={config.reward.reward_manager.name} beside reward_model.enable=True needs a "
@@ -294,5 +307,18 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
     if config.trainer.v1.trainer_mode == PIPELINE_MODE:
         _check_pipeline(config)
-    reward_loop_options(config)
     reward_model_options(config)
+
+
+def _check_gdpo(algorithm: DictConfig) -> None:
+    keys, weights = algorithm.get("gdpo_reward_keys"), algorithm.get("gdpo_reward_weights")
+    if not keys:
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo needs the rewards that it normalises: set +algorithm.gdpo_reward_keys=[...] "
+            "to keys that the reward function returns"
+        )
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights: {len(keys)} are needed, one for each of algorithm.gdpo_reward_keys; "
+            f"got {len(weights)}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,18 @@ from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome, Reward
+from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.options import without_reward
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
 
 GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", GDPO}
 )
 """verl's advantage estimators whose baseline is the group's mean or the like."""
 
@@ -45,6 +47,27 @@ class _RewardLoop:
         self.reward_loop_worker_handles: list[RewardClient] | None = [workers.client] if inside_rollout else None
 
 
+class _WithGroupSize:
+    """A data loader whose rows know how many rollouts they will have, for managers that wait for all of them."""
+
+    def __init__(self, loader: Any, n: int) -> None:
+        self._loader = loader
+        self._n = n
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._loader:
+            yield {**batch, "group_size": np.array(_group_sizes(batch, self._n), dtype=object)}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _group_sizes(batch: Any, n: int) -> list[int]:
+    """How many rollouts each row of a batch will have: ``n``, or what verl's column ``__rollout_n__`` says."""
+    sizes = batch.get("__rollout_n__", None)
+    return [n] * len(batch["raw_prompt"]) if sizes is None else [int(size) for size in sizes]
+
+
 class RewardLoopTrainer(PPOTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
@@ -57,7 +80,9 @@ class RewardLoopTrainer(PPOTrainer):
         self._full_config = config
         self._reward_router_address = reward_router_address
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
-        super().__init__(without_reward(config))
+        config = without_reward(config)
+        switch_estimator(config)
+        super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
 
     def _setup(self) -> None:
@@ -66,6 +91,15 @@ class RewardLoopTrainer(PPOTrainer):
         super()._setup()
         self.reward_workers.wait_until_ready()
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
+        if self.reward_workers.client.by_group:
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            self.val_dataloader: Any = _WithGroupSize(self.val_dataloader, n)
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        batch = super()._fetch_one_gen_batch()
+        if self.reward_workers.client.by_group:
+            assign_non_tensor_stack(batch, "group_size", _group_sizes(batch, self.config.actor_rollout_ref.rollout.n))
+        return batch
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         with self._told_by_workers():
@@ -118,7 +152,11 @@ class RewardLoopTrainer(PPOTrainer):
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
         _leave_out(batch, sorted(masked))
-        return super()._compute_advantage(batch, metrics)
+        with ExitStack() as stack:
+            if self.config.algorithm.adv_estimator == GDPO:
+                names = self.config.algorithm.gdpo_reward_keys
+                stack.enter_context(use_rewards(component_rewards(batch.keys, infos, names)))
+            return super()._compute_advantage(batch, metrics)
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
@@ -161,6 +199,7 @@ def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], p
     )
     columns = {name: _objects(values[p] for p in positions) for name, values in others.items()}
     columns["__num_turns__"] = columns.pop("num_turns", _objects(None for _ in positions))
+    columns["response_len"] = _objects(len(tensors["responses"][p]) for p in positions)
     columns["tool_extra_fields"] = columns.pop("extra_fields", _objects({} for _ in positions))
     return DataProto(batch=TensorDict(padded, batch_size=len(positions)), non_tensor_batch=columns)
 

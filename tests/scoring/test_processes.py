@@ -279,7 +279,10 @@ def test_one_object_serves_one_loop_after_the_other(one):
 def run_script(tmp_path, code, *arguments):
     script = tmp_path / "script.py"
     script.write_text(code)
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(
+        [sys.executable, script, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_workers_end_with_their_parent(tmp_path):

@@ -133,6 +133,29 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
             ["reward_model.rollout.name"],
         ),
+        (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
+        (
+            [
+                "algorithm.adv_estimator=gdpo",
+                "+algorithm.gdpo_reward_keys=[a,b]",
+                "+algorithm.gdpo_reward_weights=[1]",
+            ],
+            ["algorithm.gdpo_reward_weights", "got 1"],
+        ),
+        (["+reward_loop.components.a.path=f.py"], ["reward_loop.components", "reward_manager=composite"]),
+        (
+            ["reward_model.reward_manager=composite", "+reward_loop.components.a.pth=f.py"],
+            ["reward_loop.components.a.pth", "did you mean 'path'"],
+        ),
+        (
+            [
+                "reward_model.reward_manager=composite",
+                "+reward_loop.components.a.path=f.py",
+                "custom_reward_function.path=g.py",
+            ],
+            ["custom_reward_function.path=g.py has no effect"],
+        ),
+        (["+reward_loop.group.sise=2"], ["reward_loop.group.sise", "did you mean 'size'"]),
         (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
         (["reward_model.num_workers=0"], ["reward.num_workers=0"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
