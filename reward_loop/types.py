@@ -9,13 +9,17 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from reward_loop.errors import ScoringError
 
-__all__ = ["RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
+__all__ = ["PART_KEYS", "RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
 
 Policy = Literal["raise", "default", "mask"]
 """What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
 
 RESERVED_KEYS = frozenset({"reward_outcome", "reward_masked", "reward_seconds", "reward_error"})
 """Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
+
+PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
+"""Keys of ``reward_extra_info`` by which a function says where in the response parts of its reward go: a number for
+each token, or for each turn of the policy. What they leave of the reward goes to the last token."""
 
 
 class Outcome(StrEnum):

@@ -106,7 +106,7 @@ async def check(
 
     Raises:
         FunctionLoadError: it cannot be called with what the reward loop provides.
-        ConfigError: there are no samples, some are broken, or there is no such manager.
+        ConfigError: there are no samples, some are broken, or there is no such manager, or it is one of lists.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
@@ -153,6 +153,10 @@ class _Trial:
         config = RewardLoopConfig(max_failed_share=1.0, timeout=timeout, max_threads=concurrency)
         self.function = ScoringFunction(function, reward_kwargs=reward_kwargs, timeout=timeout, max_threads=concurrency)
         cls: Any = get_manager(manager)
+        if getattr(cls, "function_type", ScoringFunction) is not ScoringFunction:
+            raise ConfigError(
+                f"the reward manager {manager!r} takes functions of lists; those of one sample are tried here"
+            )
         self._new_manager = functools.partial(
             cls,
             config=config,

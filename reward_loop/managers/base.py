@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import Reward, RewardResult, RewardSample
@@ -130,7 +131,7 @@ class RewardLoopManagerBase:
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample. While that lasts it is among the calls in work; then its record is written."""
         with Call(sample, self.name) as call:
-            result = await self.score_one(sample)
+            result = check_parts(sample, await self.score_one(sample))
             if self.records is not None:
                 self.records.write(record(call, result))
         return result

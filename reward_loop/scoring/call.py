@@ -99,7 +99,10 @@ class ScoringFunction:
         return self._target.log is not None
 
     def __repr__(self) -> str:
-        return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
+        where = "async" if self.is_async else "sync"
+        if isinstance(self._executor, WorkerProcesses):
+            where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
+        return f"ScoringFunction({self.name}, {where}, timeout={self.timeout})"
 
     def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
         """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.

@@ -69,9 +69,10 @@ class WorkerProcesses:
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
     ) -> None:
-        self._max_processes = max_processes or usable_cores()
+        self.max_processes = max_processes or usable_cores()
+        self.max_memory_mb = max_memory_mb
         try:
-            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self._max_processes))
+            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self.max_processes))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a process of its own, as it cannot be pickled: {type(error).__name__}: {error}. "
@@ -79,7 +80,6 @@ class WorkerProcesses:
             ) from error
         self._function = function
         self._setup = _framed(setup)
-        self._max_memory_mb = max_memory_mb
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._lock = threading.Lock()
         self._server: _ForkServerProcess | None = None
@@ -132,7 +132,7 @@ class WorkerProcesses:
         # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._max_processes))
+            self._slots = (loop, asyncio.Semaphore(self.max_processes))
         return self._slots[1]
 
     def _start(self) -> _Worker:
@@ -141,7 +141,7 @@ class WorkerProcesses:
             with theirs:
                 if self._server is None or not self._server.fork(theirs):
                     self._end_server()
-                    self._server = _ForkServerProcess(self._max_memory_mb)
+                    self._server = _ForkServerProcess(self.max_memory_mb)
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
         return _Worker(ours, self._setup)

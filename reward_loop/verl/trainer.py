@@ -21,6 +21,7 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome, Reward
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.options import without_reward
+from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
@@ -109,6 +110,13 @@ class RewardLoopTrainer(PPOTrainer):
         with self._told_by_workers():
             return super()._validate()
 
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list], *args: Any, **kwargs: Any
+    ) -> dict[str, float]:
+        return super()._val_metrics_update(
+            data_sources, sample_uids, _numbers_only(reward_extra_infos_dict), *args, **kwargs
+        )
+
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self.reward_workers.raise_fatal_error()
@@ -141,6 +149,7 @@ class RewardLoopTrainer(PPOTrainer):
             self._pending_rewards = None
             _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
         infos = _reward_infos(batch)
+        _place_parts(batch, infos)
         metrics.update(_reward_metrics(infos))
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
@@ -243,6 +252,26 @@ def _reward_infos(batch: Any) -> dict[str, dict[str, Any]]:
     return {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
 
 
+def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
+    """Spreads the rewards of trajectories whose function said so over turns and tokens. One whose parts do not fit has
+    failed: ``infos`` says so, and it is masked."""
+    last = {_session_of(key)[0]: key for key in sorted(infos, key=_session_of)}
+    keys = [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
+    if not keys:
+        return
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores", "response_mask"])
+    placed = []
+    for key, scores, mask in zip(keys, data["rm_scores"].unbind(), data["response_mask"].unbind(), strict=True):
+        try:
+            scores = place(float(scores.sum()), mask, infos[key])
+        except ValueError as error:
+            failure = {"reward_outcome": str(Outcome.FAILED), "reward_masked": True, "reward_error": f"{key}: {error}"}
+            infos[key] = infos[key] | failure
+        placed.append(scores)
+    fields = TensorDict({"rm_scores": torch.nested.as_nested_tensor(placed, layout=torch.jagged)}, batch_size=len(keys))
+    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+
+
 def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Counts of outcomes, the mean of every number that the function returned, and how long it took.
 
@@ -262,13 +291,26 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
             counts[f"reward_loop/{outcome}"] += 1
             seconds.append(info["reward_seconds"])
         for name, value in info.items():
-            if isinstance(value, int | float | np.number) and name not in ("reward_seconds", "reward_masked"):
+            if _is_number(value) and name not in ("reward_seconds", "reward_masked"):
                 components[name].append(float(value))
     metrics = dict(counts)
     if seconds:
         metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
         metrics["reward_loop/seconds/max"] = float(np.max(seconds))
     return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+
+
+def _numbers_only(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Columns of which a mean can be taken. verl takes that of whatever is no text: lists and dicts would end the run.
+    By the texts of ``pred``, it counts votes."""
+    return {
+        name: [value if _is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
+        for name, values in infos.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number)
 
 
 def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:

@@ -461,3 +461,14 @@ async def test_garbage_collection_ends_the_processes():
 async def test_math_verify(one, answer, gold, score):
     pytest.importorskip("math_verify")
     assert (await one(sample("verifies", answer=answer, gold=gold))).score == score
+
+
+@pytest.mark.integration
+async def test_verls_own_use_of_math_verify():
+    pytest.importorskip("math_verify")
+    pytest.importorskip("verl")
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=300)
+    for answer, score in (("so \\boxed{\\frac{1}{2}}", 1.0), ("\\boxed{2}", 0.0)):
+        result = await scoring(sample("verifies_as_verl_does", answer=answer, gold="0.5"))
+        assert (result.score, result.error) == (score, None)
+    scoring.close()

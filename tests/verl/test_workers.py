@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,17 @@ async def test_without_a_function_verls_rules_apply_by_data_source(policy: str) 
     assert (right["reward_score"], wrong["reward_score"]) == (1.0, 0.0)
     assert unknown["reward_extra_info"]["reward_outcome"] == "failed"
     assert "nonesuch" in unknown["reward_extra_info"]["reward_error"]
+
+
+async def test_functions_run_in_processes_if_asked_to(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text("import os\n\ndef compute_score(solution_str):\n    return float(os.getpid())\n")
+    overrides = (f"custom_reward_function.path={function}", "reward_loop.isolation=process")
+    for more in ((), ("reward_model.reward_manager=remote",), ("reward_model.reward_manager=prime",)):
+        worker = RewardWorker(settled(policy, *overrides, *more), None)
+        reward = await worker.compute_score(rollout("4"))
+        assert reward["reward_extra_info"]["reward_outcome"] == "scored"
+        assert reward["reward_score"] != os.getpid()
 
 
 async def test_an_empty_response_and_a_missing_ground_truth(policy: str, tmp_path: Path) -> None:
