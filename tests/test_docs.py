@@ -209,6 +209,11 @@ def _plain(value: Any) -> str:
 def test_the_options_are_those_of_the_code() -> None:
     assert between("docs/verl.md", "options reward_loop") == options(RewardLoopConfig, "reward_loop")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
+    pytest.importorskip("verl")
+    from reward_loop.verl.options import PipelineOptions
+
+    group = "trainer.v1.reward_pipeline"
+    assert between("docs/verl.md", f"options {group}") == options(PipelineOptions, group)
 
 
 def test_the_moved_keys_are_those_of_the_code() -> None:

@@ -82,11 +82,6 @@ def _check_function(config: DictConfig) -> None:
     if not custom.path:
         return
     function = load_function(custom.path, custom.name)
-    if hasattr(function, "post_process_scores"):
-        raise ConfigError(
-            f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which needs the scores of a "
-            "whole group; samples are scored one by one here. Remove the method, or normalise in compute_score"
-        )
     if not isinstance(function, type) and config.reward.reward_manager.name in manager_names():
         ScoringFunction(function, reward_kwargs=custom.get("reward_kwargs"))
 

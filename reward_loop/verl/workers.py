@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
-from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.managers import FailureBound, RewardLoopManagerBase
 from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
@@ -44,6 +46,10 @@ class RewardWorker:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
+        self._post_process: PostProcess | None = None
+        function = getattr(self._manager, "function", None)
+        if isinstance(function, ScoringFunction) and function.has_post_process:
+            self._post_process = PostProcess(function, self._options)
         self._fatal: str | None = None
         self._failures = FailureBound(
             self._options.max_failed_share,
@@ -72,6 +78,23 @@ class RewardWorker:
     async def fatal_error(self) -> str | None:
         """Why the run must stop, if it must. Also says that the worker is up."""
         return self._fatal
+
+    async def has_post_process(self) -> bool:
+        """Whether the user's class has ``post_process_scores``."""
+        return self._post_process is not None
+
+    async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
+        """The rewards of a group after the user's ``post_process_scores``.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        assert self._post_process is not None
+        try:
+            return await self._post_process(rewards, names)
+        except RewardLoopError as error:
+            self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+            raise
 
     async def _run_foreign(self, data: Any) -> Reward:
         """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
@@ -127,6 +150,13 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
         cls = None
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
         return cls(config=config, compute_score=_scoring_function(config, function), **keywords)
+    if hasattr(function, "post_process_scores"):
+        custom = config.reward.custom_reward_function
+        raise ConfigError(
+            f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which reward manager "
+            f"{manager.name}, as it was written for verl, does not know: use the manager `naive`, or one of your own "
+            "that inherits from RewardLoopManagerBase"
+        )
     from verl.trainer.ppo.reward import load_reward_manager
 
     return load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
@@ -172,7 +202,7 @@ class RewardClient:
 
     def __init__(self, workers: Sequence[Any], config: DictConfig) -> None:
         self._workers = list(workers)
-        self._options = reward_loop_options(config)
+        self.options = reward_loop_options(config)
         self._turn = 0
 
     @property
@@ -209,7 +239,7 @@ class RewardClient:
         )
         logger.error("%s", failure)
         result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
-        return apply_policy(result, self._options)
+        return apply_policy(result, self.options)
 
 
 class RewardWorkers:
@@ -266,18 +296,61 @@ class RewardWorkers:
         """Waits for the rewards of a batch, in the order of its rows.
 
         Raises:
-            RewardLoopError: the run must stop.
+            RewardLoopError: the run must stop; no reward came for longer than the function's deadline allows; a worker
+                gives no sign of life.
         """
+        self._wait_for(pending)
         rewards = []
         for reward in pending:
             try:
-                rewards.append(ray.get(reward))
+                rewards.append(self._get(reward))
             except RayActorError as error:
                 rewards.append(self.client.died(error))
-            except RayTaskError as error:
-                self.raise_fatal_error()
-                raise RewardLoopError(f"a reward worker failed: {error}") from error
         return rewards
+
+    def _wait_for(self, pending: list[Any]) -> None:
+        """Waits until all rewards are there. Whoever waits for a thread does so while another sample is in work, so
+        that one of them ends within the deadline of a function."""
+        left, last_news = list(pending), time.monotonic()
+        while left:
+            done, left = ray.wait(left, num_returns=len(left), timeout=STATUS_TIMEOUT_S)
+            now = time.monotonic()
+            if done:
+                last_news = now
+            elif left:
+                self.raise_fatal_error()  # also asks for a sign of life
+                deadline = self.client.options.timeout
+                if deadline is not None and now - last_news > deadline + STATUS_TIMEOUT_S:
+                    raise RewardLoopError(
+                        f"{len(left)} of {len(pending)} rewards are missing, and none came for "
+                        f"{now - last_news:.0f} s, although reward_loop.timeout={deadline:g}: does the reward manager "
+                        "keep samples waiting?"
+                    )
+
+    def have_post_process(self) -> bool:
+        """Whether the user's class has ``post_process_scores``."""
+        return any(self._ask_all("has_post_process", STATUS_TIMEOUT_S))
+
+    def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
+        """The rewards of groups after the user's ``post_process_scores``, all by the instance of one worker.
+
+        Raises:
+            RewardLoopError: the run must stop, or that worker keeps dying.
+        """
+        worker = self.handles[0]
+        pending = [worker.post_process.remote(rewards, of) for rewards, of in zip(groups, names, strict=True)]
+        self._wait_for(pending)
+        try:
+            return [self._get(group) for group in pending]
+        except RayActorError as error:
+            raise RewardLoopError(f"a reward worker kept dying in post_process_scores: {error}") from error
+
+    def _get(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer)
+        except RayTaskError as error:
+            self.raise_fatal_error()
+            raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     def _ask_all(self, question: str, timeout: float) -> list[Any]:
         try:
