@@ -14,6 +14,8 @@ from reward_loop.errors import (
     FunctionLoadError,
     InvalidScoreError,
     QueueClosedError,
+    RequestError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopError,
     RewardsCancelledError,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, load_function
+    from reward_loop.scoring import ScoringFunction, isolated, load_function
 
 __version__ = "0.1.0"
 
@@ -45,8 +47,10 @@ __all__ = [
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -64,6 +68,7 @@ __all__ = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]
@@ -76,6 +81,7 @@ _LAZY = {
     "RewardLoopManagerBase": "reward_loop.managers",
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
+    "isolated": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",
 }

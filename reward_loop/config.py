@@ -50,6 +50,12 @@ class RewardLoopConfig(Config):
     failed_share_window: int = Field(default=1024, ge=1)
     """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
 
+    watchdog_s: float | None = Field(default=60.0, gt=0)
+    """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
+
+    log_dir: str | None = None
+    """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+
 
 class RewardModelConfig(Config):
     """A reward model, the servers that it runs in, and the router in front of them."""

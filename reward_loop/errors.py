@@ -6,12 +6,14 @@
     ├── ScoringError                one sample could not be scored
     │   ├── RewardFunctionError     the user's function raised
     │   ├── RewardTimeoutError      it ran past its deadline
+    │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       it returned something that is no score
     │   └── UnscoredError           it returned None, and the policy is to raise
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
     └── ServerError                 a model server or the router
+        ├── RequestError            it did not answer a request, or not in a way that can be used
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
 
@@ -25,6 +27,8 @@ __all__ = [
     "FunctionLoadError",
     "InvalidScoreError",
     "QueueClosedError",
+    "RequestError",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopError",
     "RewardTimeoutError",
@@ -62,6 +66,10 @@ class RewardTimeoutError(ScoringError):
     """The user's function ran past its deadline."""
 
 
+class RewardCrashedError(ScoringError):
+    """The process in which the user's function ran died: of a crash, by ``os._exit``, or of too much memory."""
+
+
 class InvalidScoreError(ScoringError):
     """The user's function returned something that is no score: a string, NaN, a dict without ``score``."""
 
@@ -84,6 +92,27 @@ class QueueClosedError(RewardLoopError):
 
 class ServerError(RewardLoopError):
     """A model server or the router is not in working order."""
+
+
+class RequestError(ServerError):
+    """A request to a model server failed; the message has its URL, model, status and the start of the answer."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        """Take the message.
+
+        Args:
+            message: what happened.
+            status: the HTTP status of the answer; ``None`` where there was none.
+            retry_after: seconds that the server asked to wait before the next attempt.
+        """
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later: no answer, a broken one, too many requests, a server's fault."""
+        return self.status is None or self.status in (200, 408, 409, 425, 429) or self.status >= 500
 
 
 class ServerStartError(ServerError):

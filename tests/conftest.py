@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import build_tiny_model
+
+# A shell that runs the tests in the background has them ignore SIGINT, which their children would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,10 @@ PUBLIC = [
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
+    "RequestError",
     "Reward",
     "RewardAgent",
+    "RewardCrashedError",
     "RewardFunctionError",
     "RewardLoopConfig",
     "RewardLoopError",
@@ -31,6 +33,7 @@ PUBLIC = [
     "TooManyFailuresError",
     "UnscoredError",
     "__version__",
+    "isolated",
     "load_function",
     "register",
 ]

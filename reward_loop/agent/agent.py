@@ -8,7 +8,7 @@ import heapq
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.scoring import ScoringFunction
+from reward_loop.types import Reward
 
 __all__ = ["RewardAgent"]
 
@@ -37,12 +38,20 @@ class RewardAgent:
     waited for that batch, is raised then.
     """
 
-    def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        concurrency: int | None = None,
+        on_ended: Callable[[PendingRewards, int, Reward], None] | None = None,
+    ) -> None:
         """Keep the manager.
 
         Args:
             manager: a reward manager; its ``run_single`` is awaited once for each sample.
             concurrency: how many samples are in work at a time; ``None`` for all.
+            on_ended: called on the event loop when a sample has ended, before its group is post-processed: with the
+                batch, the sample's place in it, and its reward. For those who keep a journal.
 
         Raises:
             ConfigError: that is no manager, or no concurrency.
@@ -53,6 +62,7 @@ class RewardAgent:
             raise ConfigError(f"concurrency: at least 1, or None for no bound; got {concurrency}")
         self.manager = manager
         self.concurrency = concurrency
+        self._on_ended = on_ended
         self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
         function = getattr(manager, "function", None)
         self._function = function if isinstance(function, ScoringFunction) else None
@@ -284,6 +294,8 @@ class RewardAgent:
                 batch._latencies[sample] = time.perf_counter() - started
                 batch._times[sample] = time.time()
             group = batch._ended(sample, reward)  # type: ignore[arg-type]
+            if self._on_ended is not None:
+                self._on_ended(batch, sample, reward)  # type: ignore[arg-type]
             if group is not None:
                 self._all_ended(batch, group)
 

@@ -1,15 +1,20 @@
-"""The agent as a Ray actor, with the names that the async reward agent for verl made known."""
+"""The agent as a Ray actor, with the names that the async reward agent for verl made known.
+
+An actor that is killed is started again by Ray, takes up what its `Journal` holds, and gets the calls again that it had
+not answered. Samples that had ended are not judged again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from reward_loop.agent.agent import RewardAgent
+from reward_loop.agent.agent import RewardAgent, _sizes
+from reward_loop.agent.journal import Entry, Journal
 from reward_loop.agent.pending import Group, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -67,10 +72,18 @@ class AsyncRewardAgent:
                 reward_model_tokenizer=reward_model_tokenizer,
             ),
             concurrency=concurrency,
+            on_ended=self._ended,
         )
+        self._started = asyncio.Lock()
         self._entered = False
         self._taking = asyncio.Lock()
-        self._batches: deque[_Batch] = deque()
+        self._batches: dict[str, _Batch] = {}
+        self._journal = Journal()
+        self._arguments: Any = None
+        self._copy: Any = None
+        """The `Journal` in another process, as an actor's handle."""
+        self._unsaved: dict[str, dict[int, Reward]] = {}
+        self._saving: asyncio.Task[None] | None = None
 
     async def compute_reward_pipeline(self, data: Any, group_size: int = 1) -> int:
         """Take a batch, and return how many samples it has, at once.
@@ -85,15 +98,13 @@ class AsyncRewardAgent:
         Raises:
             ConfigError: the batch does not divide into such groups.
         """
-        if not self._entered:
-            self._entered = True
-            await self._agent.__aenter__()
-        rows = [data[i : i + 1] for i in range(len(data))] if hasattr(data, "batch") else list(data)
-        order = _by_group(_uids(data), len(rows), group_size)
-        pending = self._agent.submit([rows[i] for i in order], group_size=group_size)
-        if rows:
-            self._batches.append(_Batch(pending, order, group_size, _Shape(data) if hasattr(data, "batch") else None))
-        return len(rows)
+        call = self._call()
+        await self._start()
+        if len(data) and call not in self._batches:
+            entry = Entry(data, group_size)
+            self._batches[call] = self._take_up(call, entry)
+            await self._note("submitted", call, entry)
+        return len(data)
 
     async def get(self, chunk_size: int, hook_func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         """Wait for the rewards of ``chunk_size`` samples, in whole groups, of the oldest batch that has any left.
@@ -114,19 +125,10 @@ class AsyncRewardAgent:
             RewardLoopError: nothing was submitted, or an error that must stop the run ended the batch.
             ConfigError: the chunk does not divide into groups.
         """
+        call = self._call()
+        await self._start()
         async with self._taking:
-            if not self._batches:
-                raise RewardLoopError("nothing to get: every submitted batch has been taken")
-            batch = self._batches[0]
-            if chunk_size < 1 or chunk_size % batch.group_size:
-                raise ConfigError(f"chunk_size {chunk_size} is no multiple of the group size, {batch.group_size}")
-            try:
-                groups = await batch.take(chunk_size // batch.group_size)
-            except RewardLoopError:
-                self._batches.popleft()
-                raise
-            if batch.left == 0:
-                self._batches.popleft()
+            batch, groups = self._answered(call) or await self._take(call, chunk_size)
         answer = batch.answer(groups)
         if hook_func is None:
             return answer
@@ -134,35 +136,158 @@ class AsyncRewardAgent:
 
     async def shutdown(self) -> None:
         """Cancel what has not ended."""
-        for batch in self._batches:
+        for batch in self._batches.values():
             batch.pending.cancel()
         if self._entered:
             await self._agent.__aexit__(None, None, None)
+        if self._saving is not None:
+            await self._saving
+
+    async def _start(self) -> None:
+        """Take up what the process before this one had left."""
+        async with self._started:
+            if self._entered:
+                return
+            await self._agent.__aenter__()
+            if self._copy is not None:
+                self._journal.replace(await self._copy.entries.remote(), self._arguments)
+            for name, entry in self._journal.entries().items():
+                self._batches[name] = self._take_up(name, entry)
+            self._entered = True
+
+    def _take_up(self, name: str, entry: Entry) -> _Batch:
+        data = entry.data
+        is_proto = hasattr(data, "batch")
+        rows = [data[i : i + 1] for i in range(len(data))] if is_proto else list(data)
+        order = _by_group(_uids(data), len(rows), entry.group_size)
+        kept = {
+            "tag": name,
+            "priority": 0,
+            "groups": _sizes(len(rows), entry.group_size, None),
+            "samples": [rows[i] for i in order],
+            "rewards": [entry.rewards.get(i) for i in range(len(rows))],
+            "completed": entry.handed_out,
+        }
+        (pending,) = self._agent.restore({"version": 1, "batches": [kept]})
+        return _Batch(name, pending, order, entry, _Shape(data) if is_proto else None)
+
+    def _answered(self, call: str) -> tuple[_Batch, list[Group]] | None:
+        """What the same call was given by a process that was killed before its answer arrived."""
+        for batch in self._batches.values():
+            if call in batch.entry.answers:
+                groups = set(batch.entry.answers[call])
+                return batch, [group for group in batch.pending.complete_groups() if group.index in groups]
+        return None
+
+    async def _take(self, call: str, chunk_size: int) -> tuple[_Batch, list[Group]]:
+        batch = next((batch for batch in self._batches.values() if batch.left), None)
+        if batch is None:
+            raise RewardLoopError("nothing to get: every submitted batch has been taken")
+        size = batch.entry.group_size
+        if chunk_size < 1 or chunk_size % size:
+            raise ConfigError(f"chunk_size {chunk_size} is no multiple of the group size, {size}")
+        try:
+            groups = await batch.next_groups(chunk_size // size)
+        except RewardLoopError:
+            del self._batches[batch.name]
+            await self._note("dropped", batch.name)
+            raise
+        rewards = {i: reward for group in groups for i, reward in zip(group.indices, group.rewards, strict=True)}
+        await self._note("handed_out", batch.name, call, [group.index for group in groups], rewards)
+        self._batches = {name: self._batches[name] for name in self._journal.entries()}
+        return batch, groups
+
+    def _ended(self, pending: PendingRewards, sample: int, reward: Reward) -> None:
+        self._unsaved.setdefault(pending.tag, {})[sample] = reward
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._save())
+
+    async def _save(self) -> None:
+        """Note the rewards that have come in, those together that came while others were being noted."""
+        while self._unsaved:
+            unsaved, self._unsaved = self._unsaved, {}
+            await self._note("ended", unsaved)
+
+    async def _note(self, what: str, *facts: Any) -> None:
+        getattr(self._journal, what)(*facts)
+        if self._copy is not None and not await getattr(self._copy, what).remote(*facts):
+            # It was killed, and started again without knowing anything.
+            await self._copy.replace.remote(self._journal.entries(), self._arguments)
+
+    def _call(self) -> str:
+        """Names the call that is being answered; a call that is made again keeps its name."""
+        return uuid.uuid4().hex
 
 
-RayAsyncRewardAgent = ray.remote(max_concurrency=MAX_CALLS)(AsyncRewardAgent)
+class _DurableAgent(AsyncRewardAgent):
+    """The actor itself. What it was made with is in the journal as well: Ray does not keep large arguments."""
+
+    def __init__(self, journal: str) -> None:
+        copy = ray.get_actor(journal)
+        arguments = ray.get(copy.arguments.remote())
+        if arguments is None:
+            raise RewardLoopError("this agent and its journal were killed: what it had not handed out is lost")
+        positional, named = arguments
+        super().__init__(*positional, **named)
+        self._copy, self._arguments = copy, arguments
+
+    def _call(self) -> str:
+        name: str = ray.get_runtime_context().get_task_id()
+        return name
+
+
+class _ActorClass:
+    """Stands where ``ray.remote(AsyncRewardAgent)`` would: each actor that it makes gets a journal beside it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def options(self, **options: Any) -> _ActorClass:
+        """Return the same with more of Ray's options."""
+        return _ActorClass(**(self._options | options))
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start an `AsyncRewardAgent` with these arguments; return its handle.
+
+        The journal lives as long as this process holds that handle.
+        """
+        name = f"reward-journal-{uuid.uuid4().hex}"
+        journal: Any = ray.remote(Journal).options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+        ray.get(journal.replace.remote({}, (args, kwargs)))
+        agent = ray.remote(_DurableAgent).options(**self._options).remote(name)
+        agent.journal = journal
+        return agent
+
+
+RayAsyncRewardAgent = _ActorClass(max_concurrency=MAX_CALLS, max_restarts=-1, max_task_retries=-1)
 """The actor: ``RayAsyncRewardAgent.remote("reward.py:compute_score")``, or with Ray's own ``options`` before that."""
 
 
 class _Batch:
     """A batch, and how much of it has been handed out."""
 
-    def __init__(self, pending: PendingRewards, order: list[int], group_size: int, shape: _Shape | None) -> None:
+    def __init__(
+        self, name: str, pending: PendingRewards, order: list[int], entry: Entry, shape: _Shape | None
+    ) -> None:
+        self.name = name
         self.pending = pending
-        self.group_size = group_size
-        self.left = pending.group_count
+        self.entry = entry
         self._order = order
         self._shape = shape
 
-    async def take(self, groups: int) -> list[Group]:
+    @property
+    def left(self) -> int:
+        """How many groups have not been handed out."""
+        return self.pending.group_count - len(self.entry.handed_out)
+
+    async def next_groups(self, count: int) -> list[Group]:
         """Wait for so many groups, or for those that are left. A call that is cancelled takes none."""
-        first = self.pending.group_count - self.left
-        await self.pending.wait(first + groups)
-        taken = self.pending.complete_groups(first)[:groups]
-        self.left -= len(taken)
-        if not self.left:
+        first = len(self.entry.handed_out)
+        await self.pending.wait(first + count)
+        groups = self.pending.complete_groups(first)[:count]
+        if len(groups) == self.left:
             await self.pending
-        return taken
+        return groups
 
     def answer(self, groups: list[Group]) -> tuple[list[int], Any, dict[str, Any]]:
         pairs = [

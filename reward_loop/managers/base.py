@@ -13,6 +13,7 @@ from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Reward, RewardResult, RewardSample
+from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardLoopManagerBase"]
 
@@ -61,6 +62,8 @@ class RewardLoopManagerBase(ABC):
             self.function = ScoringFunction(
                 compute_score, timeout=self.options.timeout, max_threads=self.options.max_threads
             )
+        self.records = records(self.options.log_dir) if self.options.log_dir else None
+        watch(self.options.watchdog_s)
         self.failures = FailureBound(
             self.options.max_failed_share,
             self.options.min_samples_for_failed_share,
@@ -108,11 +111,15 @@ class RewardLoopManagerBase(ABC):
         """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
         if self.function is None:
             raise ConfigError(f"{type(self).__name__} was given no compute_score")
-        return await self.function(
-            sample,
-            reward_router_address=self.reward_router_address,
-            reward_model_tokenizer=self.reward_model_tokenizer,
-        )
+        with Call(sample, self.function.name) as call:
+            result = await self.function(
+                sample,
+                reward_router_address=self.reward_router_address,
+                reward_model_tokenizer=self.reward_model_tokenizer,
+            )
+            if self.records is not None:
+                self.records.write(record(call, result))
+        return result
 
     def to_reward(self, result: RewardResult) -> Reward:
         """Count the outcome, and apply the policies for unscored and failed samples.

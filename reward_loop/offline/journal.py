@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from reward_loop._json import to_json
 from reward_loop.errors import ConfigError
-from reward_loop.offline.encode import to_json
 from reward_loop.types import Outcome
 
 __all__ = ["Journal"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-from reward_loop.router.servers.lifeline import follow
+from reward_loop._lifeline import follow
 from reward_loop.router.sockets import listen, url_of
 
 __all__ = ["add_arguments", "follow_lifeline", "open_listener", "run", "serve"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from reward_loop.scoring.call import ScoringFunction
+from reward_loop.scoring.isolation import isolated
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 
-__all__ = ["ScoringFunction", "load_function", "load_object", "normalise"]
+__all__ = ["ScoringFunction", "isolated", "load_function", "load_object", "normalise"]

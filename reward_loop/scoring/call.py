@@ -6,28 +6,27 @@ import asyncio
 import functools
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from reward_loop.errors import (
     InvalidScoreError,
+    RewardCrashedError,
     RewardFunctionError,
     RewardTimeoutError,
     ScoringError,
     UnscoredError,
 )
+from reward_loop.scoring.ended import Call, Ended, describe_exception
+from reward_loop.scoring.isolation import Isolation, choose_executor
 from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.processes import WorkerProcesses
 from reward_loop.scoring.signature import resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["ScoringFunction"]
-
-_TRACEBACK_FRAMES = 3
-_MESSAGE_CHARACTERS = 500
 
 
 class ScoringFunction:
@@ -47,6 +46,9 @@ class ScoringFunction:
         reward_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = 300.0,
         max_threads: int = 64,
+        isolation: Literal["thread", "process"] = "thread",
+        max_processes: int | None = None,
+        max_memory_mb: int | None = None,
     ) -> None:
         """Read the signature.
 
@@ -55,12 +57,18 @@ class ScoringFunction:
             reward_kwargs: configured arguments of the function, or of its class.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
             max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
+            isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
+            max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
+            max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides.
+            FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
         """
         self._target = resolve(function, reward_kwargs)
         self._threads = DaemonThreads(max_threads)
+        self._executor = choose_executor(
+            self._target, isolation, self._threads, Isolation(max_processes, max_memory_mb)
+        )
         self._abandoned: set[asyncio.Future[Any]] = set()
         self.timeout = timeout
 
@@ -92,6 +100,11 @@ class ScoringFunction:
     def __repr__(self) -> str:
         return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
 
+    def close(self) -> None:
+        """End the processes in which the function runs, if it does. A later call starts them again."""
+        if isinstance(self._executor, WorkerProcesses):
+            self._executor.close()
+
     async def __call__(
         self,
         sample: RewardSample,
@@ -105,12 +118,15 @@ class ScoringFunction:
         where = f"{_describe(sample)}: {self.name}"
         try:
             ended = await self._run(self._arguments(sample, reward_router_address, reward_model_tokenizer))
-        except TimeoutError:
+        except TimeoutError as error:
             assert self.timeout is not None
-            message = f"{where} ran past its deadline of {self.timeout:g} s"
+            message = f"{where} ran past its deadline of {self.timeout:g} s{error}"
             return _ended_badly(RewardTimeoutError(message), self.timeout)
-        if ended.exception is not None:
-            failure = RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}")
+        except RewardCrashedError as error:
+            return _ended_badly(RewardCrashedError(f"{where} {error}"))
+        if ended.exception is not None or ended.described:
+            what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
+            failure = RewardFunctionError(f"{where} {what}")
             failure.__cause__ = ended.exception
             return _ended_badly(failure, ended.seconds)
         try:
@@ -131,13 +147,13 @@ class ScoringFunction:
         if self._target.post_process_scores is None:
             return scores
         where = f"post_process_scores beside {self.name}"
-        call = functools.partial(_call, self._target.post_process_scores, (list(scores),), {})
+        call = Call(self._target.post_process_scores, (list(scores),))
         try:
             ended = await self._threads.run(call, self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
         try:
             processed = [normalise(score)[0] for score in ended.value]
         except (InvalidScoreError, TypeError) as error:
@@ -158,13 +174,13 @@ class ScoringFunction:
         where = f"log beside {self.name}"
         named = {name: column for name, column in columns.items() if name in self._target.logs}
         try:
-            ended = await self._threads.run(functools.partial(_call, self._target.log, (), named), self.timeout)
+            ended = await self._threads.run(Call(self._target.log, (), named), self.timeout)
             if ended.exception is None and inspect.isawaitable(ended.value):
                 ended = await self._within(_await(lambda: ended.value), self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {_describe_exception(ended.exception)}") from ended.exception
+            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
 
     def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         passes = self._target.passes
@@ -180,18 +196,18 @@ class ScoringFunction:
             arguments["reward_model_tokenizer"] = tokenizer
         return arguments
 
-    async def _run(self, arguments: dict[str, Any]) -> _Ended:
+    async def _run(self, arguments: dict[str, Any]) -> Ended:
         """Run the function; only a deadline that has passed raises `TimeoutError`, the function's own is data."""
         if self._target.is_async:
             return await self._within(_await(lambda: self._target.call(**arguments)), self.timeout)
-        ended = await self._threads.run(functools.partial(_call, self._target.call, (), arguments), self.timeout)
+        ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
         if ended.exception is not None or not inspect.isawaitable(ended.value):
             return ended
         left = None if self.timeout is None else max(0.0, self.timeout - ended.seconds)
         awaited = await self._within(_await(lambda: ended.value), left)
         return replace(awaited, seconds=ended.seconds + awaited.seconds)
 
-    async def _within(self, call: Coroutine[Any, Any, _Ended], timeout: float | None) -> _Ended:
+    async def _within(self, call: Coroutine[Any, Any, Ended], timeout: float | None) -> Ended:
         # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
         # at its deadline, and the sample still ends.
         # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
@@ -215,31 +231,12 @@ class ScoringFunction:
         return task.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How a call ended."""
-
-    value: Any
-    exception: BaseException | None
-    seconds: float
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ended:
-    """Call in this thread. Nothing is raised: not even SystemExit may end the thread, or the process."""
-    started = time.perf_counter()
-    try:
-        value, exception = function(*args, **kwargs), None
-    except BaseException as error:
-        value, exception = None, error
-    return _Ended(value, exception, time.perf_counter() - started)
-
-
 def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
-async def _await(start: Callable[[], Any]) -> _Ended:
+async def _await(start: Callable[[], Any]) -> Ended:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
     started = time.perf_counter()
     value: Any = None
@@ -253,7 +250,7 @@ async def _await(start: Callable[[], Any]) -> _Ended:
         if task is None or task.cancelling():
             raise
         exception = error
-    return _Ended(value, exception, time.perf_counter() - started)
+    return Ended(value, exception, time.perf_counter() - started)
 
 
 def _ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
@@ -277,17 +274,3 @@ def _copy(value: Any) -> Any:
 def _describe(sample: RewardSample) -> str:
     name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
     return f"{name} (data source {sample.data_source!r})" if sample.data_source else name
-
-
-def _describe_exception(error: BaseException) -> str:
-    """Type, message, and the last lines of user code that it passed."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be printed)"
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = message[:_MESSAGE_CHARACTERS] + "..."
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
-    return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")

@@ -15,9 +15,11 @@ from typing import Any
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 
-__all__ = ["load_function", "load_object"]
+__all__ = ["file_modules", "load_function", "load_object"]
 
 _import_lock = threading.RLock()
+
+_FILE_MODULE = "reward_loop_file_"
 
 
 def load_function(path: str, name: str | None = None) -> Any:
@@ -65,6 +67,11 @@ def load_object(path: str, name: str | None = None) -> Any:
     return found
 
 
+def file_modules() -> dict[str, str]:
+    """Return the modules that were loaded from files: name -> path. Another process cannot import them by name."""
+    return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(_FILE_MODULE)}
+
+
 def _split(path: str) -> tuple[str, str | None]:
     """Part ``source:name`` into its two halves, and drop the ``pkg://`` prefix."""
     source, colon, name = path.removeprefix("pkg://").partition(":")
@@ -92,7 +99,7 @@ def _load_file(path: str) -> ModuleType:
         near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise FunctionLoadError(f"no such file: {path} (looked for {file}){did_you_mean(file.name, near)}")
     # A stable name per file: the same file is one module, and dataclasses, pickle and inspect find it by name.
-    name = f"reward_loop_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    name = f"{_FILE_MODULE}{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     with _import_lock:
         if name in sys.modules:
             return sys.modules[name]

@@ -6,12 +6,13 @@ The options are verl's, and those of ``reward_loop/verl/config``. ``--config-nam
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -19,7 +20,7 @@ from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.verl.options import CONFIG_DIR, reward_model_options, settle, verl_config_dir
+from reward_loop.verl.options import CONFIG_DIR, reward_model_options, scores_by_model, settle, verl_config_dir
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -49,7 +50,13 @@ def run(config: DictConfig) -> None:
     _check_function(config)
     model = reward_model_options(config)
     if model is not None:
-        model_kind(model.model_path, "reward_model.model.path")
+        kind = model_kind(model.model_path, "reward_model.model.path")
+        if kind == "generative" and scores_by_model(config):
+            raise ConfigError(
+                f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
+                "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
+                "discriminative model scores by itself"
+            )
     if config.trainer.device == "cpu":
         _prepare_cpu(config)
 
@@ -104,20 +111,43 @@ def _check_manager(config: DictConfig) -> None:
 def _prepare_cpu(config: DictConfig) -> None:
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if config.trainer.v1.trainer_mode == "separate_async":
+        bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+        if config.trainer.v1.separate_async.parameter_sync_step > 1 and not bypass:
+            # verl saves the old policy by `.cpu()`, which copies nothing there: it would follow the new one.
+            raise ConfigError(
+                "trainer.v1.separate_async.parameter_sync_step > 1 gives wrong old log-probabilities on a CPU: set it "
+                "to 1, or algorithm.rollout_correction.bypass_mode=True"
+            )
+        rollout = config.actor_rollout_ref.rollout
+        ranks += rollout.n_gpus_per_node * rollout.nnodes
+        if rollout.checkpoint_engine.backend == "naive":
+            rollout.checkpoint_engine.backend = "ray"
+            rollout.checkpoint_engine.custom_backend_module = "reward_loop.verl.cpu.checkpoint"
+    # Logical devices and processors: verl's actors ask for them, and it waits without a word when there are too few.
+    if config.ray_kwargs.ray_init.num_gpus is None:
+        config.ray_kwargs.ray_init.num_gpus = ranks
     if config.ray_kwargs.ray_init.num_cpus is None:
-        # Logical processors: verl's actors ask for one each, and it waits without a word when there are too few.
-        ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
         config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)
 def _main(config: DictConfig) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_once)
     try:
         run(config)
     except RewardLoopError as error:
         _stop(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
         _stop("Interrupted: everything that was started has been stopped.", 130)
+
+
+def _interrupt_once(number: int, frame: object) -> NoReturn:
+    """Ctrl-C stops the run; pressed again, it must not break off what stops the processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _stop(message: str, status: int) -> NoReturn:

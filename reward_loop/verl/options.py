@@ -26,6 +26,7 @@ __all__ = [
     "pipeline_options",
     "reward_loop_options",
     "reward_model_options",
+    "scores_by_model",
     "settle",
     "verl_config_dir",
     "without_reward",
@@ -160,6 +161,13 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     )
 
 
+def scores_by_model(config: DictConfig) -> bool:
+    """Whether the reward is the logit of the reward model, since there is no function and no manager of the user's."""
+    manager = config.reward.reward_manager
+    own = manager.source != "register" or ":" in manager.name
+    return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
+
+
 def without_reward(config: DictConfig) -> DictConfig:
     """A copy for verl's trainer with verl's own reward workers and servers switched off: ours do their work."""
     config = OmegaConf.create(OmegaConf.to_container(config))
@@ -259,14 +267,13 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
             "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True: the reward loop "
             "scores every rollout as soon as it is finished. Leave the former out, or set use_reward_loop=False"
         )
-    function = config.reward.custom_reward_function
     model = config.reward.reward_model
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
-    if model.enable and not function.path:
+    if scores_by_model(config) and config.reward.reward_manager.name != "naive":
         raise ConfigError(
-            "reward_model.enable=True needs a function that asks the model: set custom_reward_function.path to a file "
-            "whose compute_score takes reward_router_address"
+            f"reward_model.reward_manager={config.reward.reward_manager.name} beside reward_model.enable=True needs a "
+            "function: set custom_reward_function.path. Without one, the reward is what the reward model alone says"
         )
     if model.enable and OmegaConf.is_missing(model.rollout, "name"):
         raise ConfigError(

@@ -24,7 +24,9 @@ from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult
-from reward_loop.verl.options import reward_loop_options
+from reward_loop.verl import discriminative
+from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
+from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
@@ -140,6 +142,8 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
             tokenizer(config.reward.reward_model.model_path) if config.reward.reward_model.enable else None
         ),
     }
+    if scores_by_model(config):
+        return DiscriminativeRewardLoopManager(config, compute_score=_model_scoring(config), **keywords)
     function = _user_function(config)  # its module may register the manager
     manager = config.reward.reward_manager
     if manager.source == "importlib":
@@ -179,6 +183,13 @@ def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
     return ScoringFunction(
         function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
     )
+
+
+def _model_scoring(config: DictConfig) -> ScoringFunction:
+    options, model = reward_loop_options(config), reward_model_options(config)
+    assert model is not None
+    name = model.served_model_name or model.model_path
+    return ScoringFunction(discriminative.compute_score, reward_kwargs={"model": name}, timeout=options.timeout)
 
 
 def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:

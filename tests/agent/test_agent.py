@@ -2,6 +2,7 @@ import asyncio
 import pickle
 
 import pytest
+from aiohttp import test_utils, web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -500,3 +501,53 @@ async def test_many_samples_in_flight():
         assert agent.running == 5_000
         gate.let(*range(5_000))
         assert scores(await within(pending)) == list(range(5_000))
+
+
+async def test_a_judge_that_hangs_costs_its_own_samples_only():
+    never = asyncio.Event()
+
+    async def judge(solution_str):
+        if solution_str in ("0", "3"):
+            await never.wait()
+        return float(solution_str)
+
+    # Two places: unless the deadline frees those of the hanging calls, nothing else is judged.
+    async with RewardAgent(naive(judge, timeout=0.05), concurrency=2) as agent:
+        pending = agent.submit(numbered(8), group_size=2)
+        order = [index for batch in [b async for b in pending.mini_batches(2)] for index in batch.indices]
+        assert sorted(order) == list(range(8))
+        outcomes = [reward["reward_extra_info"]["reward_outcome"] for reward in await within(pending)]
+        assert [i for i, outcome in enumerate(outcomes) if outcome != "scored"] == [0, 3]
+        assert outcomes[0] == outcomes[3] == "failed"
+        assert agent.running == 0
+
+
+async def test_a_judge_that_answers_429_for_a_while():
+    refused, served = [], []
+
+    async def answer(request):
+        name = await request.text()
+        if len(refused) < 10:
+            refused.append(name)
+            raise web.HTTPTooManyRequests
+        served.append(name)
+        return web.Response(text=name)
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    async with test_utils.TestClient(test_utils.TestServer(app)) as client:
+
+        async def judge(solution_str):
+            async with client.post("/", data=solution_str, raise_for_status=True) as response:
+                return float(await response.text())
+
+        async with RewardAgent(naive(judge), concurrency=4) as agent:
+            first = await within(agent.submit(numbered(16), group_size=4))
+            second = await within(agent.submit(numbered(8, start=16), group_size=4))
+    failed = [str(i) for i, r in enumerate(first) if r["reward_extra_info"]["reward_outcome"] == "failed"]
+    assert sorted(failed) == sorted(refused)
+    assert all(first[int(i)]["reward_extra_info"]["reward_masked"] for i in failed)
+    assert "429" in first[int(failed[0])]["reward_extra_info"]["reward_error"]
+    # Every sample was asked about once, and the run went on.
+    assert sorted(map(int, refused + served)) == list(range(24))
+    assert scores(second) == list(range(16, 24))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from reward_loop._lifeline import Lifeline
 from reward_loop.errors import ServerStartError
-from reward_loop.router.servers.lifeline import Lifeline
 from reward_loop.router.servers.process import ServerProcess, listen, url_of
 from tests.router.serving import STUB_COMMAND, Watched, post
 

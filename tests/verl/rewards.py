@@ -64,6 +64,22 @@ class Slow(Mixed):
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
+class Overtaken(Mixed):
+    """As :class:`Mixed`, but the first 32 samples are judged only when 8 more have been generated after them."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._overtaken = asyncio.Event()
+
+    async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        self._seen += 1
+        if self._seen == 40:
+            self._overtaken.set()
+        if self._seen <= 32:
+            await self._overtaken.wait()
+        return await super().compute_score(solution_str, ground_truth, extra_info)
+
+
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """A sync function that scores everything."""
     score = (number(solution_str) % 100) / 100
@@ -92,9 +108,10 @@ def processes_with(*words: str) -> list[int]:
 
 
 async def judged(
-    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
+    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str, policy: str
 ) -> float:
-    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself."""
+    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself;
+    from the 128th on it presses Ctrl-C on the command that trains ``policy``, again and again."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20:
@@ -102,6 +119,9 @@ async def judged(
             _kill_once(pid, "killed-server")
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")
+    if seen >= 128:
+        for pid in processes_with("reward_loop.verl.main_ppo", policy):
+            os.kill(pid, signal.SIGINT)
     async with aiohttp.ClientSession() as session:
         body = {"input": solution_str or " ", "use_activation": False}
         async with session.post(f"http://{reward_router_address}/classify", json=body) as response:
@@ -109,13 +129,6 @@ async def judged(
     score = float(answer["data"][0]["probs"][0])
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
-
-
-def interrupts(solution_str: str, policy: str) -> float:
-    """Presses Ctrl-C on the command that trains ``policy``."""
-    for pid in processes_with("reward_loop.verl.main_ppo", policy):
-        os.kill(pid, signal.SIGINT)
-    return 0.0
 
 
 def broken(solution_str: str) -> float:

@@ -124,8 +124,6 @@ def train(
         errors="replace",
         cwd=directory,
         start_new_session=True,
-        # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         with _Alarm(process.pid) as alarm:
             output, _ = process.communicate()

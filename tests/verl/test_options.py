@@ -14,6 +14,7 @@ from reward_loop.verl.options import (
     pipeline_options,
     reward_loop_options,
     reward_model_options,
+    scores_by_model,
     without_reward,
 )
 from tests.verl.configs import settled
@@ -69,6 +70,21 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "by_model"),
+    [
+        ([], True),
+        (["custom_reward_function.path=f.py"], False),
+        (["reward_model.reward_manager=mine.py:Mine"], False),
+        (["reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine"], False),
+    ],
+)
+def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: list[str], by_model: bool) -> None:
+    served = ["reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=transformers"]
+    assert scores_by_model(settled(*served, *overrides)) is by_model
+    assert not scores_by_model(settled(*overrides))
+
+
+@pytest.mark.parametrize(
     ("overrides", "named"),
     [
         (
@@ -91,8 +107,13 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
         (["reward_model.enable=True", "custom_reward_function.path=f.py"], ["reward_model.model.path"]),
         (
-            ["reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=vllm"],
-            ["custom_reward_function.path"],
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=/m",
+                "reward_model.rollout.name=transformers",
+                "reward_model.reward_manager=dapo",
+            ],
+            ["reward_model.reward_manager=dapo", "custom_reward_function.path"],
         ),
         (
             [
@@ -189,6 +210,20 @@ def test_a_reward_model_that_does_not_exist_stops_the_command(tmp_path: Path) ->
     assert "reward_model.model.path" in done.stderr
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_generative_model_without_a_function_stops_the_command(tmp_path: Path, tiny_generative_model: Path) -> None:
+    done = run_main(
+        "reward_model.enable=True",
+        "reward_model.rollout.name=transformers",
+        f"reward_model.model.path={tiny_generative_model}",
+        f"hydra.run.dir={tmp_path}",
+    )
+    assert done.returncode == 1
+    assert "is a generative model" in done.stderr
+    assert "custom_reward_function.path" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ray" not in done.stdout.lower()
 
 
 def test_an_unknown_manager_stops_the_command(tmp_path: Path) -> None:

@@ -150,43 +150,39 @@ def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_ru
     assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
 
 
-def test_killed_servers_and_workers_lose_nothing(
-    tmp_path: Path, tiny_generative_model: Path, tiny_discriminative_model: Path
-) -> None:
-    run = train(
-        tmp_path,
-        tiny_generative_model,
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=False",
-        "reward_model.enable=True",
-        f"reward_model.model.path={tiny_discriminative_model}",
-        f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
-        function="judged",
-    )
-    assert run.returncode == 0, run.output[-5000:]
-    assert (tmp_path / "killed-server").exists()
-    assert (tmp_path / "killed-worker").exists()
-    for step in (1, 2):
-        assert run.steps[step]["reward_loop/scored"] == 8 * 4
-        assert run.steps[step]["reward_loop/failed"] == 0
-    seen = signature([row for step in (1, 2) for row in run.rollouts(step)])
-    assert not seen - signature(run.calls), "a rollout has a score that the function did not return"
-    assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
-
-
-def test_ctrl_c_leaves_no_process(tmp_path: Path, tiny_generative_model: Path, tiny_discriminative_model: Path) -> None:
-    run = train(
-        tmp_path,
+@pytest.fixture(scope="module")
+def harried_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, tiny_discriminative_model: Path
+) -> Run:
+    """A reward model. Its server is killed, then the reward worker, and after three steps there is Ctrl-C."""
+    return train(
+        tmp_path_factory.mktemp("harried"),
         tiny_generative_model,
         "trainer.total_training_steps=1000",
         "trainer.val_before_train=False",
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
+        f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
         f"+custom_reward_function.reward_kwargs.policy={tiny_generative_model}",
-        function="interrupts",
+        function="judged",
     )
-    assert run.returncode == 130, run.output[-5000:]
-    assert "Interrupted" in run.output.strip().splitlines()[-1]
+
+
+def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:
+    assert (harried_run.directory / "killed-server").exists()
+    assert (harried_run.directory / "killed-worker").exists()
+    for step in (1, 2, 3):
+        assert harried_run.steps[step]["reward_loop/scored"] == 8 * 4
+        assert harried_run.steps[step]["reward_loop/failed"] == 0
+    seen = signature([row for step in (1, 2, 3) for row in harried_run.rollouts(step)])
+    assert not seen - signature(harried_run.calls), "a rollout has a score that the function did not return"
+
+
+def test_ctrl_c_leaves_no_process(
+    harried_run: Run, tiny_generative_model: Path, tiny_discriminative_model: Path
+) -> None:
+    assert harried_run.returncode == 130, harried_run.output[-5000:]
+    assert "Interrupted" in harried_run.output.strip().splitlines()[-1]
     assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
     assert rewards.processes_with("reward_loop.verl.main_ppo", str(tiny_generative_model)) == []
 

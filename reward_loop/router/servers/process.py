@@ -18,8 +18,8 @@ from typing import Self
 import aiohttp
 import anyio
 
+from reward_loop._lifeline import Lifeline
 from reward_loop.errors import ServerDiedError, ServerStartError
-from reward_loop.router.servers.lifeline import Lifeline
 from reward_loop.router.sockets import listen, url_of
 
 __all__ = ["ServerProcess", "listen", "url_of"]
@@ -36,7 +36,7 @@ class ServerProcess:
     made too early waits in the backlog, and a later run serves the same address.
 
     The command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child must end when it reads the end
-    of the latter (:func:`reward_loop.router.servers.lifeline.follow`). It runs in a session of its own, so that
+    of the latter (:func:`reward_loop._lifeline.follow`). It runs in a session of its own, so that
     Ctrl-C reaches it through its owner only.
 
     Args:

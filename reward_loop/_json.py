@@ -7,7 +7,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["to_json"]
+import orjson
+
+__all__ = ["encode", "to_json"]
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+def encode(value: Any) -> bytes:
+    """Encode as `to_json` does, quickly where the value lets us."""
+    try:
+        return orjson.dumps(value, default=_known, option=_OPTIONS)
+    except TypeError:  # a lone surrogate, an integer beyond 64 bits, a key of some other type
+        return to_json(value)
 
 
 def to_json(value: Any) -> bytes:
@@ -23,10 +35,19 @@ def _plain(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    return _plain(_known(value))
+
+
+def _known(value: Any) -> Any:
+    """Turn what JSON does not know into what it knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return list(value)
     if callable(getattr(value, "tolist", None)):
-        return _plain(value.tolist())
+        return value.tolist()
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     return str(value)

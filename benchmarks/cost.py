@@ -1,16 +1,12 @@
 """What the agent itself costs: CPU time and memory a sample, for a reward function that does nothing.
 
-    python benchmarks/agent.py [--quick] [--verl]
-
 Beside it the way in which verl 0.9.1's reward worker handles a batch: one task a sample, the response decoded in the
-default thread pool, then the function. Without ``--verl`` that is a few lines of the same shape, on the same samples;
-with it, verl's own class and ours on the same rows of a ``DataProto``. Each figure is the best of several fresh
-processes, as a busy machine only adds time. Ends with one JSON line.
+default thread pool, then the function. That is a few lines of the same shape, on the same samples, and, where verl is
+installed, its own class and ours on the same rows of a ``DataProto``. Each figure comes from fresh processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -137,7 +133,9 @@ async def measure(what: str, count: int) -> dict[str, float]:
             return await verls_own(rows, nothing)
         return await agent(rows, nothing, tokenizer=Tokenizer())
     samples = [RewardSample(f"answer {i}", "math", "42", {"index": i}) for i in range(count)]
-    if what == "in_flight":
+    if what == "in_flight_uncollected":
+        gc.disable()
+    if what.startswith("in_flight"):
         held = Nothing(held=count)
         return await agent(samples, held.asynchronous, held)
     if what == "like_verl":
@@ -146,56 +144,15 @@ async def measure(what: str, count: int) -> dict[str, float]:
 
 
 def best(what: str, count: int, runs: int) -> dict[str, float]:
+    """Measure in so many fresh processes; the best of each figure, as a busy machine only adds time."""
     results = []
     for _ in range(runs):
         done = subprocess.run(
-            [sys.executable, __file__, "--measure", what, "--count", str(count)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
+            [sys.executable, __file__, what, str(count)], stdout=subprocess.PIPE, text=True, check=True
         )
         results.append(json.loads(done.stdout.splitlines()[-1]))
     return {key: min(result[key] for result in results) for key in results[0]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, under 50 s")
-    parser.add_argument("--verl", action="store_true", help="also verl's own class, which must be installed")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--count", type=int, default=IN_FLIGHT, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(asyncio.run(measure(options.measure, options.count))))
-        return
-    runs = 2 if options.quick else 5
-    print(f"{'':44}{'samples':>8}{'us of CPU':>11}{'KB':>7}")
-
-    def row(name: str, what: str, count: int) -> dict[str, float]:
-        result = best(what, count, runs)
-        kb = f"{result['kb']:7.1f}" if result.get("kb") else ""
-        print(f"{name:44}{count:>8}{result['cpu_us']:>11.1f}{kb}", flush=True)
-        return result
-
-    scaling = {count: row("agent, async, all in flight at once", "in_flight", count) for count in (5_000, 10_000)}
-    large = row("agent, async, all in flight at once", "in_flight", IN_FLIGHT)
-    asynchronous = row("agent, async", "async", IN_FLIGHT)
-    sync = row("agent, sync (64 threads)", "sync", IN_FLIGHT)
-    like = row("tasks and thread pool as in verl's worker", "like_verl", IN_FLIGHT)
-    line = {
-        "cpu_us_per_sample": round(large["cpu_us"], 1),
-        "kb_per_sample": round(large["kb"], 2),
-        "cpu_us_async": round(asynchronous["cpu_us"], 1),
-        "cpu_us_sync": round(sync["cpu_us"], 1),
-        "cpu_us_like_verl": round(like["cpu_us"], 1),
-        "in_flight": IN_FLIGHT,
-        "cpu_us_growth": round(large["cpu_us"] / scaling[5_000]["cpu_us"], 2),
-    }
-    if options.verl:
-        line["cpu_us_rows"] = round(row("agent, on rows of a DataProto", "ours_on_rows", 4_000)["cpu_us"], 1)
-        line["cpu_us_verl"] = round(row("verl's naive manager, on the same", "verl", 4_000)["cpu_us"], 1)
-    print(json.dumps(line))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(asyncio.run(measure(sys.argv[1], int(sys.argv[2])))))

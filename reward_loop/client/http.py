@@ -1,0 +1,167 @@
+"""Requests to model servers, over connections that all reward functions of an event loop share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+import orjson
+
+from reward_loop._json import encode
+from reward_loop.errors import ConfigError, RequestError
+from reward_loop.watch import current
+
+__all__ = ["post", "shared_session", "url_of"]
+
+_SHOWN = 500
+_KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
+
+_sessions: dict[
+    asyncio.AbstractEventLoop, tuple[AsyncGenerator[aiohttp.ClientSession, None], aiohttp.ClientSession]
+] = {}
+
+
+async def post(
+    address: str | None,
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    timeout: float | None = 300.0,
+    api_key_env: str | None = None,
+) -> Any:
+    """Send a JSON body, and return the JSON answer.
+
+    A cancelled request closes its connection, by which servers know that nobody wants the answer any more.
+
+    Args:
+        address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
+        path: the endpoint, such as ``/v1/chat/completions``.
+        body: the request.
+        timeout: seconds until the whole answer must be there; ``None`` for no limit.
+        api_key_env: the name of an environment variable that holds the service's API key.
+
+    Raises:
+        RequestError: no answer came in time, or not one with status 200 and JSON in it.
+        ConfigError: there is no address, or no key.
+    """
+    url = url_of(address, path)
+    headers = {"content-type": "application/json", **_authorization(api_key_env)}
+    what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")
+    call = current()
+    if call is not None:
+        call.ask(what)
+    try:
+        session = await shared_session()
+        async with session.post(
+            url,
+            data=encode(body),
+            headers=headers,
+            proxy=_proxy(url),
+            timeout=aiohttp.ClientTimeout(total=timeout),
+        ) as response:
+            data = await response.read()
+    except TimeoutError:
+        raise RequestError(f"{what}: no answer within {timeout:g} s") from None
+    except aiohttp.InvalidURL as error:
+        raise ConfigError(f"{what}: this is no address; `host:port` or a base URL is") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
+    finally:
+        if call is not None:
+            call.answered(what)
+    if response.status != 200:
+        raise RequestError(
+            f"{what} was answered with status {response.status}: {_start(data)}",
+            status=response.status,
+            retry_after=_seconds(response.headers.get("Retry-After")),
+        )
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise RequestError(f"{what} was answered with what is no JSON: {_start(data)}", status=200) from None
+
+
+def url_of(address: str | None, path: str) -> str:
+    """The URL of an endpoint.
+
+    A base URL that has a path, such as ``https://api.openai.com/v1``, stands for the ``/v1`` of the endpoint.
+
+    Raises:
+        ConfigError: there is no address.
+    """
+    if not address:
+        raise ConfigError(
+            "no address to send the request to: reward_router_address is None, since no reward model is served; "
+            "configure one, or name a service by its base URL"
+        )
+    if "://" not in address:
+        return f"http://{address}{path}"
+    base = address.rstrip("/")
+    return base + (path.removeprefix("/v1") if urlsplit(base).path else path)
+
+
+async def shared_session() -> aiohttp.ClientSession:
+    """The session of the running event loop; it is closed when that loop shuts down (`asyncio.run` does so)."""
+    loop = asyncio.get_running_loop()
+    if loop in _sessions and not _sessions[loop][1].closed:
+        return _sessions[loop][1]
+    for ended in [other for other in _sessions if other.is_closed()]:
+        del _sessions[ended]
+    # A loop that shuts down closes its asynchronous generators, so a session that lives in one is closed in time.
+    keeper = _keep(loop)
+    session = await anext(keeper)
+    _sessions[loop] = keeper, session
+    return session
+
+
+async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.ClientSession, None]:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        try:
+            yield session
+        finally:
+            _sessions.pop(loop, None)
+
+
+def _authorization(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"the environment variable {variable}, which should hold the API key, is not set")
+    return {"authorization": f"Bearer {key}"}
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names; what is on the own network by number is asked directly."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme == "http" or proxy_bypass(host):
+        return None
+    return getproxies().get(parts.scheme)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """What ``Retry-After`` says, in either of its forms."""
+    if retry_after is None:
+        return None
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
+    except ValueError:
+        return None
+
+
+def _start(data: bytes) -> str:
+    text = data[: _SHOWN + 1].decode("utf-8", "replace")
+    return repr(text) if len(data) <= _SHOWN else repr(text[:_SHOWN]) + "..."

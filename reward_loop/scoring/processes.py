@@ -1,0 +1,299 @@
+"""Processes for sync reward functions: killed at their deadline, with everything that they started.
+
+Libraries were looked at first. pebble starts the deadline with the function and kills a worker at it, but not what the
+worker started, after a grace of seconds, and has no bound on memory; anyio's processes, loky's and those of
+`concurrent.futures` have no deadlines; all of them import the trainer's ``__main__`` again in a spawned child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from reward_loop._lifeline import Lifeline
+from reward_loop.errors import FunctionLoadError, RewardCrashedError
+from reward_loop.scoring.ended import Call, Ended
+from reward_loop.scoring.forkserver import Report
+from reward_loop.scoring.load import file_modules
+from reward_loop.scoring.slots import Slots
+from reward_loop.scoring.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
+
+__all__ = ["WorkerProcesses", "usable_cores"]
+
+_START_SECONDS = 300.0
+"""Until a worker must have imported the function's module; verl with torch takes a busy machine half a minute."""
+_REPORT_SECONDS = 5.0
+"""Until a killed worker must have been reported."""
+_STOP_SECONDS = 5.0
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class WorkerProcesses:
+    """At most ``max_processes`` calls of one function at a time, each in a process of its own.
+
+    The processes are kept from call to call. One is killed, with all that it started, when its call passes the
+    deadline, is cancelled or takes too much memory, and when this process or this object is gone; another takes its
+    place with the next call. They are forked by a light process in between (`reward_loop.scoring.forkserver`), and
+    import nothing but what the function needs.
+
+    Args:
+        function: what all calls call. It is found again by module and name, or goes by value if it has none.
+        name: the function's name in messages.
+        max_processes: by default, as many as there are cores.
+        max_memory_mb: megabytes (2^20 bytes) of a process and what it started; by default no bound.
+
+    Raises:
+        FunctionLoadError: the function cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        max_processes: int | None = None,
+        max_memory_mb: int | None = None,
+    ) -> None:
+        try:
+            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function)))
+        except Exception as error:
+            raise FunctionLoadError(
+                f"{name} cannot run in a process of its own, as it cannot be pickled: {type(error).__name__}: {error}. "
+                "Make what it holds (locks, clients, models) when it is first called, or run it in threads"
+            ) from error
+        self._function = function
+        self._setup = _framed(setup)
+        self._max_memory_mb = max_memory_mb
+        self._slots = Slots(max_processes or usable_cores())
+        self._lock = threading.Lock()
+        self._server: _ForkServerProcess | None = None
+        self._idle: list[_Worker] = []
+        self._end: weakref.finalize[Any, Any] | None = None
+        _pools.add(self)
+
+    async def run(self, call: Call, timeout: float | None = None) -> Ended:
+        """Call the function in a process as soon as a slot is free.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds passed since the function started; it says where the function was.
+            RewardCrashedError: the process died meanwhile.
+        """
+        assert call.function is self._function
+        assert not call.args
+        try:
+            arguments = _framed(cloudpickle.dumps(call.kwargs))
+        except Exception as error:
+            return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
+        async with self._slots.here():
+            while True:
+                worker = self._idle.pop() if self._idle else self._start()
+                try:
+                    ended = await worker.call(arguments, timeout)
+                except _DiedIdleError:
+                    continue
+                finally:
+                    if worker.usable:
+                        self._idle.append(worker)
+                    else:
+                        worker.close()
+                return ended
+
+    def close(self) -> None:
+        """End all processes; calls in work fail. A later call starts others."""
+        if self._end is not None:
+            self._end()
+        self._server = None
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                if self._server is None or not self._server.fork(theirs):
+                    self.close()
+                    self._server = _ForkServerProcess(self._max_memory_mb)
+                    self._end = weakref.finalize(self, _end, self._server, self._idle)
+                    self._server.fork(theirs)
+        return _Worker(ours, self._setup)
+
+    def _forget(self) -> None:
+        """Start from nothing: in a fork of this process, the children are those of its parent."""
+        self._server, self._idle = None, []
+        if self._end is not None:
+            self._end.detach()
+        self._end = None
+
+
+def _end(server: _ForkServerProcess, idle: list[_Worker]) -> None:
+    while idle:
+        idle.pop().close()
+    server.close()
+
+
+_pools: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in list(_pools):
+        pool._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class _ForkServerProcess:
+    """The fork server of one pool."""
+
+    def __init__(self, max_memory_mb: int | None) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        self._lifeline = Lifeline()
+        self._control, theirs = socket.socketpair()
+        fds = (theirs.fileno(), self._lifeline.child_fd)
+        code = (
+            f"import sys; sys.path[:] = {path!r}; from reward_loop.scoring.forkserver import main; "
+            f"main(*{fds!r}, {max_memory_mb!r})"
+        )
+        with theirs:
+            # In a session of its own, so that Ctrl-C reaches it through its owner only.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._lifeline.release()
+
+    def fork(self, channel: socket.socket) -> bool:
+        """Start a worker that answers on ``channel``; false if the fork server is dead."""
+        try:
+            socket.send_fds(self._control, [b"f"], [channel.fileno()])
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it and its workers."""
+        self._lifeline.cut()
+        self._control.close()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _DiedIdleError(Exception):
+    """A worker died between two calls, so that the second has not started."""
+
+
+class _Worker:
+    """The pool's end of one worker."""
+
+    def __init__(self, channel: socket.socket, setup: bytes) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._setup = setup
+        self._received = bytearray()
+        self.usable = False
+        """Whether it waits for a call."""
+
+    async def call(self, arguments: bytes, timeout: float | None) -> Ended:
+        """One call, from its arguments to its end."""
+        was_idle, self.usable = self.usable, False
+        setup, self._setup = self._setup, b""
+        with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
+            await asyncio.get_running_loop().sock_sendall(self._channel, setup + arguments)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                kind, content = await self._next()
+        except TimeoutError:
+            at = await self._give_up()
+            raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
+        if kind == DIED and was_idle:
+            raise _DiedIdleError
+        if kind == STARTED:
+            try:
+                async with asyncio.timeout(timeout):
+                    kind, content = await self._next()
+            except TimeoutError:
+                raise TimeoutError(await self._give_up()) from None
+        if kind == DIED:
+            raise RewardCrashedError(_death(content))
+        self.usable = kind == ENDED
+        return unpack(content)
+
+    def close(self) -> None:
+        """Let the fork server kill it, if it lives."""
+        # Not by closing alone: a forked copy of this process may hold a copy of the socket.
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._channel.close()
+
+    async def _give_up(self) -> str:
+        """Have it killed, and wait for that; where it was."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                while True:
+                    kind, content = await self._next()
+                    if kind == DIED:
+                        return _at(pickle.loads(content)) if content else ""
+        return ""
+
+    async def _next(self) -> tuple[bytes, bytes]:
+        """The next frame. The end of the stream counts as the report of a death, without content."""
+        loop = asyncio.get_running_loop()
+        while (frame := self._frame()) is None:
+            try:
+                received = await loop.sock_recv(self._channel, 1 << 16)
+            except ConnectionError:
+                received = b""
+            if not received:
+                return DIED, b""
+            self._received += received
+        return frame
+
+    def _frame(self) -> tuple[bytes, bytes] | None:
+        if len(self._received) < HEADER.size:
+            return None
+        kind, length = HEADER.unpack_from(self._received)
+        end = HEADER.size + length
+        if len(self._received) < end:
+            return None
+        content = bytes(self._received[HEADER.size : end])
+        del self._received[:end]
+        return kind, content
+
+
+def _framed(content: bytes) -> bytes:
+    return HEADER.pack(CALL, len(content)) + content
+
+
+def _death(content: bytes) -> str:
+    if not content:
+        return "lost its process"
+    report: Report = pickle.loads(content)
+    if report.memory_mb is not None:
+        return f"was killed: its process had {report.memory_mb:.0f} MB, and max_memory_mb is {report.max_memory_mb}"
+    if report.code >= 0:
+        return f"ended its process with exit status {report.code}{_at(report)}"
+    name = signal.Signals(-report.code).name
+    hint = ", perhaps by the kernel for want of memory" if name == "SIGKILL" else ""
+    return f"had its process ended by {name}{hint}{_at(report)}"
+
+
+def _at(report: Report) -> str:
+    return f", at\n{report.stack}" if report.stack else ""

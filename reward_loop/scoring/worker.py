@@ -1,0 +1,201 @@
+"""What runs in a worker process: one call after the other, in its main thread, where signals and alarms work."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+from reward_loop.scoring.ended import Call, Ended, describe_exception
+
+__all__ = [
+    "CALL",
+    "DIED",
+    "ENDED",
+    "ENDED_LAST",
+    "EXIT_BROKEN",
+    "HEADER",
+    "STACK_SIGNAL",
+    "STARTED",
+    "Setup",
+    "serve",
+    "unpack",
+]
+
+HEADER = struct.Struct("!cQ")
+"""Before each frame: its kind, and how many bytes follow. The pool's frames are of the kind `CALL`."""
+CALL = b"C"
+STARTED, ENDED, ENDED_LAST, DIED = b"S", b"E", b"L", b"D"
+"""A worker's frames: the function starts; how it ended; the same, and the worker takes no further call; how a worker
+died, which the fork server sends in its place."""
+
+EXIT_BROKEN = 70
+"""The exit status of a worker that lost its socket."""
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a worker write down where it is: a signal that is in nobody's way."""
+
+_MAX_ANSWER_MB = 64
+_MAX_GROWTH_MB = 1024
+"""A worker that has grown by so much is replaced after its call, or by half of ``max_memory_mb`` if that is less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker gets before its first call."""
+
+    files: Mapping[str, str]
+    """Modules that were loaded from files, and cannot be imported by name: name -> path."""
+    function: bytes
+    """The function, pickled."""
+
+
+def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:
+    """Answer calls until the pool closes its end."""
+    faulthandler.enable(stack_fd, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=False)
+    max_growth_mb = _MAX_GROWTH_MB if max_memory_mb is None else min(_MAX_GROWTH_MB, max_memory_mb / 2)
+    pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
+    function, failure = _load(_receive(channel))
+    while True:
+        arguments = _receive(channel)
+        if failure is None:
+            _send(channel, STARTED, b"")
+        ended = failure or _call(function, arguments)
+        if os.getpid() != pid:
+            os._exit(0)  # The function has forked, and its child came back here.
+        # What the function left behind must not meet the next sample: an alarm, a closed stream, another folder.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.fchdir(folder)
+        memory_mb = _memory_mb()
+        first_mb = first_mb or memory_mb
+        spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
+        _send(channel, ENDED_LAST if failure or spoiled else ENDED, _pack(ended))
+        if failure or spoiled:
+            os._exit(0)
+
+
+def unpack(answer: bytes) -> Ended:
+    """The pool's side of `_pack`."""
+    inner, seconds, described = pickle.loads(answer)
+    try:
+        value, exception = pickle.loads(inner)
+    except Exception as error:
+        described = described or f"returned what cannot be read back from its process ({type(error).__name__}: {error})"
+        return Ended(None, None, seconds, described)
+    return Ended(value, exception, seconds, described)
+
+
+def _pack(ended: Ended) -> bytes:
+    """Pickle how a call ended; an exception goes along if it can, and is described in any case."""
+    described, inner = ended.described, _dumps((None, None))
+    try:
+        if ended.exception is None:
+            inner = _dumps((ended.value, None))
+        else:
+            described = f"raised {describe_exception(ended.exception)}"
+            own = _dumps((None, ended.exception))
+            pickle.loads(own)  # Many exceptions can be pickled, but not be made again from their arguments.
+            inner = own
+    except Exception as error:
+        described = described or (
+            f"returned a {type(ended.value).__name__}, which cannot be sent back from its process "
+            f"({type(error).__name__}: {error})"
+        )
+    if len(inner) > _MAX_ANSWER_MB << 20:
+        described = described or f"returned {len(inner) >> 20} MB, and {_MAX_ANSWER_MB} are sent back from a process"
+        inner = _dumps((None, None))
+    return pickle.dumps((inner, ended.seconds, described))
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle by reference where that works, and by value what only this process knows, such as a lambda.
+
+    Raises:
+        Exception: neither works.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        import cloudpickle
+
+        return cloudpickle.dumps(value)
+
+
+def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
+    try:
+        made: Setup = pickle.loads(setup)
+        sys.meta_path.append(_Files(made.files))
+        return pickle.loads(made.function), None
+    except BaseException as error:
+        described = f"cannot be loaded in a process of its own: {describe_exception(error)}"
+        return _load, Ended(None, None, 0.0, described)
+
+
+def _call(function: Callable[..., Any], arguments: bytes) -> Ended:
+    try:
+        kwargs = pickle.loads(arguments)
+    except Exception as error:
+        return Ended(None, None, 0.0, f"cannot be given its arguments in a process: {type(error).__name__}: {error}")
+    return Call(function, (), kwargs)()
+
+
+class _Files(importlib.abc.MetaPathFinder):
+    """Imports the modules that `load_function` made from files, under the names that it gave them."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        file = self._files.get(fullname)
+        return importlib.util.spec_from_file_location(fullname, file) if file else None
+
+
+def _settle_streams() -> bool:
+    """Write out what was printed, and put back what was replaced; whether all three streams are still open."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    try:
+        for fd, stream in enumerate((None, sys.stdout, sys.stderr)):
+            if stream is not None:
+                stream.flush()
+            os.fstat(fd)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _memory_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _send(channel: socket.socket, kind: bytes, content: bytes) -> None:
+    channel.sendall(HEADER.pack(kind, len(content)) + content)
+
+
+def _receive(channel: socket.socket) -> bytes:
+    _, length = HEADER.unpack(_receive_exactly(channel, HEADER.size))
+    return _receive_exactly(channel, length)
+
+
+def _receive_exactly(channel: socket.socket, length: int) -> bytes:
+    content = bytearray(length)
+    view = memoryview(content)
+    while view:
+        count = channel.recv_into(view)
+        if not count:
+            os._exit(0)  # The pool has closed its end.
+        view = view[count:]
+    return bytes(content)

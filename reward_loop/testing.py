@@ -1,0 +1,296 @@
+"""For tests of reward functions: a judge server that answers as it is told, and fails as real ones do.
+
+import pytest
+from reward_loop.testing import Drop, FakeJudge, Status
+
+@pytest.fixture
+def judge():
+    with FakeJudge("Score: 7") as judge:
+        yield judge
+
+async def test_a_busy_judge(judge):
+    judge.script(Status(429, retry_after=1), Drop())     # the first two requests; then the normal reply
+    ...
+    assert judge.requests[0].body["messages"][-1]["content"].startswith("Rate the answer")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+from reward_loop.router.background import in_background
+from reward_loop.router.sockets import listen, url_of
+
+__all__ = [
+    "Answer",
+    "BadJson",
+    "Behaviour",
+    "Body",
+    "Drop",
+    "FakeJudge",
+    "Logits",
+    "NoChoices",
+    "Received",
+    "Stall",
+    "Status",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A chat reply."""
+
+    text: str
+    finish_reason: str = "stop"
+    """``length`` for a reply that is cut off."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A classification."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Body:
+    """Status 200, and this as JSON: for what was recorded from a real server."""
+
+    json: Any
+
+
+@dataclass(frozen=True)
+class Status:
+    """An error: 429 and 503 for a busy server, 500 for a broken one, 401 for a wrong key."""
+
+    code: int
+    retry_after: float | None = None
+    """Seconds in the header ``Retry-After``."""
+    message: str = "the fake judge was told to answer so"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No answer at all, for as long as the client waits."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The connection is closed before the answer."""
+
+
+@dataclass(frozen=True)
+class BadJson:
+    """Status 200, and a body that ends in the middle."""
+
+
+@dataclass(frozen=True)
+class NoChoices:
+    """Status 200, and an empty list where the reply or the logits should be."""
+
+
+Behaviour = Answer | Logits | Body | Status | Stall | Drop | BadJson | NoChoices
+
+
+@dataclass(eq=False)
+class Received:
+    """One request that the server was sent."""
+
+    path: str
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: Any
+    """The JSON in it, decoded; bytes if it is none."""
+    behaviour: Behaviour
+    """What the server did."""
+    abandoned: bool = False
+    """Whether the client closed the connection before the answer."""
+    ended: threading.Event = field(default_factory=threading.Event, repr=False)
+    """Set when it was answered or abandoned; wait for it with a timeout."""
+
+
+class FakeJudge:
+    """An HTTP server on the loopback interface, with the endpoints of a generative and a discriminative model.
+
+    It answers ``/v1/chat/completions`` (with or without ``/v1``), ``/classify``, ``/v1/rerank``, ``/v1/models`` and
+    ``/health``. ``with`` and ``async with`` start and stop it; it runs in a thread of its own, so that it also serves
+    functions that block.
+    """
+
+    def __init__(
+        self,
+        reply: str | Callable[[Mapping[str, Any]], str] = "Score: 1",
+        *,
+        logit: float | Callable[[str], float] = 0.0,
+        faults: Mapping[Behaviour, float] | None = None,
+        latency: float | tuple[float, float] = 0.0,
+        model: str = "fake-judge",
+        seed: int = 0,
+    ) -> None:
+        """Say how it answers where it is not told otherwise.
+
+        Args:
+            reply: the text of chat replies, or a function from the request's body to it.
+            logit: the logit of a text, or a function from a text to it; also the score of reranked documents.
+            faults: what it does instead, at random, and the probability of each.
+            latency: seconds before it answers, or the least and the greatest, between which they are drawn.
+            model: the name in its answers.
+            seed: of its random choices.
+        """
+        self.requests: list[Received] = []
+        """All requests so far, but those to ``/health`` and ``/v1/models``."""
+        self.model = model
+        self._reply = reply
+        self._logit = logit
+        self._faults = dict(faults or {})
+        self._latency = latency if isinstance(latency, tuple) else (latency, latency)
+        self._random = random.Random(seed)
+        self._script: deque[Behaviour] = deque()
+        self._stack = ExitStack()
+        self._url = ""
+
+    @property
+    def address(self) -> str:
+        """``host:port``, as in ``reward_router_address``."""
+        return self._url.removeprefix("http://")
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as its ``base_url``."""
+        return f"{self._url}/v1"
+
+    def script(self, *behaviours: Behaviour | str) -> None:
+        """Have the next requests, in the order in which they arrive, met so; text stands for an `Answer`."""
+        self._script.extend(Answer(given) if isinstance(given, str) else given for given in behaviours)
+
+    def __enter__(self) -> Self:
+        self._url = self._stack.enter_context(in_background(self._serve, name="fake-judge"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+    @asynccontextmanager
+    async def _serve(self) -> AsyncIterator[str]:
+        app = web.Application(client_max_size=0)
+        app.router.add_get("/health", _health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{path:.*}", self._receive)
+        # Handlers are cancelled when their client leaves, so that a test can see whether it did.
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        try:
+            listener = listen("127.0.0.1")
+            await web.SockSite(runner, listener).start()
+            yield url_of(listener)
+        finally:
+            await runner.cleanup()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
+    async def _receive(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        try:
+            body = json.loads(data)
+        except ValueError:
+            body = data
+        received = Received(request.path, _lower(request.headers), body, self._choose(request.path, body))
+        self.requests.append(received)
+        try:
+            await asyncio.sleep(self._random.uniform(*self._latency))
+            return await self._behave(received, request)
+        except asyncio.CancelledError:
+            received.abandoned = True
+            raise
+        finally:
+            received.ended.set()
+
+    def _choose(self, path: str, body: Any) -> Behaviour:
+        if self._script:
+            return self._script.popleft()
+        drawn = self._random.random()
+        for fault, probability in self._faults.items():
+            drawn -= probability
+            if drawn < 0:
+                return fault
+        if not isinstance(body, dict):
+            return Status(400, message="the body is not a JSON object")
+        if path.endswith("/chat/completions"):
+            return Answer(self._reply(body) if callable(self._reply) else self._reply)
+        if path == "/classify":
+            return Logits((self._logit_of(body.get("input") or body.get("messages", [{}])[-1].get("content", "")),))
+        if path == "/v1/rerank":
+            return Logits(tuple(self._logit_of(document) for document in body.get("documents", ())))
+        return Status(404, message=f"there is no {path}")
+
+    def _logit_of(self, text: str) -> float:
+        return self._logit(text) if callable(self._logit) else self._logit
+
+    async def _behave(self, received: Received, request: web.Request) -> web.StreamResponse:
+        done = received.behaviour
+        if isinstance(done, Stall):
+            await asyncio.Event().wait()
+        if isinstance(done, Drop):
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+        if isinstance(done, Status):
+            headers = {} if done.retry_after is None else {"Retry-After": f"{done.retry_after:g}"}
+            error = {"message": done.message, "type": "FakeJudgeError", "param": None, "code": done.code}
+            return web.json_response({"error": error}, status=done.code, headers=headers)
+        answer = done.json if isinstance(done, Body) else self._answer(done, received)
+        if isinstance(done, BadJson):
+            return web.Response(text=json.dumps(answer)[:-20], content_type="application/json")
+        return web.json_response(answer)
+
+    def _answer(self, done: Behaviour, received: Received) -> Any:
+        text = done.text if isinstance(done, Answer) else ""
+        # One token a word: enough to test that usage is counted.
+        prompt_tokens, completion_tokens = len(json.dumps(received.body, default=str).split()), len(text.split())
+        answer = {
+            "id": f"fake-{len(self.requests)}",
+            "model": self.model,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "total_tokens": prompt_tokens + completion_tokens,
+            },
+        }
+        if received.path == "/v1/rerank":
+            values = done.values if isinstance(done, Logits) else ()
+            return answer | {"results": [{"index": i, "relevance_score": value} for i, value in enumerate(values)]}
+        if received.path == "/classify":
+            return answer | {"data": [{"index": 0, "probs": list(done.values)}] if isinstance(done, Logits) else []}
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": getattr(done, "finish_reason", "stop")}
+        return answer | {"object": "chat.completion", "choices": [] if isinstance(done, NoChoices) else [choice]}
+
+
+async def _health(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

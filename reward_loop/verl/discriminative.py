@@ -1,0 +1,54 @@
+"""The reward of a rollout where the user has a discriminative reward model and no function: the model's logit."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from reward_loop.client import classify
+from reward_loop.managers import NaiveRewardLoopManager
+from reward_loop.types import RewardSample
+
+__all__ = ["DiscriminativeRewardLoopManager", "compute_score"]
+
+
+class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
+    """Has the reward model score the conversation that a rollout ends, as verl's own reward loop does.
+
+    The conversation is the row's ``raw_prompt`` and, as the assistant's turn, the response with its special tokens but
+    without the policy's end of sequence; the reward model's chat template is applied to it.
+    """
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
+        sample = await super().to_sample(data)
+        row = data if data.batch["responses"].ndim == 1 else data[-1]
+        prompt = row.non_tensor_batch.get("raw_prompt")
+        if prompt is None:
+            return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
+        try:
+            text = await asyncio.to_thread(self._render, list(prompt), row.batch)
+        except Exception as error:  # a template is a program of the model's author
+            return replace(
+                sample, error=f"the reward model's chat template refused it: {type(error).__name__}: {error}"
+            )
+        return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
+
+    def _render(self, conversation: list[dict[str, Any]], batch: Any) -> str:
+        length = batch["responses"].shape[-1]
+        ids = batch["responses"][: int(batch["attention_mask"][-length:].sum())] if length else []
+        response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")
+        text: str = self.reward_model_tokenizer.apply_chat_template(
+            [*conversation, {"role": "assistant", "content": response}], add_generation_prompt=False, tokenize=False
+        )
+        # The server's tokenizer puts it there again.
+        return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
+
+
+async def compute_score(
+    extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
+) -> dict[str, float]:
+    """Return the logit of ``extra_info["reward_model_input"]``; of several, the last, as in verl."""
+    logits = await classify(reward_router_address, extra_info["reward_model_input"], model=model, timeout=None)
+    return {"score": logits[-1] if isinstance(logits, list) else logits}

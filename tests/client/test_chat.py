@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.client import chat_complete
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ConfigError, RequestError
+from reward_loop.testing import Answer, FakeJudge, NoChoices
+from reward_loop.watch import Call
+
+
+async def test_a_reply() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Answer("It is right. Score: 9", "length"))
+        reply = await chat_complete(judge.address, "Is it?", model="m", temperature=0, top_p=0.5)
+        assert reply.text == "It is right. Score: 9"
+        assert reply.finish_reason == "length"
+        assert reply.cut_off
+        assert reply.usage.completion_tokens == 5
+        assert reply.model == "fake-judge"
+        assert judge.requests[0].body == {
+            "messages": [{"role": "user", "content": "Is it?"}],
+            "model": "m",
+            "temperature": 0,
+            "top_p": 0.5,
+        }
+
+
+async def test_a_conversation_is_sent_as_it_is() -> None:
+    messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "?"}]
+    async with FakeJudge() as judge:
+        assert not (await chat_complete(judge.address, messages)).cut_off
+        assert judge.requests[0].body == {"messages": messages}
+
+
+async def test_an_answer_without_a_reply_is_an_error_that_shows_it() -> None:
+    async with FakeJudge() as judge:
+        judge.script(NoChoices())
+        with pytest.raises(RequestError, match="'choices': \\[\\]") as raised:
+            await chat_complete(judge.address, "?")
+        assert raised.value.transient
+
+
+@pytest.mark.parametrize("request_", [{"stream": True}, {"n": 2}])
+async def test_what_is_not_supported_is_refused(request_: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="one whole reply"):
+        await chat_complete("127.0.0.1:1", "?", **request_)
+
+
+async def test_tokens_are_booked_to_the_sample() -> None:
+    async with FakeJudge("two words") as judge:
+        with Call(RewardSample("x"), "f") as call:
+            replies = [await chat_complete(judge.address, "?") for _ in range(3)]
+    assert call.completion_tokens == 6
+    assert call.prompt_tokens == sum(reply.usage.prompt_tokens for reply in replies) > 0
+
+
+@pytest.mark.integration
+async def test_a_served_model_through_the_router(tiny_generative_model: Path) -> None:
+    from reward_loop import RewardModelManager
+
+    config = RewardModelConfig(model_path=str(tiny_generative_model), served_model_name="tiny")
+    async with RewardModelManager(config) as models:
+        address = models.reward_router_address
+        reply = await chat_complete(address, "hello", max_tokens=4, seed=1, logprobs=True, model="tiny")
+        assert reply.cut_off == (reply.usage.completion_tokens == 4)
+        assert reply.usage.prompt_tokens > 5
+        assert reply.logprobs is not None
+        assert len(reply.logprobs) == reply.usage.completion_tokens
+        assert all(entry["logprob"] <= 0 for entry in reply.logprobs)
+        with pytest.raises(RequestError, match="nobody") as raised:
+            await chat_complete(address, "hello", model="nobody")
+        assert raised.value.status == 404
+        assert not raised.value.transient

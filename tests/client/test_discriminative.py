@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.client import classify, score
+from reward_loop.client.http import post
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import RequestError
+from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
+from reward_loop.watch import Call
+
+
+async def test_a_logit_or_the_logits() -> None:
+    async with FakeJudge(logit=lambda text: len(text) / 2) as judge:
+        assert await classify(judge.address, "seven..") == 3.5
+        assert await classify(judge.address, [{"role": "user", "content": "four"}]) == 2.0
+        judge.script(Logits((0.5, -1.5)))
+        assert await classify(judge.address, "x", model="m") == [0.5, -1.5]
+        text, messages, named = (request.body for request in judge.requests)
+        assert text == {"input": "seven..", "text": "seven..", "use_activation": False}
+        assert messages == {"messages": [{"role": "user", "content": "four"}], "use_activation": False}
+        assert named["model"] == "m"
+
+
+async def test_the_shape_of_sglangs_native_classify() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Body({"embedding": [-0.25], "meta_info": {"id": "1", "prompt_tokens": 9}}))
+        with Call(RewardSample("x"), "f") as call:
+            assert await classify(judge.address, "x") == -0.25
+    assert call.prompt_tokens == 9
+
+
+async def test_an_answer_without_logits_is_an_error() -> None:
+    async with FakeJudge() as judge:
+        judge.script(NoChoices(), NoChoices())
+        with pytest.raises(RequestError, match="without logits"):
+            await classify(judge.address, "x")
+        with pytest.raises(RequestError, match="a score for each document"):
+            await score(judge.address, "?", ["a"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"results": [{"index": 1, "relevance_score": 0.1}, {"index": 0, "relevance_score": 0.9}]},
+        [{"index": 1, "score": 0.1, "document": "b"}, {"index": 0, "score": 0.9, "document": "a"}],
+    ],
+    ids=["vllm", "sglang"],
+)
+async def test_documents_are_scored_in_their_order(answer: Any) -> None:
+    async with FakeJudge() as judge:
+        judge.script(Body(answer))
+        assert await score(judge.address, "?", ["a", "b"], model="m") == [0.9, 0.1]
+        assert judge.requests[0].body == {"query": "?", "documents": ["a", "b"], "model": "m"}
+
+
+@pytest.mark.integration
+async def test_the_logit_of_the_embedded_server_is_that_of_transformers(tiny_discriminative_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from reward_loop import RewardModelManager
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_discriminative_model)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_discriminative_model).eval()
+    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    with torch.no_grad():
+        (expected,) = model(**tokenizer(text, return_tensors="pt")).logits[0].tolist()
+    async with RewardModelManager(RewardModelConfig(model_path=str(tiny_discriminative_model))) as models:
+        address = models.reward_router_address
+        assert await classify(address, text) == pytest.approx(expected, abs=1e-4)
+        assert await classify(address, messages) == pytest.approx(expected, abs=1e-4)
+        assert (await post(address, "/classify", {"input": text}))["data"][0]["probs"] != [expected]

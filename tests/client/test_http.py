@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import warnings
+
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.client import chat_complete
+from reward_loop.client.http import post, shared_session, url_of
+from reward_loop.errors import ConfigError, RequestError
+from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
+from reward_loop.watch import Call, in_work
+from tests.router.serving import until
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000/v1/chat/completions"),
+        ("[::1]:8000", "http://[::1]:8000/v1/chat/completions"),
+        ("http://judge:8000/", "http://judge:8000/v1/chat/completions"),
+        ("https://api.openai.com/v1", "https://api.openai.com/v1/chat/completions"),
+        ("https://host/openai/v2/", "https://host/openai/v2/chat/completions"),
+    ],
+)
+def test_addresses(address: str, url: str) -> None:
+    assert url_of(address, "/v1/chat/completions") == url
+
+
+@pytest.mark.parametrize("address", [None, ""])
+def test_no_address_says_what_to_configure(address: str | None) -> None:
+    with pytest.raises(ConfigError, match="reward_router_address"):
+        url_of(address, "/classify")
+
+
+async def test_a_malformed_address_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        await post("http://", "/classify", {})
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "transient", "status"),
+    [(1.5, True, 429), (None, True, 503), (None, False, 400), (None, False, 401)],
+)
+async def test_an_error_has_status_retry_after_and_what_the_server_said(
+    retry_after: float | None, transient: bool, status: int
+) -> None:
+    async with FakeJudge() as judge:
+        judge.script(Status(status, retry_after=retry_after, message="not now " * 200))
+        with pytest.raises(RequestError) as raised:
+            await chat_complete(judge.address, "?", model="judge-7b")
+    error = raised.value
+    assert (error.status, error.retry_after, error.transient) == (status, retry_after, transient)
+    assert f"POST http://{judge.address}/v1/chat/completions (model judge-7b)" in str(error)
+    assert "not now" in str(error)
+    assert len(str(error)) < 700
+
+
+@pytest.mark.parametrize("value", ["Wed, 21 Oct 2015 07:28:00 GMT", "-3"])
+def test_a_retry_after_in_the_past_is_now(value: str) -> None:
+    from reward_loop.client.http import _seconds
+
+    assert _seconds(value) == 0
+    assert _seconds("soon") is None
+    assert _seconds(None) is None
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [(Drop(), None), (BadJson(), 200)])
+async def test_a_broken_answer_is_transient(behaviour: Drop | BadJson, status: int | None) -> None:
+    async with FakeJudge() as judge:
+        judge.script(behaviour)
+        with pytest.raises(RequestError) as raised:
+            await chat_complete(judge.address, "?")
+    assert raised.value.status == status
+    assert raised.value.transient
+
+
+async def test_a_refused_connection_is_transient() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RequestError, match=address) as raised:
+        await chat_complete(address, "?")
+    assert raised.value.transient
+
+
+async def test_the_deadline_closes_the_connection() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Stall())
+        with pytest.raises(RequestError, match=r"no answer within 0\.2 s"):
+            await chat_complete(judge.address, "?", timeout=0.2)
+        assert await asyncio.to_thread(judge.requests[0].ended.wait, 30)
+        assert judge.requests[0].abandoned
+
+
+async def test_cancellation_reaches_the_server() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Stall())
+        task = asyncio.create_task(chat_complete(judge.address, "?", timeout=None))
+        await until(lambda: judge.requests)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(judge.requests[0].ended.wait, 30)
+        assert judge.requests[0].abandoned
+
+
+async def test_what_is_asked_is_known_while_it_is_asked() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Stall())
+        with Call(RewardSample("x", uid="q1"), "compute_score (judge.py)"):
+            task = asyncio.create_task(chat_complete(judge.address, "?", model="m"))
+            await until(lambda: judge.requests)
+            (call,) = in_work()
+            assert call.describe()["asking"] == [f"POST http://{judge.address}/v1/chat/completions (model m)"]
+            task.cancel()
+            await asyncio.wait([task])
+            assert call.asking == []
+    assert in_work() == []
+
+
+async def test_the_key_comes_from_the_environment_and_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    async with FakeJudge() as judge:
+        judge.script("fine", Status(401))
+        await chat_complete(judge.base_url, "?", api_key_env="JUDGE_KEY")
+        assert judge.requests[0].headers["authorization"] == "Bearer s3cret"
+        with pytest.raises(RequestError) as raised:
+            await chat_complete(judge.base_url, "?", api_key_env="JUDGE_KEY")
+        assert "s3cret" not in str(raised.value)
+        with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+            await chat_complete(judge.base_url, "?", api_key_env="NO_SUCH_KEY")
+        assert len(judge.requests) == 2
+
+
+async def test_a_proxy_is_for_https_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reward_loop.client.http import _proxy
+
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "internal.example")
+    assert _proxy("http://10.0.0.1:8000/classify") is None
+    assert _proxy("https://internal.example/v1/chat/completions") is None
+    assert _proxy("https://api.openai.com/v1/chat/completions") == "http://proxy:3128"
+
+
+async def test_lone_surrogates_can_be_sent() -> None:
+    async with FakeJudge() as judge:
+        await chat_complete(judge.address, "a \ud800 b")
+        assert judge.requests[0].body["messages"][0]["content"] == "a \ud800 b"
+
+
+def test_each_loop_has_one_session_which_is_closed_with_it() -> None:
+    async def ask(address: str) -> object:
+        await asyncio.gather(*(chat_complete(address, "?") for _ in range(8)))
+        session = await shared_session()
+        assert await shared_session() is session
+        return session
+
+    with FakeJudge() as judge, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = asyncio.run(ask(judge.address))
+        second = asyncio.run(ask(judge.address))
+        assert first is not second
+        assert first.closed  # type: ignore[attr-defined]
+        assert second.closed  # type: ignore[attr-defined]
+        del first, second
+        gc.collect()
+    assert [str(warning.message) for warning in caught if "nclosed" in str(warning.message)] == []

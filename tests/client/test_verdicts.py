@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
+
+from reward_loop.client import Choice, Json, NoVerdictError, Number, Verdict
+from reward_loop.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("Score: 7", 7),
+        ("**Score:** 7/10.", 7),
+        ("The rest is fine.\nscore : **8**", 8),
+        ("Score: \\boxed{7}", 7),
+        ("Score: 7.5.", 7.5),
+        ("Score: [7] as it should be", 7),
+        ('{"reason": "x", "score": 4}', 4),
+        ("<think>Score: 1?</think> Score: 9", 9),
+        ("Score: 1e1", 10),
+    ],
+)
+def test_a_number(reply: str, number: float) -> None:
+    assert Number(0, 10).read(reply) == (number, number)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "a good answer",
+        "7",
+        "Score: seven",
+        "Score: 11",
+        "Score: -1",
+        "Score: 7/5",
+        "Score: 7-8",
+        "Score: 7 - 8",
+        "Score: 70%",
+        "Score: 1,000",
+        "Score: 7x",
+        "Score: __import__('os').getpid()",
+        # The last one counts, even if it cannot be read.
+        "Score: 7. No: Score: unclear",
+        "Score: 7. Score: 11",
+        "Score: nan",
+    ],
+)
+def test_no_number(reply: str) -> None:
+    with pytest.raises(NoVerdictError):
+        Number(0, 10).read(reply)
+
+
+def test_a_number_alone_in_the_last_line() -> None:
+    number = Number(-1, 1, after=None)
+    assert number.read("I think:\n**-0.5**\n\n") == (-0.5, -0.5)
+    for reply in ("", "0.5 maybe", "0.5\nwell"):
+        with pytest.raises(NoVerdictError):
+            number.read(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "choice"),
+    [
+        ("Verdict: correct", ("correct", 1.0)),
+        ("**Verdict**: Incorrect.", ("incorrect", 0.0)),
+        ('verdict: "partly  correct"', ("partly correct", 0.5)),
+        ("Verdict: correct? No.\nVerdict: incorrect", ("incorrect", 0.0)),
+    ],
+)
+def test_a_choice(reply: str, choice: tuple[str, float]) -> None:
+    assert Choice({"correct": 1, "incorrect": 0, "partly correct": 0.5}).read(reply) == choice
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "correct", "Verdict: correctly", "Verdict: correct-ish", "Verdict: correct. Verdict: hm", "Verdict:"]
+)
+def test_no_choice(reply: str) -> None:
+    with pytest.raises(NoVerdictError):
+        Choice({"correct": 1, "incorrect": 0}).read(reply)
+
+
+def test_a_choice_in_brackets_and_one_alone() -> None:
+    assert Choice({"A": 1, "B": 0, "C": 0.5}, after="[[").read("[[A]] is short, so [[B]]") == ("B", 0)
+    alone = Choice({"yes": 1, "no": 0}, after=None)
+    assert alone.read("Hm.\n**Yes.**") == ("yes", 1)
+    with pytest.raises(NoVerdictError, match="alone in the last line"):
+        alone.read("yes and no")
+
+
+class Model(BaseModel):
+    reason: str
+    score: float = Field(ge=0, le=1)
+
+
+class Typed(TypedDict):
+    reason: str
+    score: float
+
+
+@dataclass
+class Data:
+    reason: str
+    score: float
+
+
+@pytest.mark.parametrize("schema", [Model, Typed, Data])
+def test_json(schema: type) -> None:
+    reply = 'At first {"reason": "x", "score": 1}, but:\n```json\n{"reason": "a } b", "score": 0.5}\n```'
+    assert Json(schema).read(reply) == ({"reason": "a } b", "score": 0.5}, 0.5)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "{",
+        '{"reason": "x"}',
+        '{"reason": "x", "score": 2}',
+        '{"reason": "x", "score": NaN}',
+        '{"reason": "x", "score": 0.5} {"score": 0.5}',
+        '{"a": ' * 5000,
+        "{'reason': 'x', 'score': 0.5}",
+    ],
+)
+def test_no_json(reply: str) -> None:
+    with pytest.raises(NoVerdictError):
+        Json(Model).read(reply)
+
+
+def test_the_score_may_have_another_name_and_must_be_a_number() -> None:
+    class Graded(BaseModel):
+        grade: int | Literal["none"]
+
+    assert Json(Graded, score="grade").read('{"grade": 3}') == ({"grade": 3}, 3.0)
+    with pytest.raises(NoVerdictError, match="no number"):
+        Json(Graded, score="grade").read('{"grade": "none"}')
+
+
+def test_a_schema_can_be_enforced_by_the_server() -> None:
+    form = Json(Model, enforce=True).request["response_format"]
+    assert form["type"] == "json_schema"
+    assert form["json_schema"]["schema"]["required"] == ["reason", "score"]
+    assert Json(Model).request == {}
+
+
+def test_what_cannot_be_a_verdict_is_refused() -> None:
+    with pytest.raises(ConfigError, match="upwards"):
+        Number(1, 1)
+    for scores in ({}, {"Yes": 1, "yes": 0}, {"": 1}):
+        with pytest.raises(ConfigError, match="Choice"):
+            Choice(scores)
+
+
+@given(st.text(alphabet="Score:Verdict 0123456789./%-*[]{}\"'\\abx\n,eE+", max_size=80))
+def test_any_reply_has_a_verdict_in_range_or_none(reply: str) -> None:
+    verdicts: list[Verdict] = [Number(0, 10), Number(0, 10, after=None), Choice({"a": 1, "b": 0}), Json(Model)]
+    for verdict in verdicts:
+        try:
+            _, score = verdict.read(reply)
+        except NoVerdictError:
+            continue
+        assert 0 <= score <= 10

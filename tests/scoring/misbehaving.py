@@ -1,0 +1,230 @@
+"""A reward function that does what the sample says. It runs in worker processes, so its imports are few."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+kept: list[bytearray] = []
+
+
+def act(solution_str: str, extra_info: dict[str, Any]) -> Any:
+    """Calls the function of that name in this module."""
+    return globals()[solution_str](**extra_info)
+
+
+def works() -> float:
+    print("it works", flush=True)
+    return 1.0
+
+
+def process_id() -> float:
+    return os.getpid()
+
+
+def sleeps(seconds: float) -> float:
+    time.sleep(seconds)
+    return 1.0
+
+
+def hangs(path: str | None = None) -> float:
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(f"{os.getpid()}\n")
+    while True:
+        time.sleep(1000)
+
+
+def holds_the_interpreter_lock() -> Any:
+    # A regular expression that backtracks for ever does the same.
+    return ctypes.PyDLL(None).sleep(1000)
+
+
+def starts_others(path: str, then: str) -> Any:
+    """Starts one in its own session, one that was orphaned as well, and one with a parent of its own."""
+    sleep = [
+        sys.executable,
+        "-c",
+        f"import os, time; open({path!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)",
+    ]
+    subprocess.Popen(sleep, start_new_session=True)
+    subprocess.Popen(["sh", "-c", f"setsid '{sys.executable}' -c \"{sleep[2]}\" &"]).wait()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, sleep)
+        time.sleep(1000)
+    while len(Path(path).read_text().split() if Path(path).exists() else ()) < 3:
+        time.sleep(0.01)
+    return globals()[then]()
+
+
+def tells_and_hangs(fifo: str) -> float:
+    with open(fifo, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(1000)
+    return 0.0
+
+
+def says(fifo: str) -> float:
+    with open(fifo, "w") as file:
+        file.write("hello")
+    return 1.0
+
+
+def hears(fifo: str) -> float:
+    with open(fifo) as file:
+        return float(file.read() == "hello")
+
+
+def raises() -> float:
+    raise ValueError("no number")
+
+
+def raises_with_a_lock() -> float:
+    raise ValueError("locked", threading.Lock())
+
+
+class Picky(Exception):
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def raises_what_cannot_be_made_again() -> float:
+    raise Picky(7, text="picky")
+
+
+def exits() -> float:
+    raise SystemExit(3)
+
+
+def exits_at_once() -> float:
+    os._exit(3)
+
+
+def crashes() -> Any:
+    return ctypes.string_at(0)
+
+
+def aborts() -> None:
+    os.abort()
+
+
+def kills_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signals_its_group() -> None:
+    os.killpg(0, signal.SIGTERM)
+
+
+def recurses() -> Any:
+    return recurses()
+
+
+def overflows_the_stack() -> Any:
+    sys.setrecursionlimit(1 << 30)
+    return max([0], key=lambda _: overflows_the_stack())
+
+
+def returns_a_lock() -> Any:
+    return threading.Lock()
+
+
+def returns_too_much() -> Any:
+    return {"score": 1.0, "log": b"0" * (65 << 20)}
+
+
+def returns_a_coroutine() -> Any:
+    async def coroutine() -> float:
+        return 1.0
+
+    return coroutine()
+
+
+def closes_its_streams() -> float:
+    sys.stdout.close()
+    os.closerange(0, 3)
+    return 1.0
+
+
+def closes_all_files() -> float:
+    os.closerange(0, 1024)
+    return 1.0
+
+
+def prints_a_lot() -> float:
+    for _ in range(1000):
+        print("x" * 1000)
+        print("x" * 1000, file=sys.stderr)
+    return 1.0
+
+
+def comes_back_twice() -> float:
+    """Forks, and forgets to end the child."""
+    os.fork()
+    return 1.0
+
+
+def leaves_an_alarm() -> float:
+    signal.alarm(1000)
+    return 1.0
+
+
+def alarm_left() -> float:
+    return signal.getitimer(signal.ITIMER_REAL)[0]
+
+
+def changes_folder() -> float:
+    os.chdir("/")
+    return 1.0
+
+
+def is_in(folder: str) -> float:
+    return float(os.getcwd() == folder)
+
+
+def uses_an_alarm() -> float:
+    """As Math-Verify does; outside the main thread this raises."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        time.sleep(1000)
+    except TimeoutError:
+        return 1.0
+    return 0.0
+
+
+def grows(megabytes: int) -> float:
+    """Keeps memory from call to call."""
+    kept.append(bytearray(os.urandom(1 << 20) * megabytes))
+    return os.getpid()
+
+
+def leaks() -> float:
+    while True:
+        kept.append(bytearray(os.urandom(1 << 20)))
+
+
+def starts_one_that_leaks() -> float:
+    leak = "import os; kept = []\nwhile True: kept.append(os.urandom(1 << 20))"
+    subprocess.run([sys.executable, "-c", leak])
+    return 1.0
+
+
+def verifies(answer: str, gold: str) -> float:
+    """Math-Verify, which sets alarms."""
+    import math_verify
+
+    return float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer)))

@@ -1,0 +1,452 @@
+import asyncio
+import functools
+import os
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from reward_loop import (
+    FunctionLoadError,
+    Outcome,
+    RewardCrashedError,
+    RewardFunctionError,
+    RewardSample,
+    RewardTimeoutError,
+    ScoringFunction,
+    isolated,
+    load_function,
+)
+from reward_loop.scoring.ended import Call
+from reward_loop.scoring.processes import WorkerProcesses
+from tests.scoring.misbehaving import act, process_id
+
+
+def sample(does, **arguments):
+    return RewardSample(does, extra_info=arguments, uid="u7")
+
+
+@pytest.fixture(scope="module")
+def one():
+    """Yield a function that runs in one process."""
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    yield scoring
+    scoring.close()
+
+
+async def timed_out(scoring, seconds, sample):
+    timeout, scoring.timeout = scoring.timeout, seconds
+    try:
+        return await scoring(sample)
+    finally:
+        scoring.timeout = timeout
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pid):
+    """Wait until some process has ended, for a minute at most."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([fd], [], [], 60)[0], f"process {pid} lives on"
+    finally:
+        os.close(fd)
+
+
+async def test_calls_run_in_another_process_that_is_kept(one):
+    first, second = await one(sample("process_id")), await one(sample("process_id"))
+    assert first.score == second.score != os.getpid()
+
+
+async def test_as_many_at_a_time_as_there_are_processes(tmp_path):
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    scoring = ScoringFunction(act, isolation="process", max_processes=2, timeout=60)
+    # Neither can end before the other is there.
+    results = await asyncio.gather(*(scoring(sample(does, fifo=fifo)) for does in ("says", "hears")))
+    assert [result.score for result in results] == [1.0, 1.0]
+    scoring.close()
+
+
+async def test_the_deadline_counts_from_the_start_of_the_function():
+    # Together, the calls take longer than the deadline; each alone takes a sixth of it.
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=1.5)
+    results = await asyncio.gather(*(scoring(sample("sleeps", seconds=0.25)) for _ in range(8)))
+    assert [result.outcome for result in results] == [Outcome.SCORED] * 8
+    scoring.close()
+
+
+async def test_a_call_past_its_deadline_is_killed_once_and_leaves_its_slot(one, tmp_path):
+    path = tmp_path / "pids"
+    result = await timed_out(one, 0.3, sample("hangs", path=str(path)))
+    assert isinstance(result.exception, RewardTimeoutError)
+    assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 0.3 s, at\n")
+    assert "in hangs" in result.error
+    assert "scoring/worker.py" not in result.error
+    (pid,) = path.read_text().split()  # it was not tried again
+    assert not is_alive(pid)
+    assert (await one(sample("works"))).score == 1.0
+
+
+async def test_the_interpreters_lock_does_not_protect_it(one):
+    result = await timed_out(one, 0.3, sample("holds_the_interpreter_lock"))
+    assert isinstance(result.exception, RewardTimeoutError)
+    assert (await one(sample("works"))).score == 1.0
+
+
+async def test_what_it_started_is_killed_with_it(one, tmp_path):
+    path = tmp_path / "pids"
+    result = await one(sample("starts_others", path=str(path), then="exits_at_once"))
+    assert isinstance(result.exception, RewardCrashedError)
+    pids = path.read_text().split()
+    assert len(pids) == 3
+    assert not any(map(is_alive, pids))
+
+
+async def test_cancellation_kills_the_call(one, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    task = asyncio.create_task(one(sample("tells_and_hangs", fifo=str(fifo))))
+    pid = int(await asyncio.to_thread(fifo.read_text))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(wait_for_end, pid)
+    assert (await one(sample("works"))).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("exits_at_once", "ended its process with exit status 3"),
+        ("crashes", "had its process ended by SIGSEGV, at\n"),
+        ("aborts", "had its process ended by SIGABRT, at\n"),
+        ("kills_itself", "had its process ended by SIGKILL, perhaps by the kernel for want of memory"),
+        ("signals_its_group", "had its process ended by SIGTERM"),
+        ("overflows_the_stack", "had its process ended by SIGSEGV, at\n"),
+        ("closes_all_files", "ended its process with exit status 70"),
+    ],
+)
+async def test_a_crash_is_a_failed_result(one, does, message):
+    result = await one(sample(does))
+    assert isinstance(result.exception, RewardCrashedError)
+    assert f"sample u7: act (misbehaving.py) {message}" in result.error
+    if message.endswith("at\n"):
+        assert f"in {does}" in result.error
+    assert (await one(sample("works"))).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("does", "message", "cause"),
+    [
+        ("raises", "raised ValueError: no number", ValueError),
+        ("raises_with_a_lock", "raised ValueError: ('locked'", None),
+        ("raises_what_cannot_be_made_again", "raised Picky: 7: picky", None),
+        ("exits", "raised SystemExit: 3", SystemExit),
+        ("recurses", "raised RecursionError", RecursionError),
+    ],
+)
+async def test_an_exception_is_a_failed_result(one, does, message, cause):
+    result = await one(sample(does))
+    assert isinstance(result.exception, RewardFunctionError)
+    assert f"act (misbehaving.py) {message}" in result.error
+    assert f"in {does}" in result.error
+    assert "scoring/ended.py" not in result.error
+    assert isinstance(result.exception.__cause__, cause or type(None))
+    assert (await one(sample("works"))).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("returns_a_lock", "returned a lock, which cannot be sent back from its process (TypeError: cannot pickle"),
+        ("returns_a_coroutine", "returned a coroutine, which cannot be sent back from its process"),
+        ("returns_too_much", "returned 65 MB, and 64 are sent back from a process"),
+    ],
+)
+async def test_what_cannot_be_sent_back(one, does, message):
+    result = await one(sample(does))
+    assert isinstance(result.exception, RewardFunctionError)
+    assert f"sample u7: act (misbehaving.py) {message}" in result.error
+    assert (await one(sample("works"))).score == 1.0
+
+
+async def test_arguments_that_cannot_be_sent(one):
+    result = await one(sample("works", lock=threading.Lock()))
+    assert "act (misbehaving.py) cannot be sent its arguments: TypeError: cannot pickle" in result.error
+
+
+@pytest.mark.parametrize("does", ["prints_a_lot", "closes_its_streams", "comes_back_twice", "uses_an_alarm"])
+async def test_what_is_allowed(one, does):
+    for _ in range(2):
+        assert (await one(sample(does))).error is None
+        assert (await one(sample("works"))).score == 1.0
+
+
+async def test_what_a_call_leaves_does_not_meet_the_next(one):
+    await one(sample("leaves_an_alarm"))
+    assert (await one(sample("alarm_left"))).score == 0.0
+    await one(sample("changes_folder"))
+    assert (await one(sample("is_in", folder=os.getcwd()))).score == 1.0
+
+
+@pytest.mark.parametrize("does", ["leaks", "starts_one_that_leaks"])
+async def test_memory_has_a_bound(does):
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, max_memory_mb=100, timeout=120)
+    result = await scoring(sample(does))
+    assert isinstance(result.exception, RewardCrashedError)
+    assert "act (misbehaving.py) was killed: its process had " in result.error
+    assert "and max_memory_mb is 100" in result.error
+    assert (await scoring(sample("works"))).score == 1.0
+    scoring.close()
+
+
+async def test_a_process_that_grows_is_replaced_between_calls():
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, max_memory_mb=400, timeout=120)
+    results = [await scoring(sample("grows", megabytes=60)) for _ in range(10)]
+    assert [result.outcome for result in results] == [Outcome.SCORED] * 10
+    assert 1 < len({result.score for result in results}) < 10
+    scoring.close()
+
+
+async def test_many_calls_each_end_once():
+    scoring = ScoringFunction(act, isolation="process", max_processes=3, timeout=120)
+    does = ["works", "raises", "exits_at_once", "works", "closes_its_streams", "crashes", "process_id"] * 30
+    results = await asyncio.gather(*(scoring(sample(what)) for what in does))
+    failing = {"raises", "exits_at_once", "crashes"}
+    assert [result.outcome is Outcome.FAILED for result in results] == [what in failing for what in does]
+    scoring.close()
+
+
+async def test_nothing_is_left_when_it_is_closed(tmp_path):
+    fds = len(os.listdir("/proc/self/fd"))
+    scoring = ScoringFunction(act, isolation="process", max_processes=3, timeout=120)
+    results = await asyncio.gather(*(scoring(sample("process_id")) for _ in range(20)))
+    await timed_out(scoring, 0.1, sample("sleeps", seconds=1000))
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    at_work = asyncio.create_task(scoring(sample("tells_and_hangs", fifo=str(fifo))))
+    pids = {int(await asyncio.to_thread(fifo.read_text)), *(int(result.score) for result in results)}
+    scoring.close()
+    assert isinstance((await at_work).exception, RewardCrashedError)
+    assert not any(map(is_alive, pids))
+    assert len(os.listdir("/proc/self/fd")) == fds
+    # It starts again when it is needed.
+    assert (await scoring(sample("process_id"))).score not in pids
+    del scoring
+
+
+async def test_a_dead_fork_server_takes_its_workers_along_and_is_replaced(tmp_path):
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    at_work = asyncio.create_task(scoring(sample("tells_and_hangs", fifo=str(fifo))))
+    pid = int(await asyncio.to_thread(fifo.read_text))
+    fork_server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(fork_server, 9)
+    assert "lost its process" in (await at_work).error
+    await asyncio.to_thread(wait_for_end, pid)
+    assert (await scoring(sample("works"))).score == 1.0
+    scoring.close()
+
+
+def test_one_object_serves_one_loop_after_the_other(one):
+    async def contend():
+        return await asyncio.gather(*(one(sample("process_id")) for _ in range(3)))
+
+    assert len({result.score for _ in range(2) for result in asyncio.run(contend())}) == 1
+
+
+def run_script(tmp_path, code, *arguments):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    code = """
+import asyncio, os, signal, sys, threading
+from reward_loop import RewardSample, ScoringFunction
+from tests.scoring.misbehaving import act
+
+path = sys.argv[1]
+hang = RewardSample("starts_others", extra_info={"path": path, "then": "hangs"})
+
+async def main():
+    scoring = ScoringFunction(act, isolation="process", timeout=None)
+    task = asyncio.create_task(scoring(hang))
+    while not os.path.exists(path) or len(open(path).read().split()) < 3:
+        await asyncio.sleep(0.01)
+    if (copy := os.fork()) == 0:
+        signal.pause()  # such a copy must not keep them alive
+    print(copy, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    pids = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", code, pids], stdout=subprocess.PIPE, text=True) as script:
+        copy = int(script.stdout.readline())
+        try:
+            assert script.wait(60) == -9
+            for pid in pids.read_text().split():
+                wait_for_end(int(pid))
+        finally:
+            os.kill(copy, 9)
+
+
+def test_functions_of_a_script_that_has_no_main_guard(tmp_path):
+    code = """
+import asyncio, os
+from dataclasses import dataclass
+from reward_loop import RewardSample, ScoringFunction
+
+@dataclass
+class Detail:
+    pid: int
+
+def compute_score(extra_info):
+    return {"score": 1.0, "detail": Detail(os.getpid()), "given": type(extra_info["detail"]).__name__}
+
+scoring = ScoringFunction(compute_score, isolation="process")
+result = asyncio.run(scoring(RewardSample("", extra_info={"detail": Detail(0)})))
+assert type(result.extra_info["detail"]) is Detail, result
+assert result.extra_info["detail"].pid != os.getpid()
+print(result.score, result.extra_info["given"])
+"""
+    done = run_script(tmp_path, code)
+    assert done.stdout == "1.0 Detail\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_a_forked_copy_of_the_parent_has_processes_of_its_own(tmp_path):
+    code = """
+import asyncio, os, sys
+from reward_loop import RewardSample, ScoringFunction
+from tests.scoring.misbehaving import act
+
+scoring = ScoringFunction(act, isolation="process", max_processes=1)
+score = lambda: asyncio.run(scoring(RewardSample("process_id"))).score
+first = score()
+if os.fork() == 0:
+    assert score() != first
+    sys.exit(0)
+assert os.wait()[1] == 0
+assert score() == first
+print("fine")
+"""
+    done = run_script(tmp_path, code)
+    assert done.stdout == "fine\n", done.stderr
+
+
+SOURCE = """
+import enum, os
+
+class Verdict(enum.Enum):
+    RIGHT = 1
+
+class Sad(Exception):
+    pass
+
+class Judge:
+    def __init__(self, bonus=0):
+        self.bonus = bonus
+
+    def compute_score(self, solution_str):
+        if solution_str == "sad":
+            raise Sad("oh")
+        return {"score": 1.0 + self.bonus, "verdict": Verdict.RIGHT, "pid": os.getpid()}
+"""
+
+
+async def test_a_function_from_a_file(tmp_path):
+    path = tmp_path / "judge.py"
+    path.write_text(SOURCE)
+    judge = load_function(str(path), "Judge")
+    scoring = ScoringFunction(judge, reward_kwargs={"bonus": 1}, isolation="process", timeout=60)
+    result = await scoring(RewardSample("4"))
+    assert result.score == 2.0
+    assert result.extra_info["pid"] != os.getpid()
+    assert result.extra_info["verdict"] is load_function(str(path), "Verdict").RIGHT
+    result = await scoring(RewardSample("sad"))
+    assert type(result.exception.__cause__) is load_function(str(path), "Sad")
+    scoring.close()
+
+
+async def test_lambdas_and_partials():
+    factor = 3
+    for function in (lambda: 2 * factor, functools.partial(pow, exp=2, base=factor)):
+        scoring = ScoringFunction(function, isolation="process", timeout=60)
+        assert (await scoring(RewardSample(""))).score == function()
+        scoring.close()
+
+
+def test_a_function_that_cannot_be_sent():
+    lock = threading.Lock()
+    with pytest.raises(FunctionLoadError, match=r"cannot run in a process of its own.*cannot pickle '_thread.lock'"):
+        ScoringFunction(lambda: lock.locked(), isolation="process")
+
+
+async def test_a_module_that_breaks_in_the_process_only(tmp_path, monkeypatch):
+    path = tmp_path / "there.py"
+    path.write_text("def compute_score():\n    return 1\n")
+    scoring = ScoringFunction(load_function(str(path)), isolation="process", timeout=60)
+    path.write_text("import nowhere\n")
+    result = await scoring(RewardSample(""))
+    assert "compute_score (there.py) cannot be loaded in a process of its own: ModuleNotFoundError" in result.error
+    assert "there.py" in result.error
+    scoring.close()
+
+
+@isolated
+def marked():
+    return os.getpid()
+
+
+@isolated(max_processes=1, max_memory_mb=300)
+class Marked:
+    def compute_score(self):
+        return os.getpid()
+
+
+@pytest.mark.parametrize("function", [marked, Marked, Marked(), Marked().compute_score, functools.partial(marked)])
+async def test_a_mark_isolates_whatever_the_configuration(function):
+    scoring = ScoringFunction(function, timeout=60)
+    assert (await scoring(RewardSample(""))).score != os.getpid()
+    scoring.close()
+
+
+async def test_async_functions_stay_on_the_loop():
+    async def compute_score():
+        return os.getpid()
+
+    assert (await ScoringFunction(compute_score, isolation="process")(RewardSample(""))).score == os.getpid()
+    with pytest.raises(FunctionLoadError, match="is async, and only sync functions can be isolated"):
+        ScoringFunction(isolated(compute_score))
+
+
+async def test_garbage_collection_ends_the_processes():
+    pool = WorkerProcesses(process_id, name="process_id", max_processes=1)
+    pid = (await pool.run(Call(process_id))).value
+    del pool
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "score"),
+    [("$\\frac{1}{2}$", "0.5", 1.0), ("$x+1$", "$1+x$", 1.0), ("\\boxed{\\sqrt{4}}", "2", 1.0), ("$3$", "4", 0.0)],
+)
+async def test_math_verify(one, answer, gold, score):
+    pytest.importorskip("math_verify")
+    assert (await one(sample("verifies", answer=answer, gold=gold))).score == score

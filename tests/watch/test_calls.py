@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from reward_loop import NaiveRewardLoopManager, RewardSample
+from reward_loop.watch import Call, current, in_work
+from tests.router.serving import until
+
+
+async def test_a_call_is_known_while_it_is_in_work() -> None:
+    go = asyncio.Event()
+    uids: list[str | None] = []
+
+    async def compute_score(solution_str: str) -> float:
+        call = current()
+        assert call is not None
+        uids.append(call.sample.uid)
+        await go.wait()
+        return 1.0
+
+    manager = NaiveRewardLoopManager(compute_score=compute_score)
+    tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid=f"q{i}", data_source="d"))) for i in range(3)]
+    await until(lambda: len(uids) == 3)
+    assert [call.sample.uid for call in in_work()] == uids == ["q0", "q1", "q2"]
+    shown = in_work()[0].describe()
+    assert shown["data_source"] == "d"
+    assert "compute_score" in shown["function"]
+    assert shown["seconds"] >= 0
+    go.set()
+    await asyncio.gather(*tasks)
+    assert in_work() == []
+    assert current() is None
+
+
+async def test_a_sync_function_in_its_thread_has_its_call() -> None:
+    seen: list[tuple[str | None, bool]] = []
+
+    def compute_score(solution_str: str) -> float:
+        call = current()
+        assert call is not None
+        seen.append((call.sample.uid, threading.current_thread() is threading.main_thread()))
+        return 1.0
+
+    manager = NaiveRewardLoopManager(compute_score=compute_score)
+    await asyncio.gather(*(manager.run_single(RewardSample("x", uid=str(i))) for i in range(20)))
+    assert sorted(seen) == sorted((str(i), False) for i in range(20))
+
+
+async def test_a_cancelled_call_is_not_in_work() -> None:
+    started = asyncio.Event()
+
+    async def compute_score(solution_str: str) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(NaiveRewardLoopManager(compute_score=compute_score).run_single(RewardSample("x")))
+    await started.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert in_work() == []
+
+
+def test_calls_may_be_nested() -> None:
+    with Call(RewardSample("a", uid="outer"), "f") as outer, Call(RewardSample("b", uid="inner"), "g") as inner:
+        assert current() is inner
+        assert in_work() == [outer, inner]
+    assert current() is None

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.watch import Call, watch
+from reward_loop.watch.watchdog import ask, processes
+from tests.gsm8k import ROOT
+
+STUCK = """
+import asyncio, sys, threading
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+
+def compute_score(solution_str):
+    if solution_str == "last":
+        print("ready", flush=True)
+    threading.Event().wait()
+
+async def main():
+    manager = NaiveRewardLoopManager(RewardLoopConfig(watchdog_s=None), compute_score=compute_score)
+    await asyncio.gather(*(manager.run_single(RewardSample(s, uid=s)) for s in ["first", "last"]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def _no_bound() -> object:
+    yield
+    watch(60)
+
+
+@pytest.mark.usefixtures("_no_bound")
+def test_what_is_too_old_is_logged_with_its_names() -> None:
+    messages: queue.Queue[str] = queue.Queue()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.put(record.getMessage())
+
+    heard = Heard()
+    logger = logging.getLogger("reward_loop.watch.watchdog")
+    logger.addHandler(heard)
+    try:
+        with Call(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
+            call.ask("POST http://judge/v1/chat/completions")
+            watch(0.01)
+            message = messages.get(timeout=60)
+    finally:
+        logger.removeHandler(heard)
+    assert message.startswith("1 samples have been in work for more than 0.01 s; the oldest:\n")
+    assert "sample q7 (data source 'gsm8k') in f (a.py), waits for POST http://judge/v1/chat/completions" in message
+
+
+def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert process.pid in processes()
+            report = ask(process.pid, timeout=60)
+        finally:
+            process.kill()
+    assert report["pid"] == process.pid
+    assert "stuck.py" in report["command"]
+    assert report["in_work"] == 2
+    assert [call["uid"] for call in report["oldest"]] == ["first", "last"]
+    assert "compute_score" in report["oldest"][0]["function"]
+    stacks = [lines for name, lines in report["threads"].items() if name.startswith("reward-function")]
+    assert len(stacks) == 2
+    assert any("stuck.py" in line for line in stacks[0])
+    # Killed, it leaves nothing behind.
+    assert process.pid not in processes()
+    with pytest.raises(OSError, match="refused"):
+        ask(process.pid)
+
+
+async def test_it_answers_while_the_event_loop_is_blocked() -> None:
+    watch(60)
+    with Call(RewardSample("x", uid="here"), "f"):
+        answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
+    assert "here" in [call["uid"] for call in answered["oldest"]]
+    await asyncio.sleep(0)
