@@ -54,7 +54,7 @@ class Listener:
         """Waits until ``arrived``, which is asked after every piece of news; returns what it said last.
 
         Raises:
-            RewardLoopError: a worker died.
+            RewardLoopError: a worker is lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or arrived(), timeout)
@@ -65,7 +65,7 @@ class Listener:
         """Raises what ends the run.
 
         Raises:
-            RewardLoopError: a worker died.
+            RewardLoopError: a worker is lost.
         """
         if self._error is not None:
             raise self._error
@@ -109,17 +109,17 @@ class Listener:
                 number = asked.pop(answer)
                 try:
                     self._take(ray.get(answer))
-                except RayError as error:
+                except Exception as error:
                     self._fail(number, error)
                     return
                 asked[self._workers[number].news.remote()] = number
 
-    def _fail(self, number: int, error: RayError) -> None:
+    def _fail(self, number: int, error: Exception) -> None:
         if self._closed:
             return
         who = f"agent loop worker {number} of {len(self._workers)}"
         with self._changed:
-            self._error = RewardLoopError(f"{who} died, and its rollouts with it: {type(error).__name__}: {error}")
+            self._error = RewardLoopError(f"{who} is lost, and its rollouts with it: {type(error).__name__}: {error}")
             self._error.__cause__ = error
             self._changed.notify_all()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,9 @@ class Progress:
         """Rewards that are out."""
         self.most_pending = 0
         """The most there were since the last `start_step`."""
-        self._judged: dict[str, tuple[float, float]] = {}
+        self._out: Counter[str] = Counter()
+        self._judged: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """For each prompt, from when to when rewards of it were out."""
         self._last_reward = float("-inf")
 
     def submit(self, uids: Iterable[str]) -> None:
@@ -43,10 +46,14 @@ class Progress:
         if kind == "judging":
             self.pending += 1
             self.most_pending = max(self.most_pending, self.pending)
-            self._judged.setdefault(uid, (at, at))
+            if not self._out[uid]:
+                self._judged[uid].append((at, at))
+            self._out[uid] += 1
         elif kind == "judged":
             self.pending -= 1
-            self._judged[uid] = (self._judged.get(uid, (at, at))[0], at)
+            if times := self._judged.get(uid):  # it may have been thrown out meanwhile
+                self._out[uid] -= 1
+                times[-1] = (times[-1][0], at)
         else:
             self.generating.discard(uid)
             if kind == "over":
@@ -56,19 +63,19 @@ class Progress:
         """A training step begins."""
         self.most_pending = self.pending
 
-    def finish(self, uids: Iterable[str]) -> float:
+    def finish(self, uids: Collection[str]) -> float:
         """Forgets the prompts of a batch that was trained on; returns how many seconds their judging took.
 
-        They begin when its first sample went to the judges, or with the last reward of the batch before, where that
-        came later: until then the judges were busy with that one. They end with its own last reward.
+        These are the seconds in which rewards of the batch were out, without those before the last reward of the batch
+        before: until then the judges were busy with that one.
         """
-        judged = [times for uid in uids if (times := self._judged.pop(uid, None)) is not None]
-        if not judged:
-            return 0.0
-        begin = max(self._last_reward, min(first for first, _ in judged))
-        end = max(last for _, last in judged)
-        self._last_reward = max(self._last_reward, end)
-        return max(0.0, end - begin)
+        seconds, until = 0.0, self._last_reward
+        for begin, end in sorted(times for uid in uids for times in self._judged.get(uid, ())):
+            seconds += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        self._last_reward = until
+        self.forget(uids)
+        return seconds
 
     def forget(self, uids: Iterable[str]) -> None:
         """Prompts were thrown away."""
@@ -76,6 +83,7 @@ class Progress:
             self.generating.discard(uid)
             self.unfinished.discard(uid)
             self._judged.pop(uid, None)
+            self._out.pop(uid, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +100,12 @@ class StepTimes:
     """Everything between the rollouts and the next step's, the wait excluded: log-probabilities, values, advantages,
     updates, and the synchronisation of weights."""
     judging: float
-    """From the first sample of the batch at the judges, or the last reward of the batch before, if that was later, to
-    the last reward of the batch."""
+    """Rewards of the batch were out, and all of the batch before were in."""
 
     @property
     def floor(self) -> float:
-        """Seconds that a step takes at least, with both overlaps: generation and training, or judging."""
+        """Seconds that steps take at least, with both overlaps: generation and training, or judging. As a batch may be
+        judged in the step before its own, a single step can be shorter."""
         return max(self.generation + self.training, self.judging)
 
     def metrics(self) -> dict[str, float]:

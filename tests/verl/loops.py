@@ -16,7 +16,7 @@ class Seeded(SingleTurnAgentLoop):
         return await super().run({**sampling_params, "seed": zlib.crc32(name.encode())}, priority, **kwargs)
 
 
-class Uneven(SingleTurnAgentLoop):
+class Uneven(Seeded):
     """Fails wholly on some prompts; on others in one session; and on yet others one session has two outputs."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:

@@ -57,7 +57,7 @@ def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(cluster: No
         assert listener.wait(lambda: progress.generating == {"a"} and "c" not in progress.unfinished, timeout=60)
         assert progress.pending == 1
         workers[1].die.remote()
-        with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 died"):
+        with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
             listener.wait(lambda: False, timeout=60)
         missing = listener.at_work_on(progress.unfinished)
     assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated, and [1] judged" in missing

@@ -42,6 +42,23 @@ def test_judging_lasts_from_the_first_sample_to_the_last_reward() -> None:
     assert progress.finish("ab") == 0  # forgotten
 
 
+def test_judging_does_not_last_while_nothing_is_out() -> None:
+    progress = told(
+        *((0, ("judging", "a")), (1, ("judging", "a")), (2, ("judged", "a")), (3, ("judged", "a"))),
+        *((10, ("judging", "b")), (11, ("judged", "b")), (12, ("judging", "a")), (13, ("judged", "a"))),
+    )
+    assert progress.finish("ab") == 3 + 1 + 1
+
+
+def test_news_of_a_prompt_that_was_thrown_out_is_no_news() -> None:
+    progress = told((1, ("judging", "a")), uids="a")
+    progress.forget("a")
+    progress.happened(("judged", "a"), 2)
+    progress.happened(("over", "a"), 2)
+    assert progress.pending == 0
+    assert progress.finish("a") == 0
+
+
 def test_judges_that_are_busy_with_the_batch_before_are_not_at_this_one() -> None:
     progress = told(
         *((0, ("judging", "a")), (2, ("judging", "b")), (5, ("judged", "a")), (9, ("judged", "b"))),
