@@ -150,7 +150,11 @@ def verl_runs(report: Report, steps: int, chosen: list[str], keep: Path | None) 
             task = report.task(mode.name, steps)
             try:
                 result = results[key] = training.run(
-                    mode, folder, steps, lambda done, task=task: report.progress.update(task, completed=done)
+                    mode,
+                    folder,
+                    folder / key,
+                    steps,
+                    lambda done, task=task: report.progress.update(task, completed=done),
                 )
             except training.TrainingFailedError as error:
                 sys.exit(str(error))

@@ -104,17 +104,19 @@ class Result:
 
 def prepare(folder: Path) -> None:
     """Make the policy, two layers with random weights, and the prompts."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     build_tiny_model(folder / "policy", "generative")
     write_data(folder, prompts=2 * PROMPTS)
 
 
-def run(mode: Mode, folder: Path, steps: int, progress: Callable[[int], None]) -> Result:
-    """Train for some steps, in processes that are all gone afterwards.
+def run(mode: Mode, folder: Path, output: Path, steps: int, progress: Callable[[int], None]) -> Result:
+    """Train for some steps on what is in ``folder``, in processes that are all gone afterwards.
 
     Raises:
         TrainingFailedError: it ended with an error; the end of its log is in the message.
     """
-    output = folder / mode.name.replace(" ", "-").replace(",", "")
     output.mkdir()
     command = [
         *("env", *(f"{name}={value}" for name, value in CPU_ENVIRONMENT.items())),

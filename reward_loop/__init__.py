@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reward_loop.errors import (
     ConfigError,
     FunctionLoadError,
+    IncompleteGroupError,
     InvalidScoreError,
     QueueClosedError,
     RequestError,
@@ -43,6 +44,7 @@ __all__ = [
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",

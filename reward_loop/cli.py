@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reward_loop import __version__, managers
+from reward_loop._options import json_or_text, pairs
+from reward_loop.check.command import command as check
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
-from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring import load_function
+from reward_loop.watch.command import stuck
 
 __all__ = ["app", "main"]
 
@@ -51,6 +52,8 @@ def _root(
 
 
 app.command()(route)
+app.command("check")(check)
+app.command()(stuck)
 
 
 @app.command()
@@ -93,6 +96,15 @@ def score(
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    isolation: Annotated[
+        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+    ] = "thread",
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
+    ] = None,
     on_failed: Annotated[
         str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
     ] = "mask",
@@ -129,9 +141,9 @@ def score(
             file,
             target,
             spec=fn,
-            paths=_pairs(field, "--field"),
+            paths=pairs(field, "--field"),
             data_source=data_source,
-            reward_kwargs={key: _json_or_text(value) for key, value in _pairs(reward_kwarg, "--reward-kwarg").items()},
+            reward_kwargs={key: json_or_text(value) for key, value in pairs(reward_kwarg, "--reward-kwarg").items()},
             manager_name=manager,
             router_address=router_address,
             concurrency=concurrency,
@@ -140,6 +152,9 @@ def score(
             options={
                 "timeout": timeout or None,
                 "max_threads": concurrency,
+                "isolation": isolation,
+                "max_processes": max_processes,
+                "max_memory_mb": max_memory_mb,
                 "on_failed": on_failed,
                 "on_unscored": on_unscored,
                 "default_score": default_score,
@@ -274,18 +289,18 @@ def _score(
 ) -> Summary:
     config = parse(RewardLoopConfig, options, "options")
     loaded = load_function(spec)
-    function = ScoringFunction(
-        loaded, reward_kwargs=reward_kwargs, timeout=config.timeout, max_threads=config.max_threads
-    )
-    if function.has_post_process:
+    manager_class = managers.get(manager_name)
+    function = managers.scoring_function(manager_class, loaded, config, reward_kwargs=reward_kwargs)
+    if getattr(function, "has_post_process", False):
         _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-    reward_manager = managers.get(manager_name)(
+    reward_manager = manager_class(
         config=config,
         tokenizer=None,
         compute_score=function,
         reward_router_address=router_address,
         reward_model_tokenizer=None,
     )
+    requires = getattr(reward_manager, "requires", function.requires)
     # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
     identity = {
         "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
@@ -307,7 +322,7 @@ def _score(
             file,
             output,
             reward_manager,
-            fields=Fields(paths, data_source=data_source, requires=function.requires),
+            fields=Fields(paths, data_source=data_source, requires=requires),
             identity=identity,
             concurrency=concurrency,
             restart=restart,
@@ -339,23 +354,6 @@ def _duration(seconds: float) -> str:
 
 def _how_to_go_on(partial: Path) -> str:
     return f"Rows that are done are kept in {escape(str(partial))}: run the same command again to go on."
-
-
-def _pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    pairs = {}
-    for item in items or ():
-        key, equals, value = item.partition("=")
-        if not equals or not key or not value:
-            raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
-        pairs[key] = value
-    return pairs
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def _source_hash(loaded: Any) -> str | None:

@@ -9,17 +9,89 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.types import Policy
 
-__all__ = ["Config", "Policy", "RewardLoopConfig", "RewardModelConfig", "parse"]
-
-Policy = Literal["raise", "default", "mask"]
-"""What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
+__all__ = [
+    "BatchConfig",
+    "ComponentConfig",
+    "Config",
+    "GroupConfig",
+    "Policy",
+    "RewardLoopConfig",
+    "RewardModelConfig",
+    "ServedModelConfig",
+    "parse",
+]
 
 
 class Config(BaseModel):
     """Base of all option groups: immutable, and a misspelt key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class BatchConfig(Config):
+    """How the manager ``batch`` collects samples."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """How many samples one call of the function has, at most."""
+
+    max_wait_ms: float = Field(default=10.0, ge=0)
+    """How many milliseconds a sample waits for others to share its call, at most."""
+
+
+class GroupConfig(Config):
+    """How the manager ``group`` collects the samples of a prompt."""
+
+    size: int | None = Field(default=None, ge=1)
+    """How many samples a group has, where they do not say it themselves; by default verl's
+    ``actor_rollout_ref.rollout.n``."""
+
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds from the first sample of a group to its last; after them, a group that is not complete fails. The slowest
+    rollout of a prompt must fit in."""
+
+
+class ComponentConfig(Config):
+    """One of the rewards of the manager ``composite``."""
+
+    path: str | None = None
+    """The function, as in ``custom_reward_function``: a file, ``pkg://module``, or ``reward.py:accuracy``. By default
+    the one function that the run has besides: ``custom_reward_function``, or verl's own by data source."""
+
+    name: str | None = None
+    """What to take from `path`, where that does not say; ``compute_score`` if neither does."""
+
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function, or of its class."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """What its score is multiplied with before scores are added."""
+
+    gate: float | None = Field(default=None, allow_inf_nan=False)
+    """With a number, the components after this one are called, and count, only if its score is at least that."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
+
+    isolation: Literal["thread", "process"] | None = None
+    """Where it runs, if it is sync."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in processes."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes that such a process may use."""
+
+    on_failed: Policy | None = None
+    """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
+    leaves the sample out of training."""
+
+    on_unscored: Policy | None = None
+    """The same choice where this function returns ``None``."""
+
+    default_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Its score under the policy ``default``."""
 
 
 class RewardLoopConfig(Config):
@@ -41,6 +113,18 @@ class RewardLoopConfig(Config):
     max_threads: int = Field(default=64, ge=1)
     """How many calls of a sync function run at a time."""
 
+    isolation: Literal["thread", "process"] = "thread"
+    """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
+    ``isolated`` runs in processes in any case."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """How many calls of a sync function run at a time in processes; by default as many as there are cores, which the
+    reward workers of a verl run share."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """Megabytes (2^20 bytes) that such a process may use, with all that it started; one that passes them is killed, and
+    its sample fails. By default, there is no bound."""
+
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 never stops it."""
 
@@ -56,43 +140,97 @@ class RewardLoopConfig(Config):
     log_dir: str | None = None
     """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
 
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    """For the manager ``batch``."""
 
-class RewardModelConfig(Config):
-    """A reward model, the servers that it runs in, and the router in front of them."""
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    """For the manager ``group``."""
 
-    model_path: str
-    """A model directory in the format of transformers' ``save_pretrained``."""
+    components: dict[str, ComponentConfig] = Field(default_factory=dict)
+    """For the manager ``composite``: its rewards by name, in the order in which gates apply."""
+
+
+class ServedModelConfig(Config):
+    """A model, and the servers that it runs in."""
+
+    model_path: str | None = None
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model that is in the
+    Hugging Face cache. Needed by every engine but ``external``."""
 
     served_model_name: str | None = None
     """The ``model`` that requests name; by default `model_path`, as in vLLM."""
 
-    engine: Literal["transformers"] = "transformers"
-    """What runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small models."""
+    engine: Literal["vllm", "sglang", "transformers", "external"] = "transformers"
+    """What runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small models.
+    ``external``: nothing is started; `urls` are servers that run already."""
 
     kind: Literal["auto", "generative", "discriminative"] = "auto"
     """Whether the model writes, or gives logits; ``auto`` reads it from the model's ``config.json``."""
 
+    urls: tuple[str, ...] = ()
+    """For ``external``: the servers, each as ``http://host:port``."""
+
     replicas: int = Field(default=1, ge=1)
     """How many servers share the load."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: over how many GPUs each copy of the model is split."""
+
+    data_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: how many copies of the model each server runs."""
+
+    dtype: str = "auto"
+    """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the checkpoint's."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """For vLLM and SGLang: tokens of the longest prompt and its answer; by default what the model's ``config.json``
+    says."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """For vLLM and SGLang: the share of each GPU's memory that a server may take; by default the engine's own."""
+
+    enable_sleep_mode: bool = False
+    """For vLLM and SGLang: lets ``RewardModelManager.sleep`` free the GPUs' memory. It opens endpoints for
+    administrators on the server."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More options of the engine's command line, as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true`` stands for
+    a flag without a value, ``false`` or ``null`` leaves an option out, mappings are passed as JSON."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """For ``transformers``: how many requests a server runs in one batch, at most."""
+
+    max_wait_ms: float = Field(default=3.0, ge=0)
+    """For ``transformers``: how many milliseconds a request waits for others to share its batch, at most."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each server, where it runs on the CPU."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds within which a server must be ready."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for the servers."""
+
+
+class RewardModelConfig(ServedModelConfig):
+    """Reward models, the servers that they run in, and the router in front of them."""
+
+    models: dict[str, ServedModelConfig] = Field(default_factory=dict)
+    """More models behind the same router, under the names that requests give them."""
+
+    placement: Literal["local", "ray"] = "local"
+    """Where servers run: as processes beside this one, or in Ray actors that reserve their GPUs, on any node."""
+
+    starts_at_a_time: int = Field(default=2, ge=1)
+    """How many servers may be starting at a time: each reads the whole model from disk."""
+
     host: str = "127.0.0.1"
-    """The address that the router listens on, and that `reward_router_address` names. The servers behind it are reached
-    by loopback only."""
+    """The address that the router listens on, and that `reward_router_address` names. Servers of the placement
+    ``local`` are reached by loopback only."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port; by default any free one."""
-
-    max_batch_size: int = Field(default=64, ge=1)
-    """How many requests a server runs in one batch, at most."""
-
-    max_wait_ms: float = Field(default=3.0, ge=0)
-    """How many milliseconds a request waits for others to share its batch, at most."""
-
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of each server."""
-
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds within which a server, or the router, must be ready."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival at the router to the end of its answer; waiting for a server counts."""
@@ -102,9 +240,6 @@ class RewardModelConfig(Config):
 
     restart_window_s: float = Field(default=600.0, gt=0)
     """Seconds after which a restart no longer counts."""
-
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for the servers."""
 
     log_dir: str | None = None
     """Where the servers and the router write their logs; by default a new temporary directory, which is kept."""

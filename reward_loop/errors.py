@@ -8,7 +8,8 @@
     │   ├── RewardTimeoutError      it ran past its deadline
     │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       it returned something that is no score
-    │   └── UnscoredError           it returned None, and the policy is to raise
+    │   ├── UnscoredError           it returned None, and the policy is to raise
+    │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
@@ -25,6 +26,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "QueueClosedError",
     "RequestError",
@@ -76,6 +78,10 @@ class InvalidScoreError(ScoringError):
 
 class UnscoredError(ScoringError):
     """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+
+
+class IncompleteGroupError(ScoringError):
+    """Samples that this one is compared with did not come in time."""
 
 
 class TooManyFailuresError(RewardLoopError):

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from reward_loop.errors import ScoringError
 
-__all__ = ["RESERVED_KEYS", "ComputeScore", "Outcome", "Reward", "RewardResult", "RewardSample"]
+__all__ = ["PART_KEYS", "RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
+
+Policy = Literal["raise", "default", "mask"]
+"""What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
 
 RESERVED_KEYS = frozenset({"reward_outcome", "reward_masked", "reward_seconds", "reward_error"})
 """Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
+
+PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
+"""Keys of ``reward_extra_info`` by which a function says where in the response parts of its reward go: a number for
+each token, or for each turn of the policy. What they leave of the reward goes to the last token."""
 
 
 class Outcome(StrEnum):
@@ -42,6 +49,12 @@ class RewardSample:
     """The sample's name in messages and logs."""
     error: str | None = None
     """Why it cannot be scored, where the row it was made from is broken. Such a sample fails without a call."""
+    response_length: int | None = None
+    """Tokens of the response, where they were counted."""
+    group: str | None = None
+    """Names the prompt that it answers: what managers that compare samples compare it within."""
+    group_size: int | None = None
+    """How many samples its group has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,8 @@ class RewardResult:
     """How long the function itself ran, in seconds; waiting for a free thread is not counted."""
     exception: ScoringError | None = field(default=None, repr=False, compare=False)
     """For an unscored or failed sample: what to raise where the policy is to raise."""
+    policy: Policy | None = None
+    """For an unscored or failed sample: what becomes of it, where that is not what the run's options say."""
 
 
 class Reward(TypedDict):

@@ -43,7 +43,7 @@ def test_mappings_of_other_libraries():
     ("cls", "options", "message"),
     [
         (RewardLoopConfig, {"timout": 3}, r"reward_loop.timout: unknown option; did you mean 'timeout'\? Known here: "),
-        (RewardLoopConfig, {"zzz": 3}, r"reward_loop.zzz: unknown option\. Known here: default_score, "),
+        (RewardLoopConfig, {"zzz": 3}, r"reward_loop.zzz: unknown option\. Known here: batch, "),
         (RewardLoopConfig, {"timeout": "soon"}, r"reward_loop.timeout: .*valid number.*; got 'soon'"),
         (RewardLoopConfig, {"timeout": 0}, r"reward_loop.timeout: .*greater than 0; got 0"),
         (RewardLoopConfig, {"on_failed": "crash"}, r"reward_loop.on_failed: .*'raise', 'default' or 'mask'"),

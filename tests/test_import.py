@@ -8,6 +8,7 @@ PUBLIC = [
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
+    "IncompleteGroupError",
     "InvalidScoreError",
     "NaiveRewardLoopManager",
     "Outcome",

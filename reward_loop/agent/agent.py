@@ -9,6 +9,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.scoring import ScoringFunction
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardSample
 
 __all__ = ["RewardAgent"]
 
@@ -62,6 +63,7 @@ class RewardAgent:
             raise ConfigError(f"concurrency: at least 1, or None for no bound; got {concurrency}")
         self.manager = manager
         self.concurrency = concurrency
+        self._needs_group: bool = getattr(manager, "needs_group", False)
         self._on_ended = on_ended
         self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
         function = getattr(manager, "function", None)
@@ -96,6 +98,8 @@ class RewardAgent:
             _, left = await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
             if left:
                 logger.warning("%d reward tasks go on although they were cancelled; they are left behind", len(left))
+        if callable(close := getattr(self.manager, "close", None)):
+            await asyncio.to_thread(close)
         if error is None:
             self._raise_unseen()
 
@@ -124,7 +128,13 @@ class RewardAgent:
             RewardLoopError: the agent is closed, or was not entered.
         """
         rows = list(samples)
-        batch = self._new_batch(rows, _sizes(len(rows), group_size, groups), priority, tag)
+        sizes = _sizes(len(rows), group_size, groups)
+        if self._needs_group and self.concurrency is not None and max(sizes, default=0) > self.concurrency:
+            raise ConfigError(
+                f"{type(self.manager).__name__} waits for all samples of a group, and concurrency={self.concurrency} "
+                f"starts fewer than the {max(sizes)} that a group has"
+            )
+        batch = self._new_batch(rows, sizes, priority, tag)
         self._go(batch)
         return batch
 
@@ -190,6 +200,9 @@ class RewardAgent:
                 batch._complete(group)
             for group in range(batch.group_count):
                 if group not in complete:
+                    if self._needs_group:
+                        for member in batch._members(group):
+                            batch._rewards[member] = None
                     batch._left[group] = sum(batch._rewards[i] is None for i in batch._members(group))
                     if not batch._left[group]:
                         self._all_ended(batch, group)
@@ -273,7 +286,7 @@ class RewardAgent:
     async def _score(self, batch: PendingRewards, sample: int) -> None:
         started = time.perf_counter()
         try:
-            reward = await self.manager.run_single(batch._samples[sample])
+            reward = await self.manager.run_single(self._row(batch, sample))
             if not isinstance(reward, Mapping) or "reward_score" not in reward:
                 raise TypeError(f"it returned {type(reward).__name__}, not a dict with reward_score")
         except RewardLoopError as error:
@@ -298,6 +311,14 @@ class RewardAgent:
                 self._on_ended(batch, sample, reward)  # type: ignore[arg-type]
             if group is not None:
                 self._all_ended(batch, group)
+
+    def _row(self, batch: PendingRewards, sample: int) -> Any:
+        """What the manager gets: a sample knows its group, where the manager must see all of it."""
+        row = batch._samples[sample]
+        if not self._needs_group or not isinstance(row, RewardSample) or row.group is not None:
+            return row
+        group = batch._group_of(sample)
+        return replace(row, group=f"{batch.number}.{group}", group_size=len(batch._members(group)))
 
     def _all_ended(self, batch: PendingRewards, group: int) -> None:
         assert self._loop is not None

@@ -205,6 +205,9 @@ class PendingRewards:
     def _members(self, index: int) -> range:
         return range(self._starts[index], self._starts[index + 1])
 
+    def _group_of(self, sample: int) -> int:
+        return bisect_right(self._starts, sample) - 1
+
     def _check(self) -> None:
         if self._error is not None:
             self._observed = True
@@ -237,7 +240,7 @@ class PendingRewards:
         """Book a sample's reward; return its group if that has no member left."""
         assert self._rewards[sample] is None
         self._rewards[sample] = reward
-        group = bisect_right(self._starts, sample) - 1
+        group = self._group_of(sample)
         self._left[group] -= 1
         return None if self._left[group] else group
 

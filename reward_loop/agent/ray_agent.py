@@ -18,8 +18,8 @@ from reward_loop.agent.journal import Entry, Journal
 from reward_loop.agent.pending import Group, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers import scoring_function
 from reward_loop.managers.registry import get as get_manager
-from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.types import Reward
 
@@ -57,14 +57,15 @@ class AsyncRewardAgent:
             concurrency: how many samples are in work at a time; ``None`` for all.
         """
         options = parse(RewardLoopConfig, config, "config")
-        function = ScoringFunction(
+        cls = get_manager(manager)
+        function = scoring_function(
+            cls,
             load_function(compute_score) if isinstance(compute_score, str) else compute_score,
+            options,
             reward_kwargs=reward_kwargs,
-            timeout=options.timeout,
-            max_threads=options.max_threads,
         )
         self._agent = RewardAgent(
-            get_manager(manager)(
+            cls(
                 config=options,
                 tokenizer=tokenizer,
                 compute_score=function,

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
-from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch
 
-__all__ = ["RewardLoopManagerBase"]
+__all__ = ["RewardLoopManagerBase", "scoring_function", "verl_options"]
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
 
-class RewardLoopManagerBase(ABC):
-    """Base class of reward managers: implement `run_single`, of the three steps `to_sample`, `score`, `to_reward`.
+class RewardLoopManagerBase:
+    """Base class of reward managers: a sample goes through `to_sample`, `score_one` and `to_reward`; override one.
 
     It is constructed with the keywords that verl uses, so that verl itself can load it.
     """
+
+    function_type: ClassVar[type[ScoringFunction] | type[ListScoringFunction]] = ScoringFunction
+    """What calls the user's function: one that takes a sample, or lists of samples."""
+
+    needs_group: ClassVar[bool] = False
+    """Whether one manager must see all samples of a prompt."""
 
     def __init__(
         self,
@@ -40,8 +46,8 @@ class RewardLoopManagerBase(ABC):
             config: a `RewardLoopConfig`, a mapping of its options, or verl's whole configuration, of which the group
                 ``reward_loop`` counts.
             tokenizer: decodes responses; needed for verl's batches only.
-            compute_score: the reward function in any form that `ScoringFunction` takes, or a `ScoringFunction`,
-                which keeps its own deadline and threads. ``None`` suits only managers that do not call `score`.
+            compute_score: the reward function in any form that `ScoringFunction` takes, or a `function_type`, which
+                keeps its own deadline and threads. ``None`` suits only managers that do not call it.
             reward_router_address: ``host:port`` of the router before the reward models, passed to the function.
             reward_model_tokenizer: the reward model's tokenizer, passed to the function.
 
@@ -55,13 +61,9 @@ class RewardLoopManagerBase(ABC):
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
-        self.function: ScoringFunction | None = None
-        if isinstance(compute_score, ScoringFunction):
-            self.function = compute_score
-        elif compute_score is not None:
-            self.function = ScoringFunction(
-                compute_score, timeout=self.options.timeout, max_threads=self.options.max_threads
-            )
+        self.function: Any = None
+        if compute_score is not None:
+            self.function = scoring_function(type(self), compute_score, self.options)
         self.records = records(self.options.log_dir) if self.options.log_dir else None
         watch(self.options.watchdog_s)
         self.failures = FailureBound(
@@ -70,9 +72,24 @@ class RewardLoopManagerBase(ABC):
             self.options.failed_share_window,
         )
 
-    @abstractmethod
     async def run_single(self, data: Any) -> Reward:
-        """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts."""
+        """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts.
+
+        Raises:
+            ScoringError: the sample has no score, and the policy is ``raise``.
+            TooManyFailuresError: too large a share of the latest samples failed.
+        """
+        return self.to_reward(await self.score(await self.to_sample(data)))
+
+    @property
+    def name(self) -> str:
+        """What scores the samples, for messages and logs."""
+        return self.function.name if self.function else type(self).__name__
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The fields of a sample without which the user's function cannot be called."""
+        return self.function.requires if self.function else frozenset()
 
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample in ``data``; a `RewardSample` stays as it is, the last row of a ``DataProto`` is decoded.
@@ -85,13 +102,14 @@ class RewardLoopManagerBase(ABC):
         if self.tokenizer is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
         row = _last_row(data)
-        solution = await asyncio.to_thread(self._decode, data.batch)
+        ids = _response(data.batch, row.get("response_len"))
+        solution = await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=True)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
         reference = row.get("reward_model") or {}
-        requires: frozenset[str] = self.function.requires if self.function else frozenset()
+        requires = self.requires
         error = None
         if "ground_truth" not in reference and "ground_truth" in requires:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
@@ -105,21 +123,35 @@ class RewardLoopManagerBase(ABC):
             extra_info=extra_info,
             uid="_".join(str(part) for part in name if part is not None) or None,
             error=error,
+            response_length=len(ids),
+            group=row.get("uid"),
+            group_size=row.get("group_size"),
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
-        """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
-        if self.function is None:
-            raise ConfigError(f"{type(self).__name__} was given no compute_score")
-        with Call(sample, self.function.name) as call:
-            result = await self.function(
-                sample,
-                reward_router_address=self.reward_router_address,
-                reward_model_tokenizer=self.reward_model_tokenizer,
-            )
+        """Score one sample. While that lasts it is among the calls in work; then its record is written."""
+        with Call(sample, self.name) as call:
+            result = check_parts(sample, await self.score_one(sample))
             if self.records is not None:
                 self.records.write(record(call, result))
         return result
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
+        return await self._call(sample)
+
+    async def score_many(self, samples: list[RewardSample]) -> list[RewardResult]:
+        """Call a function of lists once for several samples."""
+        return await self._call(samples)
+
+    async def _call(self, what: Any) -> Any:
+        if self.function is None:
+            raise ConfigError(f"{type(self).__name__} was given no compute_score")
+        return await self.function(
+            what,
+            reward_router_address=self.reward_router_address,
+            reward_model_tokenizer=self.reward_model_tokenizer,
+        )
 
     def to_reward(self, result: RewardResult) -> Reward:
         """Count the outcome, and apply the policies for unscored and failed samples.
@@ -130,6 +162,11 @@ class RewardLoopManagerBase(ABC):
         """
         self.failures.count(result)
         return apply_policy(result, self.options)
+
+    def close(self) -> None:
+        """End the processes that run the user's function. It waits for them: not on the event loop."""
+        if self.function is not None:
+            self.function.close()
 
     @classmethod
     def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:
@@ -142,12 +179,34 @@ class RewardLoopManagerBase(ABC):
         values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
         return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
 
-    def _decode(self, batch: Any) -> str:
-        responses, mask = batch["responses"], batch["attention_mask"]
-        if responses.ndim == 2:
-            responses, mask = responses[-1], mask[-1]
-        length = int(mask[-responses.shape[-1] :].sum()) if responses.shape[-1] else 0
-        return self.tokenizer.decode(responses[:length], skip_special_tokens=True)
+
+def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **more: Any) -> Any:
+    """Return what calls ``function`` for a manager class: a function of one sample, or of lists.
+
+    Raises:
+        FunctionLoadError: it cannot be called with what the reward loop provides.
+    """
+    kind = getattr(manager, "function_type", ScoringFunction)
+    if isinstance(function, kind):
+        return function
+    return kind(
+        function,
+        timeout=options.timeout,
+        max_threads=options.max_threads,
+        isolation=options.isolation,
+        max_processes=options.max_processes,
+        max_memory_mb=options.max_memory_mb,
+        **more,
+    )
+
+
+def verl_options(config: Any, path: str) -> Any:
+    """Return what verl's whole configuration says at a dotted path, or ``None`` where it says nothing."""
+    for part in path.split("."):
+        if not isinstance(config, Mapping):
+            return None
+        config = config.get(part)
+    return config
 
 
 def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
@@ -165,3 +224,21 @@ def _last_row(data: Any) -> dict[str, Any]:
     if data.batch["responses"].ndim == 1:
         return dict(columns)
     return {name: column[-1] for name, column in columns.items()}
+
+
+def _response(batch: Any, length: int | None) -> Any:
+    """Return the token ids of the last row's response.
+
+    Args:
+        batch: ``responses`` of shape (rows, response width) and ``attention_mask`` of shape (rows, total width), or the
+            same without rows.
+        length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
+            different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
+    """
+    responses, mask = batch["responses"], batch["attention_mask"]
+    if responses.ndim == 2:
+        responses, mask = responses[-1], mask[-1]
+    width = responses.shape[-1]
+    if length is None:
+        length = int(mask[-width:].sum()) if width else 0
+    return responses[: int(length)]

@@ -19,7 +19,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """
     score, masked = result.score, False
     if score is None:
-        policy = options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored
+        policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
         if policy == "raise" and result.exception is not None:
             raise result.exception
         masked = policy == "mask"

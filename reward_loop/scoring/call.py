@@ -19,10 +19,10 @@ from reward_loop.errors import (
     UnscoredError,
 )
 from reward_loop.scoring.ended import Call, Ended, describe_exception
-from reward_loop.scoring.isolation import Isolation, choose_executor
+from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import WorkerProcesses
-from reward_loop.scoring.signature import resolve
+from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -53,7 +53,8 @@ class ScoringFunction:
         """Read the signature.
 
         Args:
-            function: a function, a callable object, or a class or instance with ``compute_score``.
+            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
+                signature has been read.
             reward_kwargs: configured arguments of the function, or of its class.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
             max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
@@ -64,11 +65,11 @@ class ScoringFunction:
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
         """
-        self._target = resolve(function, reward_kwargs)
+        self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(max_threads)
-        self._executor = choose_executor(
-            self._target, isolation, self._threads, Isolation(max_processes, max_memory_mb)
-        )
+        self._executor: DaemonThreads | WorkerProcesses = self._threads
+        if is_isolated(self._target) or (isolation == "process" and not self._target.is_async):
+            self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
         self._abandoned: set[asyncio.Future[Any]] = set()
         self.timeout = timeout
 
@@ -98,10 +99,22 @@ class ScoringFunction:
         return self._target.log is not None
 
     def __repr__(self) -> str:
-        return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
+        where = "async" if self.is_async else "sync"
+        if isinstance(self._executor, WorkerProcesses):
+            where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
+        return f"ScoringFunction({self.name}, {where}, timeout={self.timeout})"
+
+    def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
+        """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
+
+        Raises:
+            FunctionLoadError: it is async, or cannot be sent to a process.
+        """
+        self.close()
+        self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
 
     def close(self) -> None:
-        """End the processes in which the function runs, if it does. A later call starts them again."""
+        """End the processes that the function runs in, if it does and none is at work. A later call starts others."""
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
@@ -114,29 +127,22 @@ class ScoringFunction:
     ) -> RewardResult:
         """Score one sample."""
         if sample.error is not None:
-            return _ended_badly(ScoringError(f"{_describe(sample)}: {sample.error}"))
-        where = f"{_describe(sample)}: {self.name}"
+            return ended_badly(ScoringError(f"{describe(sample)}: {sample.error}"))
+        where = f"{describe(sample)}: {self.name}"
         try:
             ended = await self._run(self._arguments(sample, reward_router_address, reward_model_tokenizer))
         except TimeoutError as error:
             assert self.timeout is not None
             message = f"{where} ran past its deadline of {self.timeout:g} s{error}"
-            return _ended_badly(RewardTimeoutError(message), self.timeout)
+            return ended_badly(RewardTimeoutError(message), self.timeout)
         except RewardCrashedError as error:
-            return _ended_badly(RewardCrashedError(f"{where} {error}"))
+            return ended_badly(RewardCrashedError(f"{where} {error}"))
         if ended.exception is not None or ended.described:
             what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
             failure = RewardFunctionError(f"{where} {what}")
             failure.__cause__ = ended.exception
-            return _ended_badly(failure, ended.seconds)
-        try:
-            score, extra_info = normalise(ended.value)
-        except InvalidScoreError as error:
-            return _ended_badly(InvalidScoreError(f"{where} {error}"), ended.seconds)
-        if score is None:
-            unscored = UnscoredError(f"{where} gave no score")
-            return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=ended.seconds, exception=unscored)
-        return RewardResult(Outcome.SCORED, score, extra_info, seconds=ended.seconds)
+            return ended_badly(failure, ended.seconds)
+        return to_result(ended.value, where, ended.seconds)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -189,7 +195,7 @@ class ScoringFunction:
             if name in passes:
                 arguments[name] = getattr(sample, name)
         if "extra_info" in passes:
-            arguments["extra_info"] = {key: _copy(value) for key, value in sample.extra_info.items()}
+            arguments["extra_info"] = copied(sample.extra_info)
         if "reward_router_address" in passes:
             arguments["reward_router_address"] = router_address
         if "reward_model_tokenizer" in passes:
@@ -253,8 +259,26 @@ async def _await(start: Callable[[], Any]) -> Ended:
     return Ended(value, exception, time.perf_counter() - started)
 
 
-def _ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:
+    """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
+    try:
+        score, extra_info = normalise(returned)
+    except InvalidScoreError as error:
+        return ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
+    if score is None:
+        unscored = UnscoredError(f"{where} gave no score")
+        return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=seconds, exception=unscored)
+    return RewardResult(Outcome.SCORED, score, extra_info, seconds=seconds)
+
+
+def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
+    """Return the result of a sample that failed."""
     return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample's extra info for a function to change as it likes."""
+    return {key: _copy(value) for key, value in extra_info.items()}
 
 
 def _copy(value: Any) -> Any:
@@ -271,6 +295,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _describe(sample: RewardSample) -> str:
+def describe(sample: RewardSample) -> str:
+    """Name a sample, for messages."""
     name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
     return f"{name} (data source {sample.data_source!r})" if sample.data_source else name

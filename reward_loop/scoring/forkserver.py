@@ -20,6 +20,7 @@ import ctypes
 import os
 import pickle
 import re
+import resource
 import select
 import signal
 import socket
@@ -82,6 +83,7 @@ def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoRetu
 
 class _ForkServer:
     def __init__(self, control: socket.socket, lifeline_fd: int, max_memory_mb: int | None) -> None:
+        self._pid = os.getpid()
         self._control = control
         self._lifeline_fd = lifeline_fd
         self._max_memory_mb = max_memory_mb
@@ -158,8 +160,9 @@ class _ForkServer:
 
     def _become_worker(self) -> None:
         """In the child: let go of what is the fork server's, and take its death for one's own."""
-        parent = os.getppid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:
+            os._exit(worker.EXIT_BROKEN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -169,8 +172,10 @@ class _ForkServer:
         for child in [*self._alive.values(), *self._dead]:
             child.channel.close()
             os.close(child.stack_fd)
-        if parent == 1 or os.getppid() != parent:
-            os._exit(worker.EXIT_BROKEN)
+        # Where memory runs out, the kernel is to take a worker rather than the trainer. Crashes leave no core files.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def _given_up(self, fd: int, *, wholly: bool) -> None:
         self._poll.unregister(fd)

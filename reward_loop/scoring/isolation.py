@@ -1,18 +1,19 @@
-"""Where sync reward functions run: the mark on a function, and the executor that follows from it."""
+"""Which functions run in processes of their own, and how."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from reward_loop.errors import FunctionLoadError
+from reward_loop.scoring import worker
 from reward_loop.scoring.processes import WorkerProcesses
 from reward_loop.scoring.signature import Target
-from reward_loop.scoring.threads import DaemonThreads
 
-__all__ = ["Isolation", "choose_executor", "isolated"]
+__all__ = ["Isolation", "SplitSemaphore", "in_processes", "is_isolated", "isolated"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,22 +56,38 @@ def isolated(
     return mark if function is None else mark(function)
 
 
-def choose_executor(
-    target: Target, isolation: Literal["thread", "process"], threads: DaemonThreads, options: Isolation
-) -> DaemonThreads | WorkerProcesses:
-    """Return ``threads``, or processes if the configuration or the function's mark says so.
+class SplitSemaphore(threading.Semaphore):
+    """A semaphore for threads. Sent to a function's processes, it is split among them, at least one for each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._count = count
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _split, (self._count,)
+
+
+def _split(count: int) -> SplitSemaphore:
+    return SplitSemaphore(max(1, count // worker.processes))
+
+
+def is_isolated(target: Target) -> bool:
+    """Whether the function is marked."""
+    return _mark_of(target.call) is not None
+
+
+def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
+    """Return the processes that the function runs in. Its mark, if there is one, counts more than ``options``.
 
     Raises:
-        FunctionLoadError: the function is marked and async, or it cannot be sent to a process.
+        FunctionLoadError: it is async, or cannot be sent to a process.
     """
-    mark = _mark_of(target.call)
     if target.is_async:
-        if mark is not None:
-            raise FunctionLoadError(f"{target.name} is async, and only sync functions can be isolated")
-        return threads
-    if mark is None and isolation == "thread":
-        return threads
-    mark = mark or Isolation()
+        raise FunctionLoadError(
+            f"{target.name} is async, and only sync functions run in processes: await a judge on the event loop, "
+            "or write a plain `def`"
+        )
+    mark = _mark_of(target.call) or Isolation()
     return WorkerProcesses(
         target.call,
         name=target.name,
@@ -79,8 +96,16 @@ def choose_executor(
     )
 
 
+def carry_mark(function: Any, to: Any) -> None:
+    """Put the mark of a function, if it has one, on what calls it."""
+    if (mark := _mark_of(function)) is not None:
+        setattr(to, _MARK, mark)
+
+
 def _mark_of(function: Any) -> Isolation | None:
     """The mark on the function, or on the class of which it is a method."""
-    while isinstance(function, functools.partial):
+    while True:
+        mark = getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)
+        if mark is not None or not isinstance(function, functools.partial):
+            return mark
         function = function.func
-    return getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)

@@ -27,7 +27,6 @@ from reward_loop.errors import FunctionLoadError, RewardCrashedError
 from reward_loop.scoring.ended import Call, Ended
 from reward_loop.scoring.forkserver import Report
 from reward_loop.scoring.load import file_modules
-from reward_loop.scoring.slots import Slots
 from reward_loop.scoring.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
 
 __all__ = ["WorkerProcesses", "usable_cores"]
@@ -70,8 +69,10 @@ class WorkerProcesses:
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
     ) -> None:
+        self.max_processes = max_processes or usable_cores()
+        self.max_memory_mb = max_memory_mb
         try:
-            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function)))
+            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self.max_processes))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a process of its own, as it cannot be pickled: {type(error).__name__}: {error}. "
@@ -79,11 +80,11 @@ class WorkerProcesses:
             ) from error
         self._function = function
         self._setup = _framed(setup)
-        self._max_memory_mb = max_memory_mb
-        self._slots = Slots(max_processes or usable_cores())
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._lock = threading.Lock()
         self._server: _ForkServerProcess | None = None
         self._idle: list[_Worker] = []
+        self._working = 0
         self._end: weakref.finalize[Any, Any] | None = None
         _pools.add(self)
 
@@ -100,40 +101,54 @@ class WorkerProcesses:
             arguments = _framed(cloudpickle.dumps(call.kwargs))
         except Exception as error:
             return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
-        async with self._slots.here():
+        async with self._slots_here():
             while True:
                 worker = self._idle.pop() if self._idle else self._start()
+                self._working += 1
                 try:
-                    ended = await worker.call(arguments, timeout)
+                    return await worker.call(arguments, timeout)
                 except _DiedIdleError:
                     continue
                 finally:
+                    self._working -= 1
                     if worker.usable:
                         self._idle.append(worker)
                     else:
                         worker.close()
-                return ended
 
     def close(self) -> None:
-        """End all processes; calls in work fail. A later call starts others."""
+        """End the processes that wait, and the fork server, if no call is at work. A later call starts others."""
+        while self._idle:
+            self._idle.pop().close()
+        if not self._working:
+            self._end_server()
+
+    def _end_server(self) -> None:
         if self._end is not None:
             self._end()
         self._server = None
+
+    def _slots_here(self) -> asyncio.Semaphore:
+        # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self.max_processes))
+        return self._slots[1]
 
     def _start(self) -> _Worker:
         with self._lock:
             ours, theirs = socket.socketpair()
             with theirs:
                 if self._server is None or not self._server.fork(theirs):
-                    self.close()
-                    self._server = _ForkServerProcess(self._max_memory_mb)
+                    self._end_server()
+                    self._server = _ForkServerProcess(self.max_memory_mb)
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
         return _Worker(ours, self._setup)
 
     def _forget(self) -> None:
         """Start from nothing: in a fork of this process, the children are those of its parent."""
-        self._server, self._idle = None, []
+        self._server, self._idle, self._working, self._slots = None, [], 0, None
         if self._end is not None:
             self._end.detach()
         self._end = None

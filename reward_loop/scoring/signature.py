@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Target:
     """For messages: ``compute_score (reward.py)``."""
     is_async: bool
     passes: frozenset[str]
-    """Those of `PROVIDED` that it is called with."""
+    """Those of the names provided that it is called with."""
     requires: frozenset[str]
     """Those of them that its signature names without a default."""
     reward_kwargs: Mapping[str, Any]
@@ -50,10 +50,17 @@ class Target:
     """Those of `LOGGED` that it is called with."""
 
 
-def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Target:
+def resolve(
+    function: Any, reward_kwargs: Mapping[str, Any] | None = None, provided: Sequence[str] = PROVIDED
+) -> Target:
     """Inspect a function, a callable object, or a class or instance with ``compute_score``.
 
     A class is instantiated, once, with those of ``reward_kwargs`` that its ``__init__`` names.
+
+    Args:
+        function: the function.
+        reward_kwargs: configured arguments of the function, or of its class.
+        provided: what can be passed to it, by these names.
 
     Raises:
         FunctionLoadError: it cannot be called with what the reward loop provides.
@@ -83,13 +90,13 @@ def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Ta
         )
     call_kwargs = {key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in used)}
     required = {key for key, has_default in parameters.items() if not has_default}
-    if missing := required - set(PROVIDED) - set(call_kwargs):
+    if missing := required - set(provided) - set(call_kwargs):
         raise FunctionLoadError(
             f"{name} requires {listing(missing)}, which the reward loop does not provide. It provides "
-            f"{', '.join(PROVIDED)}; give others a default, or a value in reward_kwargs"
+            f"{', '.join(provided)}; give others a default, or a value in reward_kwargs"
         )
     bound = _bound_names(function) | set(call_kwargs)
-    passes = {key for key in PROVIDED if (takes_any or key in parameters) and key not in bound}
+    passes = {key for key in provided if (takes_any or key in parameters) and key not in bound}
     return Target(
         call=function,
         name=name,

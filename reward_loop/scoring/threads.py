@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from reward_loop.scoring.slots import Slots
-
 __all__ = ["DaemonThreads"]
 
 T = TypeVar("T")
@@ -29,9 +27,10 @@ class DaemonThreads:
     """
 
     def __init__(self, max_threads: int) -> None:
-        self._slots = Slots(max_threads)
+        self._max_threads = max_threads
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Call the function in a thread as soon as a slot is free.
@@ -40,11 +39,17 @@ class DaemonThreads:
             TimeoutError: ``timeout`` seconds passed since it got its slot.
         """
         loop = asyncio.get_running_loop()
-        async with self._slots.here():
+        async with self._slots_of(loop):
             job = _Job(function, contextvars.copy_context(), loop, loop.create_future())
             self._start(job)
             async with asyncio.timeout(timeout):
                 return await job.future
+
+    def _slots_of(self, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+        # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self._max_threads))
+        return self._slots[1]
 
     def _start(self, job: _Job) -> None:
         with self._lock:

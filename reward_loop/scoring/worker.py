@@ -45,6 +45,9 @@ EXIT_BROKEN = 70
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a worker write down where it is: a signal that is in nobody's way."""
 
+processes = 1
+"""How many processes share the calls of the function that runs here."""
+
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
 """A worker that has grown by so much is replaced after its call, or by half of ``max_memory_mb`` if that is less."""
@@ -58,6 +61,8 @@ class Setup:
     """Modules that were loaded from files, and cannot be imported by name: name -> path."""
     function: bytes
     """The function, pickled."""
+    processes: int
+    """How many processes share its calls."""
 
 
 def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:
@@ -135,6 +140,8 @@ def _dumps(value: Any) -> bytes:
 def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
     try:
         made: Setup = pickle.loads(setup)
+        global processes
+        processes = made.processes
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None
     except BaseException as error:

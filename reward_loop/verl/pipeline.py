@@ -315,7 +315,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if not batch.updates and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        metrics.update(self._reward_metrics(batch.whole))
+        metrics.update(self._reward_metrics())
         if self.use_critic:
             metrics["critic/lr"] = self.critic_wg.lr_scheduler_step()[0]
         if self.config.trainer.critic_warmup <= self.global_steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,23 @@ from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
+from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.options import without_reward
+from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
 
 GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    {
+        *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+        *("reinforce_plus_plus_baseline", GDPO),
+    }
 )
 """verl's advantage estimators whose baseline is the group's mean or the like."""
 
@@ -46,6 +52,27 @@ class _RewardLoop:
         self.reward_loop_worker_handles: list[RewardClient] | None = [workers.client] if inside_rollout else None
 
 
+class _WithGroupSize:
+    """A data loader whose rows know how many rollouts they will have, for managers that wait for all of them."""
+
+    def __init__(self, loader: Any, n: int) -> None:
+        self._loader = loader
+        self._n = n
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._loader:
+            yield {**batch, "group_size": np.array(_group_sizes(batch, self._n), dtype=object)}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _group_sizes(batch: Any, n: int) -> list[int]:
+    """How many rollouts each row of a batch will have: ``n``, or what verl's column ``__rollout_n__`` says."""
+    sizes = batch.get("__rollout_n__", None)
+    return [n] * len(batch["raw_prompt"]) if sizes is None else [int(size) for size in sizes]
+
+
 class RewardLoopTrainer(PPOTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
@@ -58,7 +85,11 @@ class RewardLoopTrainer(PPOTrainer):
         self._full_config = config
         self._reward_router_address = reward_router_address
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
-        super().__init__(without_reward(config))
+        self._infos: dict[str, dict[str, Any]] = {}
+        """``reward_extra_info`` of the step's trajectories that have their advantage."""
+        config = without_reward(config)
+        switch_estimator(config)
+        super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
 
     def _setup(self) -> None:
@@ -68,14 +99,31 @@ class RewardLoopTrainer(PPOTrainer):
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
+        if self.reward_workers.client.by_group:
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            self.val_dataloader: Any = _WithGroupSize(self.val_dataloader, n)
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        batch = super()._fetch_one_gen_batch()
+        if self.reward_workers.client.by_group:
+            assign_non_tensor_stack(batch, "group_size", _group_sizes(batch, self.config.actor_rollout_ref.rollout.n))
+        return batch
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
+        self._infos = {}
         with self._told_by_workers():
             return super().step(metrics, timing_raw)
 
     def _validate(self) -> dict[str, float]:
         with self._told_by_workers():
             return super()._validate()
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list], *args: Any, **kwargs: Any
+    ) -> dict[str, float]:
+        return super()._val_metrics_update(
+            data_sources, sample_uids, _numbers_only(reward_extra_infos_dict), *args, **kwargs
+        )
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
@@ -111,6 +159,8 @@ class RewardLoopTrainer(PPOTrainer):
         if self._post_processes:
             self._post_process(batch)
         infos = _reward_infos(batch)
+        _place_parts(batch, infos)
+        self._infos.update(infos)
         metrics.update(_reward_metrics(infos))
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
@@ -122,7 +172,12 @@ class RewardLoopTrainer(PPOTrainer):
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
-        super()._compute_advantage(select(batch, learning), metrics)
+        rows = select(batch, learning)
+        with ExitStack() as stack:
+            if self.config.algorithm.adv_estimator == GDPO:
+                names = self.config.algorithm.gdpo_reward_keys
+                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names)))
+            super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
         zero(
             [key for key in batch.keys if key not in learned],
@@ -147,9 +202,9 @@ class RewardLoopTrainer(PPOTrainer):
             fields.append("rollout_is_weights")
         return fields
 
-    def _reward_metrics(self, batch: Any) -> dict[str, float]:
-        """The metrics of a whole step, where the advantage is computed part by part."""
-        return _reward_metrics(_reward_infos(batch))
+    def _reward_metrics(self) -> dict[str, float]:
+        """The metrics of the step so far, for where the advantage is computed part by part."""
+        return _reward_metrics(self._infos)
 
     def _post_process(self, batch: Any) -> None:
         """Hands the rewards of each group to the function's ``post_process_scores``, and takes what it returns."""
@@ -198,6 +253,7 @@ def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], p
     )
     columns = {name: _objects(values[p] for p in positions) for name, values in others.items()}
     columns["__num_turns__"] = columns.pop("num_turns", _objects(None for _ in positions))
+    columns["response_len"] = _objects(len(tensors["responses"][p]) for p in positions)
     columns["tool_extra_fields"] = columns.pop("extra_fields", _objects({} for _ in positions))
     return DataProto(batch=TensorDict(padded, batch_size=len(positions)), non_tensor_batch=columns)
 
@@ -265,6 +321,26 @@ def _reward_infos(batch: Any) -> dict[str, dict[str, Any]]:
     return {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
 
 
+def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
+    """Spreads the rewards of trajectories whose function said so over turns and tokens. One whose parts do not fit has
+    failed: ``infos`` says so, and it is masked."""
+    last = {_session_of(key)[0]: key for key in sorted(infos, key=_session_of)}
+    keys = [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
+    if not keys:
+        return
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores", "response_mask"])
+    placed = []
+    for key, scores, mask in zip(keys, data["rm_scores"].unbind(), data["response_mask"].unbind(), strict=True):
+        try:
+            scores = place(float(scores.sum()), mask, infos[key])
+        except ValueError as error:
+            failure = {"reward_outcome": str(Outcome.FAILED), "reward_masked": True, "reward_error": f"{key}: {error}"}
+            infos[key] = infos[key] | failure
+        placed.append(scores)
+    fields = TensorDict({"rm_scores": torch.nested.as_nested_tensor(placed, layout=torch.jagged)}, batch_size=len(keys))
+    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+
+
 def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Counts of outcomes, the mean of every number that the function returned, and how long it took.
 
@@ -284,13 +360,26 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
             counts[f"reward_loop/{outcome}"] += 1
             seconds.append(info["reward_seconds"])
         for name, value in info.items():
-            if isinstance(value, int | float | np.number) and name not in ("reward_seconds", "reward_masked"):
+            if _is_number(value) and name not in ("reward_seconds", "reward_masked"):
                 components[name].append(float(value))
     metrics = dict(counts)
     if seconds:
         metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
         metrics["reward_loop/seconds/max"] = float(np.max(seconds))
     return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+
+
+def _numbers_only(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Columns of which a mean can be taken. verl takes that of whatever is no text: lists and dicts would end the run.
+    By the texts of ``pred``, it counts votes."""
+    return {
+        name: [value if _is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
+        for name, values in infos.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number)
 
 
 def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:

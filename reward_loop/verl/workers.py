@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import threading
 import time
+import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -15,14 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
-from reward_loop.managers import FailureBound, RewardLoopManagerBase
+from reward_loop.managers import FailureBound, RewardLoopManagerBase, scoring_function
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.processes import usable_cores
 from reward_loop.types import Outcome, Reward, RewardResult
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
@@ -48,10 +49,8 @@ class RewardWorker:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
-        self._post_process: PostProcess | None = None
-        function = getattr(self._manager, "function", None)
-        if isinstance(function, ScoringFunction) and function.has_post_process:
-            self._post_process = PostProcess(function, self._options)
+        function = _post_processing(self._manager)
+        self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
         self._failures = FailureBound(
             self._options.max_failed_share,
@@ -97,6 +96,10 @@ class RewardWorker:
         except RewardLoopError as error:
             self._fatal = self._fatal or f"{type(error).__name__}: {error}"
             raise
+
+    async def needs_group(self) -> bool:
+        """Whether one worker must see all samples of a prompt. Also says that the worker is up."""
+        return getattr(self._manager, "needs_group", False)
 
     async def _run_foreign(self, data: Any) -> Reward:
         """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
@@ -153,17 +156,25 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
     else:
         cls = None
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
-        return cls(config=config, compute_score=_scoring_function(config, function), **keywords)
-    if hasattr(function, "post_process_scores"):
+        built = cls(config=config, compute_score=_scoring_function(cls, config, function), **keywords)
+    else:
+        from verl.trainer.ppo.reward import load_reward_manager
+
+        built = load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
+    if hasattr(function, "post_process_scores") and _post_processing(built) is None:
         custom = config.reward.custom_reward_function
         raise ConfigError(
             f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which reward manager "
-            f"{manager.name}, as it was written for verl, does not know: use the manager `naive`, or one of your own "
-            "that inherits from RewardLoopManagerBase"
+            f"{manager.name} would not lead to: use the manager `naive`, or one of your own that inherits from "
+            "RewardLoopManagerBase"
         )
-    from verl.trainer.ppo.reward import load_reward_manager
+    return built
 
-    return load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
+
+def _post_processing(manager: Any) -> ScoringFunction | None:
+    """The manager's function, if it has ``post_process_scores``."""
+    function = getattr(manager, "function", None)
+    return function if isinstance(function, ScoringFunction) and function.has_post_process else None
 
 
 def _user_function(config: DictConfig) -> Any:
@@ -171,18 +182,24 @@ def _user_function(config: DictConfig) -> Any:
     return load_function(custom.path, custom.name) if custom.path else None
 
 
-def _scoring_function(config: DictConfig, function: Any) -> ScoringFunction:
+def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, function: Any) -> Any:
     options = reward_loop_options(config)
+    if options.max_processes is None:
+        share = max(1, usable_cores() // config.reward.num_workers)
+        options = options.model_copy(update={"max_processes": share})
     reward_kwargs: Any = config.reward.custom_reward_function.get("reward_kwargs")
+    if function is None and not issubclass(cls.function_type, ScoringFunction):
+        raise ConfigError(
+            f"reward_model.reward_manager={config.reward.reward_manager.name} needs a function of lists: set "
+            "custom_reward_function.path"
+        )
     if function is None:
         from verl.utils.reward_score import default_compute_score
 
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
     elif reward_kwargs is not None:
         reward_kwargs = OmegaConf.to_container(reward_kwargs)
-    return ScoringFunction(
-        function, reward_kwargs=reward_kwargs, timeout=options.timeout, max_threads=options.max_threads
-    )
+    return scoring_function(cls, function, options, reward_kwargs=reward_kwargs)
 
 
 def _model_scoring(config: DictConfig) -> ScoringFunction:
@@ -200,7 +217,7 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
     share = max(1, sandbox.max_concurrent // config.reward.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
-        "concurrent_semaphore": threading.Semaphore(share),
+        "concurrent_semaphore": SplitSemaphore(share),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
 
@@ -208,13 +225,23 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
 class RewardClient:
     """Stands where verl's agent loop expects the handle of a reward worker: ``client.compute_score.remote(data)``.
 
-    Deals the samples out to the workers in turn. A sample whose worker keeps dying is a failed sample.
+    Deals the samples out to the workers in turn, or those of a prompt to the same one. A sample whose worker keeps
+    dying is a failed sample.
     """
 
     def __init__(self, workers: Sequence[Any], config: DictConfig) -> None:
         self._workers = list(workers)
         self.options = reward_loop_options(config)
         self._turn = 0
+        self.by_group = False
+
+    def worker_for(self, data: Any) -> Any:
+        """The worker whose turn it is; with `by_group`, in every process the same one for all samples of a prompt."""
+        if self.by_group:
+            uid = str(data.non_tensor_batch["uid"][-1])
+            return self._workers[zlib.crc32(uid.encode()) % len(self._workers)]
+        self._turn += 1
+        return self._workers[(self._turn - 1) % len(self._workers)]
 
     @property
     def compute_score(self) -> RewardClient:
@@ -226,8 +253,7 @@ class RewardClient:
         return self._score(data)
 
     async def _score(self, data: Any) -> Reward:
-        worker = self._workers[self._turn % len(self._workers)]
-        self._turn += 1
+        worker = self.worker_for(data)
         try:
             return await worker.compute_score.remote(data)
         except RayActorError as error:
@@ -285,7 +311,7 @@ class RewardWorkers:
         Raises:
             RewardLoopError: one could not.
         """
-        self._ask_all("fatal_error", START_TIMEOUT_S)
+        self.client.by_group = any(self._ask_all("needs_group", START_TIMEOUT_S))
 
     def raise_fatal_error(self) -> None:
         """Raises what a worker said must stop the run.
@@ -299,9 +325,7 @@ class RewardWorkers:
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
         """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""
-        return [
-            worker.compute_score.remote(row) for worker, row in zip(itertools.cycle(self.handles), rows, strict=False)
-        ]
+        return [self.client.worker_for(row).compute_score.remote(row) for row in rows]
 
     def finish_batch(self, pending: list[Any]) -> list[Reward]:
         """Waits for the rewards of a batch, in the order of its rows.

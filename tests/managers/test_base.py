@@ -71,6 +71,8 @@ async def test_a_row_becomes_a_sample():
         "abc",
         {"level": 1, "calls": 3, "num_turns": 2, "rollout_reward_scores": {"tool": 0.5}},
         "u1",
+        response_length=4,
+        group="u1",
     )
     assert caller == {"level": 1}
 
@@ -222,15 +224,26 @@ def test_a_scoring_function_is_kept():
     assert manager(function).function is function
 
 
-def test_run_single_is_what_a_subclass_states():
-    with pytest.raises(TypeError, match="run_single"):
-        RewardLoopManagerBase()
-
+async def test_a_subclass_states_what_differs():
     class Constant(RewardLoopManagerBase):
-        async def run_single(self, data):
-            return self.to_reward(RewardResult(Outcome.SCORED, 1.0))
+        async def score_one(self, sample):
+            return RewardResult(Outcome.SCORED, 1.0)
 
     assert Constant().function is None
+    assert (await Constant().run_single(RewardSample("x")))["reward_score"] == 1.0
+
+
+async def test_outputs_padded_into_one_batch_are_cut_at_their_own_length():
+    # As verl's agent loop pads them: the mask is as wide as the longest output, and not aligned with its response.
+    data = batch(
+        [[1, 2, 3, 4], [5, 6, 0, 0]],
+        [[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]],
+        data_source=["m", "m"],
+        reward_model=[{"ground_truth": "ef"}, {"ground_truth": "ef"}],
+        response_len=[4, 2],
+    )
+    sample = await manager().to_sample(data)
+    assert (sample.solution_str, sample.response_length) == ("ef", 2)
 
 
 def test_scores_are_assembled_at_the_last_response_token():

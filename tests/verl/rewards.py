@@ -80,6 +80,24 @@ class Overtaken(Mixed):
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
+def several(outputs: list[str]) -> list[dict[str, float]]:
+    """Two rewards for each response of a group, on different scales: one of its own, and its rank."""
+    order = sorted(outputs, key=number)
+    return [{"value": 100.0 * (number(text) % 10), "rank": float(order.index(text))} for text in outputs]
+
+
+async def compared(
+    solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
+) -> list[dict[str, float] | None]:
+    """Sees a whole group."""
+    results: list[dict[str, float] | None] = []
+    for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
+        score = sum(own.values())
+        _log(output=text, gts=truth, score=score, outcome="scored", split=info["split"], group=len(solution_strs))
+        results.append({"score": score, **own, "turn_level_scores": [score]})
+    return results
+
+
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """A sync function that scores everything."""
     score = (number(solution_str) % 100) / 100

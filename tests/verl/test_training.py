@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,46 @@ def harried_run(
         f"+custom_reward_function.reward_kwargs.policy={tiny_generative_model}",
         function="judged",
     )
+
+
+@pytest.fixture(scope="module")
+def group_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """A function that sees whole groups, of other sizes in validation, and gives two rewards that GDPO normalises."""
+    return train(
+        tmp_path_factory.mktemp("group"),
+        tiny_generative_model,
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "actor_rollout_ref.rollout.val_kwargs.n=2",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "reward.num_workers=2",
+        "reward_model.reward_manager=group",
+        "reward_loop.on_failed=raise",
+        "reward_loop.group.timeout=120",
+        "algorithm.adv_estimator=gdpo",
+        "+algorithm.gdpo_reward_keys=[value,rank]",
+        "+algorithm.gdpo_reward_weights=[1.0,0.5]",
+        function="compared",
+    )
+
+
+def test_the_function_sees_whole_groups(group_run: Run) -> None:
+    assert group_run.returncode == 0, group_run.output[-5000:]
+    for split, size, rows in (("train", 4, 2 * 8), ("val", 2, 2 * 8)):
+        assert Counter(call["group"] for call in group_run.calls if call["split"] == split) == {size: size * rows}
+    seen = [row for step in (1, 2) for row in group_run.rollouts(step)]
+    assert signature([call for call in group_run.calls if call["split"] == "train"]) == signature(seen)
+
+
+def test_each_reward_is_logged_and_normalised(group_run: Run) -> None:
+    for step in (1, 2):
+        metrics = group_run.steps[step]
+        values = [100.0 * (rewards.number(row["output"]) % 10) for row in group_run.rollouts(step)]
+        assert metrics["reward_loop/value/mean"] == pytest.approx(statistics.mean(values))
+        assert metrics["reward_loop/rank/mean"] <= 1.5
+        # The mean over tokens that verl's GDPO ends with; without it, groups' sums would show.
+        assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-3)
+        assert 0.5 < metrics["critic/advantages/max"] < 10
 
 
 def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:

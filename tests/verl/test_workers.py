@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,10 +112,56 @@ async def test_a_manager_that_the_functions_file_registers_is_found(policy: str,
     assert (await worker.compute_score(rollout("4")))["reward_score"] == 2.0
 
 
-async def test_verls_own_managers_are_found_by_name(policy: str) -> None:
-    worker = RewardWorker(settled(policy, "reward_model.reward_manager=dapo"), None)
-    data = rollout("The answer is \\boxed{2}", data_source="math_dapo", response_len=8)
-    assert (await worker.compute_score(data))["reward_extra_info"]["reward_outcome"] == "scored"
+async def test_verls_options_of_a_manager_take_effect(policy: str) -> None:
+    overrides = (
+        "reward_model.reward_manager=dapo",
+        "+reward_model.reward_kwargs.max_resp_len=20",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 10, penalty_factor: 1.0, log: true}",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None)
+    text = "1+1, so Answer: 2"
+    reward = await worker.compute_score(rollout(text, data_source="math_dapo"))
+    length = len(tiny_tokenizer().encode(text))
+    assert 10 < length < 20
+    assert reward["reward_score"] == pytest.approx(1.0 - (length - 10) / 10)
+    assert reward["reward_extra_info"]["overlong"] is True
+
+
+COMPONENTS = """
+def accuracy(solution_str, ground_truth): return float(ground_truth in solution_str)
+def brevity(solution_str): return -len(solution_str)
+"""
+
+
+async def test_components_are_configured_as_options(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(COMPONENTS)
+    overrides = (
+        "reward_model.reward_manager=composite",
+        f"+reward_loop.components.accuracy={{path: {function}, name: accuracy, gate: 1}}",
+        f"+reward_loop.components.brevity={{path: {function}, name: brevity, weight: 0.01}}",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None)
+    right = await worker.compute_score(rollout("1+1=2"))
+    assert right["reward_score"] == pytest.approx(1.0 - 0.05)
+    assert right["reward_extra_info"]["brevity"] == -5
+    assert (await worker.compute_score(rollout("1+1=3")))["reward_score"] == 0.0
+
+
+async def test_a_function_of_lists(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text("def compute_score(solution_strs, unit): return [unit * len(text) for text in solution_strs]\n")
+    overrides = (
+        "reward_model.reward_manager=batch",
+        f"custom_reward_function.path={function}",
+        "+custom_reward_function.reward_kwargs.unit=10",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None)
+    rewards = await asyncio.gather(*(worker.compute_score(rollout("x" * i)) for i in (1, 2, 3)))
+    assert [reward["reward_score"] for reward in rewards] == [10, 20, 30]
+    assert await worker.needs_group() is False
+    with pytest.raises(ConfigError, match=r"needs a function of lists: set custom_reward_function\.path"):
+        RewardWorker(settled(policy, "reward_model.reward_manager=batch"), None)
 
 
 async def test_without_a_function_verls_rules_apply_by_data_source(policy: str) -> None:
@@ -124,6 +172,17 @@ async def test_without_a_function_verls_rules_apply_by_data_source(policy: str) 
     assert (right["reward_score"], wrong["reward_score"]) == (1.0, 0.0)
     assert unknown["reward_extra_info"]["reward_outcome"] == "failed"
     assert "nonesuch" in unknown["reward_extra_info"]["reward_error"]
+
+
+async def test_functions_run_in_processes_if_asked_to(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text("import os\n\ndef compute_score(solution_str):\n    return float(os.getpid())\n")
+    overrides = (f"custom_reward_function.path={function}", "reward_loop.isolation=process")
+    for more in ((), ("reward_model.reward_manager=remote",), ("reward_model.reward_manager=prime",)):
+        worker = RewardWorker(settled(policy, *overrides, *more), None)
+        reward = await worker.compute_score(rollout("4"))
+        assert reward["reward_extra_info"]["reward_outcome"] == "scored"
+        assert reward["reward_score"] != os.getpid()
 
 
 async def test_an_empty_response_and_a_missing_ground_truth(policy: str, tmp_path: Path) -> None:
@@ -180,8 +239,8 @@ async def test_a_failure_of_post_processing_stops_the_run_if_the_policy_says_so(
 def test_post_processing_beside_a_manager_written_for_verl_is_refused(policy: str, tmp_path: Path) -> None:
     function = tmp_path / "f.py"
     function.write_text(POST_PROCESSES)
-    overrides = (f"custom_reward_function.path={function}", "reward_model.reward_manager=dapo")
-    with pytest.raises(ConfigError, match=r"post_process_scores.*dapo"):
+    overrides = verl_manager("Length", f"custom_reward_function.path={function}")
+    with pytest.raises(ConfigError, match=r"post_process_scores.*Length"):
         RewardWorker(settled(policy, *overrides), None)
 
 
@@ -277,6 +336,34 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
         workers.finish_batch(pending)
 
 
+RANKS = """
+def compute_score(solution_strs, extra_infos):
+    lengths = sorted(map(len, solution_strs))
+    return [lengths.index(len(text)) for text in solution_strs]
+"""
+
+
+async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(RANKS)
+    config = settled(
+        policy,
+        "reward.num_workers=2",
+        "reward_model.reward_manager=group",
+        "reward_loop.group.timeout=60",
+        "actor_rollout_ref.rollout.n=3",
+        f"custom_reward_function.path={function}",
+    )
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    rows = [rollout("x" * length, uid=f"q{q}", session_id=length) for length in (1, 2, 3) for q in range(6)]
+    rows.append(rollout("x", uid="validation", group_size=1))
+    rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
+    assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
+    batch = workers.finish_batch(workers.start_batch(rows))
+    assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
+
+
 async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
     cluster: None, policy: str, tmp_path: Path
 ) -> None:
@@ -310,3 +397,7 @@ async def test_samples_are_dealt_out_in_turn(policy: str) -> None:
 
     client = RewardClient([Handle(0), Handle(1)], settled(policy))
     assert [await client.compute_score.remote(None) for _ in range(4)] == [0, 1, 0, 1]
+    client.by_group = True
+    dealt = {uid: {await client.compute_score.remote(rollout("4", uid=uid)) for _ in range(4)} for uid in "abcdefgh"}
+    assert all(len(numbers) == 1 for numbers in dealt.values())
+    assert set.union(*dealt.values()) == {0, 1}

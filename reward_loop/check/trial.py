@@ -1,0 +1,388 @@
+"""Try a reward function on a few samples, as a run would call it, and look for what would go wrong in the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import cloudpickle
+
+from reward_loop._text import listing, shorten
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.managers import get as get_manager
+from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.signature import resolve
+from reward_loop.types import RewardSample
+
+__all__ = ["Finding", "Report", "Row", "check"]
+
+Status = Literal["ok", "note", "problem", "skipped"]
+
+MAX_LAG_S = 0.1
+"""How long an async function may keep the event loop, and with it all other samples, from going on."""
+
+_TICK_S = 0.01
+_HUGE_CHARACTERS = 1_000_000
+_HUGE_TIMEOUT_S = 30.0
+_MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
+_ADVICE = {
+    "only works in main thread": "it uses signals, which threads cannot: mark it with @reward_loop.isolated",
+    "event loop is already running": "it runs an event loop of its own: make it `async def` and use await",
+    "cannot be called from a running event loop": "it runs an event loop of its own: make it `async def` and use await",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one sample."""
+
+    uid: str
+    outcome: str
+    score: float | None
+    seconds: float
+    """How long the function ran."""
+    components: Mapping[str, Any]
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check has shown."""
+
+    check: str
+    status: Status
+    text: str
+    """What was seen and, for a problem, what to change."""
+
+
+@dataclass(slots=True)
+class Report:
+    """All that was found out about a function."""
+
+    function: str
+    is_async: bool
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Finding]:
+        """What should be changed before a run."""
+        return [finding for finding in self.findings if finding.status == "problem"]
+
+
+async def check(
+    function: Any,
+    samples: Sequence[RewardSample],
+    *,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    manager: str = "naive",
+    router_address: str | None = None,
+    timeout: float | None = 300.0,
+    concurrency: int = 16,
+    max_lag_s: float = MAX_LAG_S,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Report:
+    """Call a reward function in the ways that a run may call it.
+
+    It is called some ``2 * len(samples) + concurrency + 6`` times.
+
+    Args:
+        function: in any form that `ScoringFunction` takes.
+        samples: a few, such as a run would have.
+        reward_kwargs: configured arguments of the function.
+        manager: the reward manager, by name or import path.
+        router_address: what the function gets as ``reward_router_address``.
+        timeout: seconds that the function may take for a sample.
+        concurrency: how many calls are made at a time where that is tried.
+        max_lag_s: how long an async function may block the event loop.
+        on_step: told what is tried next.
+
+    Raises:
+        FunctionLoadError: it cannot be called with what the reward loop provides.
+        ConfigError: there are no samples, some are broken, or there is no such manager, or it is one of lists.
+    """
+    if not samples:
+        raise ConfigError("there are no samples to try the function on")
+    if broken := [f"{sample.uid}: {sample.error}" for sample in samples if sample.error]:
+        raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
+    trial = _Trial(function, reward_kwargs, manager, router_address, timeout, concurrency, max_lag_s)
+    report = Report(trial.function.name, trial.function.is_async)
+    try:
+        for step, look in (
+            ("the samples, one by one", trial.samples),
+            ("the samples once more", trial.again),
+            ("many at a time", trial.together),
+            ("odd responses", trial.odd),
+            ("its arguments", trial.arguments),
+            ("pickling", trial.pickling),
+        ):
+            on_step(step)
+            report.findings += await look(samples)
+            if all(row.outcome == "failed" for row in trial.first):
+                break  # whatever else is tried would show the same
+    finally:
+        trial.function.close()
+    report.rows = trial.first
+    return report
+
+
+class _Trial:
+    def __init__(
+        self,
+        function: Any,
+        reward_kwargs: Mapping[str, Any] | None,
+        manager: str,
+        router_address: str | None,
+        timeout: float | None,
+        concurrency: int,
+        max_lag_s: float,
+    ) -> None:
+        self.loaded = function
+        self.reward_kwargs = reward_kwargs
+        self.timeout = timeout
+        self.concurrency = concurrency
+        self.max_lag_s = max_lag_s
+        # What goes wrong is to be seen, not to stop the trial.
+        config = RewardLoopConfig(max_failed_share=1.0, timeout=timeout, max_threads=concurrency)
+        self.function = ScoringFunction(function, reward_kwargs=reward_kwargs, timeout=timeout, max_threads=concurrency)
+        cls: Any = get_manager(manager)
+        if getattr(cls, "function_type", ScoringFunction) is not ScoringFunction:
+            raise ConfigError(
+                f"the reward manager {manager!r} takes functions of lists; those of one sample are tried here"
+            )
+        self._new_manager = functools.partial(
+            cls,
+            config=config,
+            tokenizer=None,
+            reward_router_address=router_address,
+            reward_model_tokenizer=None,
+        )
+        self._manager = self._new_manager(compute_score=self.function)
+        self.first: list[Row] = []
+        self.same = True
+        self.lags: list[float] = []
+
+    async def run(self, sample: RewardSample, function: ScoringFunction | None = None) -> Row:
+        manager = self._manager if function is None else self._new_manager(compute_score=function)
+        reward = await manager.run_single(sample)
+        info = dict(reward.get("reward_extra_info") or {})
+        outcome = info.pop("reward_outcome", "scored")
+        masked = info.pop("reward_masked", False)
+        seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
+        return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)
+
+    async def samples(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        async with self._watched_loop():
+            self.first = [await self.run(sample) for sample in samples]
+        failed = [row for row in self.first if row.outcome == "failed"]
+        unscored = sum(row.outcome == "unscored" for row in self.first)
+        if failed:
+            share = f"{len(failed)} of {len(self.first)} fail, and a run would leave them out"
+            return [Finding("samples", "problem", f"{share}. {_explained(failed[0].error)}")]
+        text = f"{len(self.first) - unscored} scored, {unscored} unscored"
+        if unscored == len(self.first):
+            return [Finding("samples", "problem", f"{text}: a run would have nothing to learn from")]
+        scores = {row.score for row in self.first if row.score is not None}
+        if len(scores) == 1 and len(self.first) > 1:
+            return [Finding("samples", "note", f"{text}, all with the same score: nothing can be learned from these")]
+        return [Finding("samples", "ok", text)]
+
+    async def again(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        async with self._watched_loop():
+            second = [await self.run(sample) for sample in samples]
+        changed = [(one, two) for one, two in zip(self.first, second, strict=True) if not _same(one, two)]
+        self.same = not changed
+        if changed:
+            one, two = changed[0]
+            text = (
+                f"{len(changed)} of {len(samples)} differ when they are scored again; {one.uid}: {_shown(one)}, then "
+                f"{_shown(two)}. If that is not meant, fix seeds, or the temperature of the judge"
+            )
+            found = [Finding("deterministic", "note", text)]
+        else:
+            found = [Finding("deterministic", "ok", "the same results when scored again")]
+        return [*found, self._blocking()]
+
+    def _blocking(self) -> Finding:
+        if not self.function.is_async:
+            return Finding("event loop", "ok", "it is not async, and runs in threads, where it may block")
+        # A busy machine delays now and then, what blocks does each time.
+        lag = min(self.lags)
+        if lag <= self.max_lag_s:
+            return Finding("event loop", "ok", f"no delay beyond {max(lag, 0.001) * 1000:.0f} ms")
+        return Finding(
+            "event loop",
+            "problem",
+            f"it blocks the event loop for {lag:.2f} s, and with it all other samples: await what takes time (with "
+            "`await asyncio.to_thread(...)` where it is sync), or make it a plain `def`, which runs in threads",
+        )
+
+    async def together(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        copies = [index % len(samples) for index in range(max(self.concurrency, len(samples)))]
+        name = "concurrent calls" if self.function.is_async else "threads"
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def run(index: int) -> Row:
+            async with slots:
+                return await self.run(samples[index])
+
+        rows = await asyncio.gather(*(run(index) for index in copies))
+        if not self.same:
+            failed = sum(row.outcome == "failed" for row in rows)
+            text = f"{failed} of {len(rows)} fail at {self.concurrency} at a time; results differ between calls anyway"
+            return [Finding(name, "skipped", text)]
+        changed = [
+            (self.first[index], row)
+            for index, row in zip(copies, rows, strict=True)
+            if not _same(self.first[index], row)
+        ]
+        if not changed:
+            text = f"{len(rows)} calls, {self.concurrency} at a time, give what single ones do"
+            return [Finding(name, "ok", text)]
+        one, two = changed[0]
+        text = (
+            f"{len(changed)} of {len(rows)} calls, {self.concurrency} at a time, give something else than alone; "
+            f"{one.uid}: {_shown(one)} alone, {_shown(two)} beside others. Calls share something that changes, such as "
+            "globals, attributes or caches: keep it within the call, or guard it with a lock"
+        )
+        return [Finding(name, "problem", text)]
+
+    async def odd(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        text = samples[0].solution_str or "x"
+        huge = (text * (_HUGE_CHARACTERS // len(text) + 1))[:_HUGE_CHARACTERS]
+        function = self.function
+        timeout, function.timeout = function.timeout, min(function.timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
+        found = []
+        try:
+            for name, response in {
+                "an empty response": "",
+                "a huge response": huge,
+                "a malformed response": _MALFORMED,
+            }.items():
+                row = await self.run(replace(samples[0], solution_str=response, uid=name))
+                if row.outcome == "failed":
+                    advice = "Policies write such: give a score, or None for no score, instead of failing"
+                    found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
+                else:
+                    found.append(Finding(name, "ok", f"{_shown(row)}, in {row.seconds:.3g} s"))
+        finally:
+            function.timeout = timeout
+        return found
+
+    async def arguments(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        target = resolve(self.loaded, self.reward_kwargs)
+        changed: set[str] = set()
+
+        def before(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+            passed = {name: value for name, value in arguments.items() if name in target.passes}
+            passed |= target.reward_kwargs
+            copies = {}
+            for name, value in passed.items():
+                with contextlib.suppress(Exception):  # a lock, a model: what cannot be copied is not compared
+                    copies[name] = copy.deepcopy(value)
+            return passed, copies
+
+        def compare(passed: dict[str, Any], copies: dict[str, Any]) -> None:
+            changed.update(name for name, value in copies.items() if repr(value) != repr(passed[name]))
+
+        if target.is_async:
+
+            async def watched(**arguments: Any) -> Any:
+                passed, copies = before(arguments)
+                try:
+                    return await target.call(**passed)
+                finally:
+                    compare(passed, copies)
+        else:
+
+            def watched(**arguments: Any) -> Any:  # type: ignore[misc]
+                passed, copies = before(arguments)
+                try:
+                    returned = target.call(**passed)
+                finally:
+                    compare(passed, copies)
+                return returned
+
+        await self.run(samples[0], ScoringFunction(watched, timeout=self.timeout))
+        shared = changed - {"extra_info"}
+        if shared:
+            text = f"it changes {listing(shared)}, which other calls share: work on a copy"
+            return [Finding("arguments", "problem", text)]
+        if changed:
+            text = "it changes extra_info: harmless here, where each call has its own, but not in verl's own managers"
+            return [Finding("arguments", "note", text)]
+        return [Finding("arguments", "ok", "it leaves them as they are")]
+
+    async def pickling(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        name = "pickling"
+        if self.function.is_async:
+            try:
+                await asyncio.to_thread(cloudpickle.dumps, self.loaded)
+            except Exception as error:
+                text = f"it cannot be pickled: {type(error).__name__}: {error}. It must be named by its path, then"
+                return [Finding(name, "note", text)]
+            return [Finding(name, "ok", "it can be sent to other processes")]
+        try:
+            isolated = ScoringFunction(
+                self.loaded,
+                reward_kwargs=self.reward_kwargs,
+                timeout=self.timeout,
+                isolation="process",
+                max_processes=1,
+            )
+        except FunctionLoadError as error:
+            return [Finding(name, "note", str(error))]
+        try:
+            row = await self.run(samples[0], isolated)
+        finally:
+            isolated.close()
+        if row.outcome == "failed" and self.first[0].outcome != "failed":
+            return [Finding(name, "note", f"it fails in a process of its own. {_explained(row.error)}")]
+        if self.same and not _same(self.first[0], row):
+            text = f"it gives {_shown(row)} in a process of its own, and {_shown(self.first[0])} here"
+            return [Finding(name, "note", text)]
+        return [Finding(name, "ok", "it runs in a process of its own, too")]
+
+    @contextlib.asynccontextmanager
+    async def _watched_loop(self) -> AsyncIterator[None]:
+        """Take down by how much, at most, the event loop was late."""
+        worst = 0.0
+
+        async def tick() -> None:
+            nonlocal worst
+            while True:
+                started = time.perf_counter()
+                await asyncio.sleep(_TICK_S)
+                worst = max(worst, time.perf_counter() - started - _TICK_S)
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        try:
+            yield
+            await asyncio.sleep(2 * _TICK_S)
+        finally:
+            ticking.cancel()
+            await asyncio.wait([ticking])
+            self.lags.append(worst)
+
+
+def _same(one: Row, two: Row) -> bool:
+    return (one.outcome, one.score) == (two.outcome, two.score)
+
+
+def _shown(row: Row) -> str:
+    return row.outcome if row.score is None else f"{row.outcome} {row.score:.6g}"
+
+
+def _explained(error: str) -> str:
+    """An error, cut short, and what helps where that is known."""
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
+    text = error if len(error) < 600 else shorten(error, 600)
+    return f"{text}\nWhat helps: {advice}" if advice else text

@@ -1,0 +1,33 @@
+"""One call of the function for many samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.collect import SampleCollector
+from reward_loop.managers.registry import register
+from reward_loop.scoring import ListScoringFunction
+from reward_loop.types import RewardResult, RewardSample
+
+__all__ = ["BatchRewardLoopManager"]
+
+
+@register("batch")
+class BatchRewardLoopManager(RewardLoopManagerBase):
+    """Collects samples for a few milliseconds, and calls a function of lists for all of them.
+
+    The function is that of verl's batch manager: it takes ``data_sources``, ``solution_strs``, ``ground_truths`` and
+    ``extra_infos``, and returns a list. Options: ``reward_loop.batch``.
+    """
+
+    function_type = ListScoringFunction
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._collector = SampleCollector(self.score_many)
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score the sample together with those that come soon after it."""
+        batch = self.options.batch
+        return await self._collector.score(sample, None, batch.max_batch_size, batch.max_wait_ms / 1000)

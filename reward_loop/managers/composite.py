@@ -1,0 +1,132 @@
+"""Several rewards a sample, added up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from reward_loop._text import listing
+from reward_loop.config import ComponentConfig, RewardLoopConfig
+from reward_loop.errors import ConfigError, InvalidScoreError
+from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.registry import register
+from reward_loop.scoring import load_function
+from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.types import PART_KEYS, Outcome, Policy, RewardResult, RewardSample
+
+__all__ = ["CompositeRewardLoopManager"]
+
+_OF_THE_FUNCTION = {"name", "reward_kwargs", "timeout", "isolation", "max_processes", "max_memory_mb"}
+"""Options of a component that are not its own, where its function is that of the run."""
+
+
+@register("composite")
+class CompositeRewardLoopManager(RewardLoopManagerBase):
+    """The weighted sum of the rewards in ``reward_loop.components``, each with its own function, deadline and policies.
+
+    Components are called at the same time, except that those after a *gate* wait for it: where it does not pass, they
+    are not called, and their scores are 0. Every score is logged by the component's name, the other keys that its
+    function returned as ``name/key``, and how it ended as ``name/outcome``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.options.components:
+            raise ConfigError(
+                "the manager `composite` needs reward_loop.components: a name for each reward, and at least its `path`"
+            )
+        self._components = {
+            name: _Component(name, component, self.options, self.function)
+            for name, component in self.options.components.items()
+        }
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The fields of a sample that some component cannot be called without."""
+        return frozenset().union(*(component.function.requires for component in self._components.values()))
+
+    def close(self) -> None:
+        """End the processes of all components."""
+        for component in self._components.values():
+            component.function.close()
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Call the components; one that has no score, and no default, decides what becomes of the sample."""
+        results = await self._results(sample)
+        total = 0.0
+        info: dict[str, Any] = {}
+        for name, component in self._components.items():
+            result = results.get(name)
+            if result is None:
+                info |= {name: 0.0, f"{name}/outcome": "gated"}
+                continue
+            if PART_KEYS & result.extra_info.keys():
+                result = _without_place(sample, name, result)
+            component.failures.count(result)
+            score, policy = component.settle(result)
+            logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
+            info |= {**logged, f"{name}/outcome": str(result.outcome), f"{name}/seconds": result.seconds}
+            if result.error:
+                info[f"{name}/error"] = result.error
+            if score is None:
+                return replace(result, extra_info=info, policy=policy)
+            info[name] = score
+            total += component.config.weight * score
+        seconds = sum(result.seconds for result in results.values())
+        return RewardResult(Outcome.SCORED, total, {"score": total, **info}, seconds=seconds)
+
+    async def _results(self, sample: RewardSample) -> dict[str, RewardResult]:
+        calls: dict[str, asyncio.Task[RewardResult]] = {}
+        context = {
+            "reward_router_address": self.reward_router_address,
+            "reward_model_tokenizer": self.reward_model_tokenizer,
+        }
+        async with asyncio.TaskGroup() as group:
+            for name, component in self._components.items():
+                calls[name] = group.create_task(component.function(sample, **context))
+                if component.config.gate is not None:
+                    score, _ = component.settle(await calls[name])
+                    if score is None or score < component.config.gate:
+                        break
+        return {name: call.result() for name, call in calls.items()}
+
+
+def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
+    keys = listing(PART_KEYS & result.extra_info.keys())
+    problem = f"{describe(sample)}: reward_loop.components.{name} returned {keys}; a sum has no place for parts"
+    return ended_badly(InvalidScoreError(problem), result.seconds)
+
+
+class _Component:
+    """One reward: its function, and what becomes of a sample that it does not score."""
+
+    def __init__(self, name: str, config: ComponentConfig, options: RewardLoopConfig, default: Any) -> None:
+        where = f"reward_loop.components.{name}"
+        own = {key: value for key in config.model_fields_set if (value := getattr(config, key)) is not None}
+        self.config = config
+        self.options = options.model_copy(
+            update={key: value for key, value in own.items() if key in RewardLoopConfig.model_fields}
+        )
+        if config.path is not None:
+            function = load_function(config.path, config.name)
+            self.function = scoring_function(
+                RewardLoopManagerBase, function, self.options, reward_kwargs=config.reward_kwargs
+            )
+        elif default is None:
+            raise ConfigError(f"{where}.path: which function this is; there is none besides that it could be")
+        elif unused := sorted(_OF_THE_FUNCTION & own.keys()):
+            raise ConfigError(f"{where}.{unused[0]}: has an effect only beside {where}.path")
+        else:
+            self.function = default
+        self.failures = FailureBound(
+            options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
+        )
+
+    def settle(self, result: RewardResult) -> tuple[float | None, Policy | None]:
+        """Return the score, or the policy of a sample that this component leaves without one."""
+        if result.score is not None:
+            return result.score, None
+        policy = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
+        return (self.options.default_score, None) if policy == "default" else (None, policy)

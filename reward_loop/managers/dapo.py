@@ -1,0 +1,79 @@
+"""DAPO's soft penalty for responses that are too long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from reward_loop.config import Config, parse
+from reward_loop.errors import ConfigError
+from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.registry import register
+from reward_loop.types import RewardResult, RewardSample
+
+__all__ = ["DAPORewardLoopManager", "OverlongBufferConfig", "overlong_penalty"]
+
+
+class OverlongBufferConfig(Config):
+    """verl's ``overlong_buffer_cfg``."""
+
+    enable: bool = False
+    """Whether there is a penalty."""
+
+    len: int = Field(default=0, ge=0)
+    """How many tokens before the longest response the penalty begins."""
+
+    penalty_factor: float = 0.0
+    """The penalty of the longest response."""
+
+    log: bool = False
+    """Whether ``overlong_reward`` and ``overlong`` are in the extra info."""
+
+
+@register("dapo")
+class DAPORewardLoopManager(RewardLoopManagerBase):
+    """Adds the overlong penalty of DAPO (https://arxiv.org/abs/2503.14476, section 3.4) to a sample's score.
+
+    It takes the options of verl's manager of that name: ``reward.reward_kwargs.overlong_buffer_cfg`` and
+    ``reward.reward_kwargs.max_resp_len``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        where = "reward.reward_kwargs"
+        given = verl_options(self.config, where) or {}
+        self.max_resp_len: int = given.get("max_resp_len") or 0
+        self.overlong_buffer = parse(
+            OverlongBufferConfig, given.get("overlong_buffer_cfg"), f"{where}.overlong_buffer_cfg"
+        )
+        if not self.overlong_buffer.enable:
+            return
+        if self.overlong_buffer.len < 1:
+            raise ConfigError(f"{where}.overlong_buffer_cfg.len: at least 1; to have no penalty, set enable=False")
+        if self.max_resp_len < self.overlong_buffer.len:
+            raise ConfigError(
+                f"{where}.max_resp_len: the longest response in tokens, at least overlong_buffer_cfg.len "
+                f"({self.overlong_buffer.len}); got {given.get('max_resp_len')}"
+            )
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score the sample, and take the penalty off; one without a score has none."""
+        result = await super().score_one(sample)
+        buffer = self.overlong_buffer
+        if not buffer.enable or result.score is None:
+            return result
+        if sample.response_length is None:
+            raise ConfigError("the manager `dapo` needs the length of each response: set RewardSample.response_length")
+        penalty = overlong_penalty(sample.response_length, self.max_resp_len, buffer.len, buffer.penalty_factor)
+        logged = {"overlong_reward": penalty, "overlong": penalty < 0} if buffer.log else {}
+        return replace(result, score=result.score + penalty, extra_info={**result.extra_info, **logged})
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Return what a response of ``length`` tokens loses: nothing up to ``max_length - buffer``, then linearly more.
+
+    At ``max_length`` it is ``-factor``.
+    """
+    return min(-(length - (max_length - buffer)) / buffer * factor, 0.0)

@@ -1,0 +1,61 @@
+"""Several rewards a sample, of which the trainer normalises each on its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from reward_loop._text import listing, shorten
+from reward_loop.errors import InvalidScoreError
+from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.registry import register
+from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.types import Reward, RewardResult, RewardSample
+
+__all__ = ["GDPORewardLoopManager"]
+
+
+@register("gdpo")
+class GDPORewardLoopManager(RewardLoopManagerBase):
+    """Sees to it that each sample has every reward of ``algorithm.gdpo_reward_keys``, which GDPO normalises by itself.
+
+    The function returns a dict with ``score`` and with these keys. It also gets ``extra_info["experiment_name"]``, as
+    from verl's manager of that name. See GDPO, https://arxiv.org/abs/2601.05242.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_keys: list[str] = list(verl_options(self.config, "algorithm.gdpo_reward_keys") or ())
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Return the sample in ``data``, which knows the experiment's name."""
+        sample = await super().to_sample(data)
+        name = verl_options(self.config, "trainer.experiment_name")
+        return replace(sample, extra_info={**sample.extra_info, "experiment_name": name})
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score the sample; one that lacks a reward has failed."""
+        result = await super().score_one(sample)
+        if result.score is None:
+            return result
+        wrong = [key for key in self.reward_keys if not _is_number(result.extra_info.get(key))]
+        if not wrong:
+            return result
+        problem = (
+            f"{describe(sample)}: {self.function.name} must return a dict with a number for each of "
+            f"algorithm.gdpo_reward_keys; {listing(wrong)} is missing or none, in {shorten(dict(result.extra_info))}"
+        )
+        return ended_badly(InvalidScoreError(problem), result.seconds)
+
+    def to_reward(self, result: RewardResult) -> Reward:
+        """As any manager; where the sample has no score, each of its rewards is what the policy makes of that."""
+        reward = super().to_reward(result)
+        if result.score is None:
+            reward["reward_extra_info"].update(dict.fromkeys(self.reward_keys, reward["reward_score"]))
+        return reward
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

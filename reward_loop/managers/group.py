@@ -1,0 +1,68 @@
+"""One call of the function for all samples of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from reward_loop._text import listing
+from reward_loop.errors import ConfigError, IncompleteGroupError
+from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.collect import SampleCollector
+from reward_loop.managers.registry import register
+from reward_loop.scoring import ListScoringFunction
+from reward_loop.scoring.call import ended_badly
+from reward_loop.types import RewardResult, RewardSample
+
+__all__ = ["GroupRewardLoopManager"]
+
+
+@register("group")
+class GroupRewardLoopManager(RewardLoopManagerBase):
+    """Waits for all samples of a prompt, and calls a function of lists for them: for ranking and comparison.
+
+    A group is what has the same ``group``, in verl the same ``uid``. Its size is what its samples say, else
+    ``reward_loop.group.size``, else verl's ``actor_rollout_ref.rollout.n``. Where members do not come within
+    ``reward_loop.group.timeout``, the group fails.
+    """
+
+    function_type = ListScoringFunction
+    needs_group = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._size = self.options.group.size or verl_options(self.config, "actor_rollout_ref.rollout.n")
+        self._collector = SampleCollector(self.score_many, self._incomplete)
+        self._given_up: dict[str, str] = {}
+
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score the sample together with the others of its group."""
+        if sample.group is None:
+            raise ConfigError(
+                "the manager `group` needs to know the group of each sample: set RewardSample.group, or the column "
+                "`uid` of a DataProto"
+            )
+        size = sample.group_size or self._size
+        if size is None:
+            raise ConfigError(
+                "the manager `group` needs to know how many samples a group has: set reward_loop.group.size, or "
+                "RewardSample.group_size"
+            )
+        if (problem := self._given_up.get(sample.group)) is not None:
+            return ended_badly(IncompleteGroupError(problem))
+        return await self._collector.score(sample, sample.group, size, self.options.group.timeout)
+
+    async def _incomplete(self, samples: list[RewardSample]) -> list[RewardResult]:
+        first = samples[0]
+        assert first.group is not None
+        timeout = self.options.group.timeout
+        names = listing(str(sample.uid) for sample in samples)
+        problem = (
+            f"group {first.group}: only {len(samples)} of {first.group_size or self._size} samples came within "
+            f"{timeout:g} s: {names}. A rollout was lost, or takes longer than reward_loop.group.timeout, or went to "
+            "another reward worker, which verl's own reward loop lets happen where reward.num_workers is above 1"
+        )
+        # Those that come late need not wait for the others, which have ended.
+        self._given_up[first.group] = problem
+        asyncio.get_running_loop().call_later(timeout, self._given_up.pop, first.group, None)
+        return [ended_badly(IncompleteGroupError(problem)) for _ in samples]

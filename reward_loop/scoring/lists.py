@@ -1,0 +1,154 @@
+"""A reward function of several samples: it takes lists, and returns a list."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reward_loop._text import shorten
+from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
+from reward_loop.scoring.call import ScoringFunction, copied, describe, ended_badly, to_result
+from reward_loop.scoring.isolation import carry_mark
+from reward_loop.scoring.signature import Target, resolve
+from reward_loop.types import Outcome, RewardResult, RewardSample
+
+__all__ = ["ListScoringFunction"]
+
+_FIELDS = {
+    "data_sources": "data_source",
+    "solution_strs": "solution_str",
+    "ground_truths": "ground_truth",
+    "extra_infos": "extra_info",
+}
+"""The lists that a function can take, by verl's names, and the field of each sample that they hold."""
+
+_CONTEXT = ("reward_router_address", "reward_model_tokenizer")
+
+_NAMED = 8
+"""How many samples of a call a message names."""
+
+
+class ListScoringFunction:
+    """A reward function that takes ``data_sources``, ``solution_strs``, ``ground_truths`` and ``extra_infos``.
+
+    Awaiting ``function(samples)`` gives a `RewardResult` for each of them, in order. The function returns a list, with
+    for each sample what a `ScoringFunction` may return, or an exception, as `asyncio.gather` does. One call has one
+    deadline and one thread; where it ends badly, all its samples have failed.
+    """
+
+    def __init__(self, function: Any, *, reward_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Read the signature.
+
+        Args:
+            function: as in `ScoringFunction`, but of lists.
+            reward_kwargs: configured arguments of the function, or of its class.
+            options: those of `ScoringFunction`.
+
+        Raises:
+            FunctionLoadError: it cannot be called with what the reward loop provides.
+        """
+        target = resolve(function, reward_kwargs, (*_FIELDS, *_CONTEXT))
+        # As a function of one sample, which carries the others.
+        call = functools.partial(_call, target)
+        carry_mark(target.call, to=call)
+        of_one = replace(
+            target,
+            call=call,
+            passes=frozenset({"extra_info", *_CONTEXT}),
+            requires=frozenset(),
+            reward_kwargs={},
+            post_process_scores=None,
+            log=None,
+        )
+        self._function = ScoringFunction(of_one, **options)
+        self.requires = frozenset(_FIELDS[name] for name in target.requires & _FIELDS.keys())
+
+    @property
+    def name(self) -> str:
+        """Function and file, for messages."""
+        return self._function.name
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds from the start of a call to its deadline."""
+        return self._function.timeout
+
+    def close(self) -> None:
+        """End the processes that the function ran in, if any."""
+        self._function.close()
+
+    async def __call__(self, samples: Sequence[RewardSample], **context: Any) -> list[RewardResult]:
+        """Score samples in one call; those that are broken fail without it.
+
+        Args:
+            samples: what to score.
+            context: ``reward_router_address`` and ``reward_model_tokenizer``, passed to the function.
+        """
+        sound = [sample for sample in samples if sample.error is None]
+        results = iter(await self._call(sound, context) if sound else [])
+        return [
+            next(results) if sample.error is None else ended_badly(ScoringError(f"{describe(sample)}: {sample.error}"))
+            for sample in samples
+        ]
+
+    async def _call(self, samples: list[RewardSample], context: dict[str, Any]) -> list[RewardResult]:
+        names = [str(sample.uid) for sample in samples[:_NAMED]]
+        if len(samples) > _NAMED:
+            names.append(f"{len(samples) - _NAMED} more")
+        called = await self._function(
+            RewardSample("", uid=", ".join(names), extra_info={"samples": tuple(samples)}), **context
+        )
+        if called.outcome is not Outcome.SCORED:
+            return [called] * len(samples)
+        returned = called.extra_info["returned"]
+        if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
+            problem = f"{self.name} was given {len(samples)} samples, and must return a list of as many scores"
+            return [
+                ended_badly(
+                    InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"), called.seconds
+                )
+                for sample in samples
+            ]
+        return [
+            _result(item, f"{describe(sample)}: {self.name}", called.seconds)
+            for sample, item in zip(samples, returned, strict=True)
+        ]
+
+
+def _call(
+    target: Target, *, extra_info: Mapping[str, Any], reward_router_address: str | None, reward_model_tokenizer: Any
+) -> Any:
+    """Call the function of lists with the samples that a single one carries."""
+    samples = extra_info["samples"]
+    passes = target.passes
+    arguments = dict(target.reward_kwargs)
+    for name in passes & _FIELDS.keys():
+        arguments[name] = [getattr(sample, _FIELDS[name]) for sample in samples]
+    if "extra_infos" in passes:
+        arguments["extra_infos"] = [copied(sample.extra_info) for sample in samples]
+    if "reward_router_address" in passes:
+        arguments["reward_router_address"] = reward_router_address
+    if "reward_model_tokenizer" in passes:
+        arguments["reward_model_tokenizer"] = reward_model_tokenizer
+    returned = target.call(**arguments)
+    return _when_ready(returned) if inspect.isawaitable(returned) else _packed(returned)
+
+
+async def _when_ready(returned: Awaitable[Any]) -> dict[str, Any]:
+    return _packed(await returned)
+
+
+def _packed(returned: Any) -> dict[str, Any]:
+    # Arrays and tensors become lists.
+    return {"score": 0.0, "returned": returned.tolist() if hasattr(returned, "tolist") else returned}
+
+
+def _result(item: Any, where: str, seconds: float) -> RewardResult:
+    if not isinstance(item, BaseException):
+        return to_result(item, where, seconds)
+    failure = RewardFunctionError(f"{where} gave {type(item).__name__}: {item}")
+    failure.__cause__ = item
+    return ended_badly(failure, seconds)

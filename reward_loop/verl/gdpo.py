@@ -1,0 +1,80 @@
+"""GDPO in verl's V1 trainer, which gives advantage estimators the sum of a sample's rewards and not the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
+
+from reward_loop.errors import ConfigError
+
+__all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
+
+GDPO = "reward_loop_gdpo"
+"""verl's estimator ``gdpo``, with the rewards that `use_rewards` provides."""
+
+_rewards: ContextVar[Mapping[str, np.ndarray]] = ContextVar("gdpo_rewards")
+
+
+def switch_estimator(config: DictConfig) -> None:
+    """Turns ``algorithm.adv_estimator=gdpo`` into `GDPO`, in place. Other estimators stay."""
+    if config.algorithm.adv_estimator == "gdpo":
+        with open_dict(config):
+            config.algorithm.adv_estimator = GDPO
+
+
+def component_rewards(
+    keys: Sequence[str], infos: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Each of the rewards ``names``, one number a row of a batch.
+
+    Args:
+        keys: the batch's rows.
+        infos: ``reward_extra_info`` by row, without padding. Rows of padding, and masked ones, count 0: no token of
+            theirs does.
+        names: ``algorithm.gdpo_reward_keys``.
+
+    Raises:
+        ConfigError: a row lacks one of them.
+    """
+    columns: dict[str, list[float]] = {name: [] for name in names}
+    for key in keys:
+        info = infos.get(key)
+        for name, column in columns.items():
+            if info is None or (name not in info and info.get("reward_masked")):
+                column.append(0.0)
+            elif name not in info:
+                raise ConfigError(
+                    f"algorithm.gdpo_reward_keys names {name!r}, which rollout {key} does not have: the function must "
+                    "return it for every sample. reward_model.reward_manager=gdpo sees to that"
+                )
+            else:
+                column.append(float(info[name]))
+    return {name: np.asarray(column, dtype=np.float32) for name, column in columns.items()}
+
+
+@contextmanager
+def use_rewards(rewards: Mapping[str, np.ndarray]) -> Iterator[None]:
+    """Within it, `GDPO` normalises these rewards, in the order of the batch's rows."""
+    token = _rewards.set(rewards)
+    try:
+        yield
+    finally:
+        _rewards.reset(token)
+
+
+@register_adv_est(GDPO)
+def _advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: Any = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # verl puts each reward at the last token, and sums over tokens again: which token is the last one does not matter.
+    batch = {"prompts": response_mask[:, :0], "attention_mask": torch.ones_like(response_mask, dtype=torch.long)}
+    return compute_gdpo_outcome_advantage(
+        token_level_rewards, response_mask, index, config=config, non_tensor_batch=dict(_rewards.get()), batch=batch
+    )

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop.cli import app
+
+runner = CliRunner()
+
+FUNCTIONS = """
+def fine(solution_str, ground_truth, bonus=0.0):
+    return {"score": float(solution_str.endswith(ground_truth)) + bonus, "length": len(solution_str)}
+
+def empty(solution_str):
+    return float(solution_str[-1] == "4")
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(FUNCTIONS)
+    rows = [{"output": f"it is {i}", "gold": "4"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+FIELDS = ["--data", "rows.jsonl", "-f", "solution_str=output"]
+
+
+@pytest.mark.usefixtures("files")
+def test_a_report_for_people() -> None:
+    done = runner.invoke(app, ["check", "reward.py:fine", *FIELDS, "-f", "ground_truth=gold", "--rows", "5"])
+    assert done.exit_code == 0, done.output
+    assert "fine (reward.py): sync, called in threads" in done.output
+    assert "line 5" in done.output
+    assert "line 6" not in done.output
+    assert "length=7" in done.output
+    assert "no problems found" in done.output
+
+
+@pytest.mark.usefixtures("files")
+def test_a_problem_is_an_exit_code_and_json_is_for_programs() -> None:
+    done = runner.invoke(app, ["check", "reward.py:empty", *FIELDS, "--json"])
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert report["problems"] == 1
+    assert len(report["rows"]) == 8
+    (problem,) = [finding for finding in report["findings"] if finding["status"] == "problem"]
+    assert problem["check"] == "an empty response"
+    assert "IndexError" in problem["text"]
+
+
+@pytest.mark.usefixtures("files")
+def test_arguments_reach_the_function() -> None:
+    arguments = [*FIELDS, "-f", "ground_truth=gold", "--reward-kwarg", "bonus=2", "--json"]
+    done = runner.invoke(app, ["check", "reward.py:fine", *arguments])
+    assert json.loads(done.stdout)["rows"][4]["score"] == 3.0
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["reward.py:fine", "--data", "nowhere.jsonl"], 1, "no such file: nowhere.jsonl"),
+        (["reward.py:fine", *FIELDS], 1, "no field 'ground_truth'"),
+        (["reward.py:fin", *FIELDS], 1, "fine"),
+        (["reward.py:empty", *FIELDS, "--manager", "naiv"], 1, "naive"),
+        (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "functions of lists"),
+        (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
+        (["reward.py:fine"], 2, "--data"),
+    ],
+)
+def test_what_is_wrong_is_told(arguments: list[str], code: int, message: str) -> None:
+    done = runner.invoke(app, ["check", *arguments], env={"TERMINAL_WIDTH": "200", "NO_COLOR": "1"})
+    assert done.exit_code == code
+    assert message in " ".join(done.output.split())

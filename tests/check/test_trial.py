@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from reward_loop import ConfigError, FunctionLoadError, RewardSample
+from reward_loop.check import Report, check
+
+SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
+QUIET = {"max_lag_s": 600.0}  # whatever else the machine does, nothing counts as blocking
+
+
+async def found(function: Any, **options: Any) -> tuple[Report, dict[str, tuple[str, str]]]:
+    report = await check(function, SAMPLES, **{**QUIET, **options})
+    return report, {finding.check: (finding.status, finding.text) for finding in report.findings}
+
+
+def fine(solution_str: str, ground_truth: list[str]) -> dict[str, float]:
+    return {"score": float(solution_str.endswith(ground_truth[0])), "length": len(solution_str)}
+
+
+async def test_a_sync_function_without_problems() -> None:
+    steps: list[str] = []
+    report, findings = await found(fine, on_step=steps.append)
+    assert report.problems == []
+    assert not report.is_async
+    assert "fine" in report.function
+    assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
+    assert report.rows[0].components == {"score": 0.0, "length": 8}
+    assert {status for status, _ in findings.values()} == {"ok"}
+    assert list(findings) == [
+        "samples",
+        "deterministic",
+        "event loop",
+        "threads",
+        "an empty response",
+        "a huge response",
+        "a malformed response",
+        "arguments",
+        "pickling",
+    ]
+    assert len(steps) == 6
+
+
+async def test_an_async_class_without_problems() -> None:
+    class Fine:
+        def __init__(self, bonus: float) -> None:
+            self.bonus = bonus
+
+        async def compute_score(self, solution_str: str) -> float:
+            return solution_str.count("1") + self.bonus
+
+    report, findings = await found(Fine, reward_kwargs={"bonus": 0.5})
+    assert report.problems == []
+    assert report.is_async
+    assert "concurrent calls" in findings
+    assert report.rows[1].score == 1.5
+
+
+async def test_functions_that_share_what_changes_are_found() -> None:
+    last = ""
+
+    def racing(solution_str: str) -> float:
+        nonlocal last
+        last = solution_str
+        time.sleep(0.02)
+        return float(last[-1:] or 0) if last[-1:].isdigit() else 0
+
+    _, findings = await found(racing)
+    status, text = findings["threads"]
+    assert status == "problem"
+    assert "alone" in text
+    assert findings["samples"][0] == findings["deterministic"][0] == "ok"
+
+
+async def test_a_function_that_blocks_the_loop_is_found() -> None:
+    async def blocking(solution_str: str) -> float:
+        time.sleep(0.15)  # noqa: ASYNC251 (this is what is to be found)
+        return float(len(solution_str) % 7)
+
+    _, findings = await found(blocking, max_lag_s=0.1)
+    assert findings["event loop"][0] == "problem"
+    assert "to_thread" in findings["event loop"][1]
+
+
+@pytest.mark.parametrize("blank", ["", "x" * 1_000_000])
+async def test_odd_responses_that_fail_are_found(blank: str) -> None:
+    def picky(solution_str: str) -> float:
+        if len(solution_str) == len(blank):
+            raise LookupError("no answer in it")
+        return random.Random(solution_str).random()
+
+    report, findings = await found(picky)
+    (problem,) = report.problems
+    assert problem.check == ("a huge response" if blank else "an empty response")
+    assert "no answer in it" in problem.text
+    assert "None for no score" in problem.text
+    assert "unscored" not in findings["a malformed response"][1]
+
+
+async def test_changed_arguments_are_found() -> None:
+    def changing(solution_str: str, ground_truth: list[str], weights: list[int]) -> float:
+        weights.append(1)
+        return float(solution_str.endswith("4"))
+
+    report, findings = await found(changing, reward_kwargs={"weights": []})
+    assert findings["arguments"][0] == "problem"
+    assert "it changes weights" in findings["arguments"][1]
+
+    async def own(solution_str: str, extra_info: dict[str, Any]) -> float:
+        extra_info["a"].append(2)
+        return float(solution_str.endswith("4"))
+
+    report, findings = await found(own)
+    assert findings["arguments"][0] == "note"
+    assert report.problems == []
+    assert SAMPLES[0].extra_info == {"a": [1]}
+
+
+async def test_results_that_differ_are_noted_and_not_taken_for_races() -> None:
+    count = itertools.count()
+
+    def random_score(solution_str: str) -> float:
+        return float(next(count))
+
+    report, findings = await found(random_score)
+    assert findings["deterministic"][0] == "note"
+    assert "q0: scored 0, then scored 5" in findings["deterministic"][1]
+    assert findings["threads"][0] == "skipped"
+    assert report.problems == []
+
+
+async def test_what_cannot_be_pickled_is_noted() -> None:
+    lock = threading.Lock()
+
+    def locked(solution_str: str) -> float:
+        with lock:
+            return float(solution_str.endswith("4"))
+
+    async def awaited(solution_str: str) -> float:
+        with lock:
+            return float(solution_str.endswith("4"))
+
+    for function in (locked, awaited):
+        report, findings = await found(function)
+        assert findings["pickling"][0] == "note"
+        assert "pickle" in findings["pickling"][1]
+        assert report.problems == []
+
+
+async def test_a_function_that_always_fails_is_not_called_in_every_way() -> None:
+    def alarm(solution_str: str) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    report, _ = await found(alarm)
+    (problem,) = report.findings
+    assert problem.status == "problem"
+    assert "5 of 5 fail" in problem.text
+    assert "reward_loop.isolated" in problem.text
+
+
+async def test_samples_without_a_score_are_told() -> None:
+    report, findings = await found(lambda solution_str: None)
+    assert findings["samples"] == ("problem", "0 scored, 5 unscored: a run would have nothing to learn from")
+    report, findings = await found(lambda solution_str: 1.0)
+    assert findings["samples"][0] == "note"
+    assert report.problems == []
+
+
+async def test_without_good_samples_nothing_is_tried() -> None:
+    with pytest.raises(ConfigError, match="no samples"):
+        await check(fine, [])
+    with pytest.raises(ConfigError, match=r"1 of 6 samples are broken\. line 3: not JSON"):
+        await check(fine, [*SAMPLES, RewardSample("", uid="line 3", error="not JSON")])
+    with pytest.raises(FunctionLoadError, match="answer"):
+        await check(lambda answer: 1.0, SAMPLES)

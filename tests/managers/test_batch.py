@@ -1,0 +1,80 @@
+import asyncio
+
+import pytest
+
+from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
+from reward_loop.managers import BatchRewardLoopManager, scoring_function
+
+
+def manager(function, **options):
+    return BatchRewardLoopManager({"reward_loop": options}, compute_score=function)
+
+
+async def test_samples_share_calls():
+    sizes = []
+
+    def function(solution_strs):
+        sizes.append(len(solution_strs))
+        return [len(text) for text in solution_strs]
+
+    made = manager(function, batch={"max_batch_size": 4, "max_wait_ms": 60_000})
+    rewards = await asyncio.gather(*(made.run_single(RewardSample("x" * i)) for i in range(8)))
+    assert [reward["reward_score"] for reward in rewards] == list(range(8))
+    assert sizes == [4, 4]
+
+
+async def test_the_last_ones_do_not_wait_for_ever():
+    made = manager(lambda solution_strs: [1] * len(solution_strs), batch={"max_batch_size": 100, "max_wait_ms": 1})
+    rewards = await asyncio.gather(*(made.run_single(RewardSample("x")) for _ in range(3)))
+    assert [reward["reward_score"] for reward in rewards] == [1, 1, 1]
+
+
+async def test_one_call_while_another_one_runs():
+    """A second batch does not wait for the first to end."""
+    gate = asyncio.Event()
+
+    async def function(solution_strs):
+        if "slow" in solution_strs:
+            await gate.wait()
+        return [1] * len(solution_strs)
+
+    made = manager(function, batch={"max_batch_size": 1})
+    slow = asyncio.create_task(made.run_single(RewardSample("slow")))
+    assert (await made.run_single(RewardSample("fast")))["reward_score"] == 1
+    assert not slow.done()
+    gate.set()
+    assert (await slow)["reward_score"] == 1
+
+
+async def test_policies_and_messages():
+    def function(solution_strs):
+        return [None if text == "?" else {"score": 1} if text == "ok" else 1 / 0 for text in solution_strs]
+
+    made = manager(function, batch={"max_batch_size": 2, "max_wait_ms": 60_000}, on_failed="raise")
+    good, unscored = await asyncio.gather(*(made.run_single(RewardSample(text)) for text in ("ok", "?")))
+    assert good["reward_score"] == 1
+    assert unscored["reward_extra_info"]["reward_outcome"] == "unscored"
+    results = await asyncio.gather(
+        *(made.run_single(RewardSample("x", uid=f"u{i}")) for i in range(2)), return_exceptions=True
+    )
+    for result in results:
+        assert isinstance(result, ScoringError)
+        assert "u0, u1" in str(result)
+        assert "ZeroDivisionError" in str(result)
+
+
+async def test_through_the_agent():
+    made = manager(lambda solution_strs: [len(text) for text in solution_strs], batch={"max_batch_size": 3})
+    async with RewardAgent(made) as agent:
+        pending = agent.submit([RewardSample("x" * i) for i in range(7)])
+        assert [reward["reward_score"] for reward in await pending] == list(range(7))
+
+
+def test_a_function_of_one_sample_is_refused():
+    with pytest.raises(FunctionLoadError, match="solution_strs"):
+        manager(lambda solution_str: 1)
+
+
+def test_a_function_that_is_made_already_is_kept():
+    function = scoring_function(BatchRewardLoopManager, lambda solution_strs: [], RewardLoopConfig())
+    assert BatchRewardLoopManager(compute_score=function).function is function

@@ -1,0 +1,193 @@
+import asyncio
+
+import pytest
+
+from reward_loop import ConfigError, RewardFunctionError, RewardSample, TooManyFailuresError
+from reward_loop.managers import CompositeRewardLoopManager
+
+SOURCE = """
+import asyncio
+
+calls = []
+
+def form(solution_str):
+    return float(solution_str.startswith("<"))
+
+def accuracy(solution_str, ground_truth):
+    return {"score": float(ground_truth in solution_str), "length": len(solution_str)}
+
+class Judge:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    async def compute_score(self, solution_str, reward_router_address):
+        calls.append(solution_str)
+        if "hang" in solution_str:
+            await asyncio.Event().wait()
+        if "down" in solution_str:
+            raise ConnectionError("judge " + str(reward_router_address))
+        return None if "?" in solution_str else (self.scale * len(solution_str), "prompt", "because")
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+@pytest.fixture
+def calls(path):
+    from reward_loop import load_function
+
+    made = load_function(path, "form").__globals__["calls"]
+    made.clear()
+    return made
+
+
+@pytest.fixture
+def make(path):
+    def make(components, compute_score=None, **options):
+        config = {
+            "reward_loop": {
+                "components": {name: {"path": path, "name": name, **given} for name, given in components.items()},
+                **options,
+            }
+        }
+        return CompositeRewardLoopManager(config, compute_score=compute_score, reward_router_address="h:1")
+
+    return make
+
+
+def run(manager, text, truth="4"):
+    return manager.run_single(RewardSample(text, "math", truth, uid="u1"))
+
+
+async def test_the_weighted_sum_and_each_by_name(make):
+    manager = make({"form": {"weight": 0.5}, "accuracy": {}, "Judge": {"weight": 0.1, "reward_kwargs": {"scale": 2}}})
+    reward = await run(manager, "<4>")
+    assert reward["reward_score"] == pytest.approx(0.5 + 1 + 0.1 * 6)
+    info = reward["reward_extra_info"]
+    assert info["score"] == reward["reward_score"]
+    assert (info["form"], info["accuracy"], info["Judge"]) == (1.0, 1.0, 6.0)
+    assert (info["accuracy/length"], info["Judge/prompt"], info["Judge/explanation"]) == (3, "prompt", "because")
+    assert info["Judge/outcome"] == info["reward_outcome"] == "scored"
+
+
+async def test_components_run_at_the_same_time():
+    both = asyncio.Barrier(2)
+
+    class Meet:
+        async def compute_score(self):
+            await both.wait()
+            return 1.0
+
+    import sys
+    import types
+
+    module = types.ModuleType("meeting")
+    module.first, module.second = Meet(), Meet()
+    sys.modules["meeting"] = module
+    config = {"reward_loop": {"components": {name: {"path": f"meeting:{name}"} for name in ("first", "second")}}}
+    reward = await CompositeRewardLoopManager(config).run_single(RewardSample("x"))
+    assert reward["reward_score"] == 2.0
+
+
+async def test_a_gate_that_does_not_pass_spares_what_comes_after_it(make, calls):
+    manager = make({"form": {"gate": 1, "weight": 0.5}, "accuracy": {"gate": 0.5}, "Judge": {}})
+    reward = await run(manager, "4")
+    info = reward["reward_extra_info"]
+    assert reward["reward_score"] == 0.0
+    assert (info["form/outcome"], info["accuracy/outcome"], info["Judge/outcome"]) == ("scored", "gated", "gated")
+    assert (info["accuracy"], info["Judge"], info["reward_outcome"]) == (0.0, 0.0, "scored")
+    assert calls == []
+    assert (await run(manager, "<5>"))["reward_score"] == 0.5
+    assert calls == []
+    assert (await run(manager, "<4>"))["reward_score"] == 0.5 + 1 + 3
+    assert calls == ["<4>"]
+
+
+async def test_what_comes_before_a_gate_counts(make):
+    manager = make({"Judge": {}, "form": {"gate": 1}, "accuracy": {}})
+    assert (await run(manager, "4"))["reward_score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "option"), [("down", "failed", "on_failed"), ("?", "unscored", "on_unscored")]
+)
+async def test_each_component_has_its_own_policy(make, text, outcome, option):
+    parts = {"form": {}, "Judge": {option: "default", "default_score": -2, "weight": 3}}
+    kept = await run(make(parts, **{option: "raise"}), text)
+    info = kept["reward_extra_info"]
+    assert kept["reward_score"] == -6.0
+    assert (info["reward_outcome"], info["Judge/outcome"], info["Judge"]) == ("scored", outcome, -2.0)
+
+    masked = await run(make({"form": {}, "Judge": {option: "mask"}}, **{option: "default"}), text)
+    info = masked["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"], info["form"]) == (outcome, True, 0.0)
+    assert "Judge" not in info
+
+    inherited = await run(make({"form": {}, "Judge": {}}, **{option: "default", "default_score": -1}), text)
+    assert inherited["reward_score"] == -1.0
+    assert inherited["reward_extra_info"]["Judge/outcome"] == outcome
+
+
+async def test_a_component_may_stop_the_run(make):
+    with pytest.raises(RewardFunctionError, match=r"sample u1.*Judge.compute_score.*ConnectionError: judge h:1"):
+        await run(make({"form": {}, "Judge": {"on_failed": "raise"}}), "down")
+
+
+async def test_a_gate_that_fails_lets_nothing_through(make, calls):
+    manager = make({"Judge": {"gate": 0, "on_failed": "default", "default_score": -1}, "accuracy": {}})
+    reward = await run(manager, "down")
+    assert (reward["reward_score"], reward["reward_extra_info"]["accuracy/outcome"]) == (-1.0, "gated")
+    masked = await run(make({"Judge": {"gate": 0}, "accuracy": {}}), "down")
+    assert masked["reward_extra_info"]["reward_masked"] is True
+
+
+async def test_each_component_has_its_own_deadline(make):
+    manager = make({"Judge": {"timeout": 0.01, "on_failed": "default"}, "accuracy": {}}, timeout=1000)
+    reward = await run(manager, "hang 4")
+    info = reward["reward_extra_info"]
+    assert (reward["reward_score"], info["Judge/outcome"]) == (1.0, "failed")
+    assert "deadline of 0.01 s" in info["Judge/error"]
+
+
+async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):
+    manager = make({"form": {}, "Judge": {"on_failed": "default"}}, min_samples_for_failed_share=3)
+    for _ in range(2):
+        await run(manager, "down")
+    with pytest.raises(TooManyFailuresError, match="3 of the last 3"):
+        await run(manager, "down")
+
+
+async def test_a_component_without_path_is_the_function_of_the_run(path):
+    config = {"reward_loop": {"components": {"form": {"path": f"{path}:form"}, "rest": {"weight": 2}}}}
+    manager = CompositeRewardLoopManager(config, compute_score=lambda solution_str, ground_truth: 3.0)
+    assert (await run(manager, "<"))["reward_score"] == 7.0
+    assert manager.requires == {"solution_str", "ground_truth"}
+
+
+def test_wrong_options_are_named(path):
+    def make(components):
+        return CompositeRewardLoopManager({"reward_loop": {"components": components}})
+
+    with pytest.raises(ConfigError, match=r"reward_loop\.components"):
+        make({})
+    with pytest.raises(ConfigError, match=r"reward_loop\.components\.a\.path"):
+        make({"a": {}})
+    with pytest.raises(ConfigError, match=r"reward_loop\.components\.a\.wieght.*did you mean 'weight'"):
+        make({"a": {"path": f"{path}:form", "wieght": 1}})
+    with pytest.raises(ConfigError, match=r"components\.a\.timeout: has an effect only beside"):
+        CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"timeout": 3}}}}, compute_score=lambda: 1)
+
+
+async def test_a_cancelled_sample_cancels_its_components(make, calls):
+    task = asyncio.create_task(run(make({"Judge": {}, "accuracy": {}}), "hang"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert calls == ["hang"]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,59 @@
+import pytest
+
+from reward_loop import ConfigError, RewardSample
+from reward_loop.managers import DAPORewardLoopManager
+from reward_loop.managers.dapo import overlong_penalty
+
+BUFFER = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
+
+
+def manager(function=lambda: 1.0, **kwargs):
+    config = {"reward": {"reward_kwargs": {"max_resp_len": 10, "overlong_buffer_cfg": BUFFER, **kwargs}}}
+    return DAPORewardLoopManager(config, compute_score=function)
+
+
+def test_the_penalty_begins_in_the_buffer_and_is_linear():
+    penalties = [overlong_penalty(length, 10, 4, 0.5) for length in (0, 6, 7, 8, 10, 12)]
+    assert penalties == pytest.approx([0, 0, -0.125, -0.25, -0.5, -0.75])
+
+
+async def test_the_penalty_is_taken_off_and_logged():
+    reward = await manager(lambda: {"score": 1.0}).run_single(RewardSample("x", response_length=8))
+    assert reward["reward_score"] == 0.5
+    info = reward["reward_extra_info"]
+    assert (info["score"], info["overlong_reward"], info["overlong"]) == (1.0, -0.5, True)
+    short = await manager().run_single(RewardSample("x", response_length=2))
+    assert (short["reward_score"], short["reward_extra_info"]["overlong"]) == (1.0, False)
+
+
+async def test_no_log_and_no_penalty_unless_asked_for():
+    quiet = await manager(overlong_buffer_cfg={**BUFFER, "log": False}).run_single(RewardSample("x", response_length=8))
+    assert quiet["reward_score"] == 0.5
+    assert "overlong" not in quiet["reward_extra_info"]
+    for config in (None, {"reward": {}}, {"reward": {"reward_kwargs": {"overlong_buffer_cfg": {"enable": False}}}}):
+        off = DAPORewardLoopManager(config, compute_score=lambda: 1.0)
+        assert (await off.run_single(RewardSample("x")))["reward_score"] == 1.0
+
+
+async def test_a_sample_without_a_score_has_no_penalty():
+    reward = await manager(lambda: None).run_single(RewardSample("x", response_length=10))
+    assert (reward["reward_score"], reward["reward_extra_info"]["reward_outcome"]) == (0.0, "unscored")
+
+
+async def test_the_length_must_be_known():
+    with pytest.raises(ConfigError, match="response_length"):
+        await manager().run_single(RewardSample("x"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_resp_len": None}, r"max_resp_len.*got None"),
+        ({"max_resp_len": 3}, r"at least overlong_buffer_cfg.len \(4\); got 3"),
+        ({"overlong_buffer_cfg": {**BUFFER, "len": 0}}, "enable=False"),
+        ({"overlong_buffer_cfg": {**BUFFER, "lenght": 4}}, r"overlong_buffer_cfg\.lenght"),
+    ],
+)
+def test_wrong_options_are_named(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        manager(**kwargs)

@@ -1,0 +1,47 @@
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.managers import GDPORewardLoopManager
+
+CONFIG = {"trainer": {"experiment_name": "e1"}, "algorithm": {"gdpo_reward_keys": ["right", "brief"]}}
+
+
+async def test_each_reward_is_there():
+    def function(extra_info):
+        return {"score": 1.5, "right": True, "brief": 0.5, "experiment": extra_info["experiment_name"]}
+
+    reward = await GDPORewardLoopManager(CONFIG, compute_score=function).run_single(RewardSample("x"))
+    info = reward["reward_extra_info"]
+    assert (reward["reward_score"], info["right"], info["brief"], info["experiment"]) == (1.5, True, 0.5, "e1")
+
+
+NOT_COMPLETE = [
+    1.0,
+    {"score": 1.0, "right": 1.0},
+    {"score": 1, "right": 1, "brief": "yes"},
+    {"score": 1, "right": 1, "brief": float("nan")},
+]
+
+
+@pytest.mark.parametrize("returned", NOT_COMPLETE)
+async def test_a_sample_that_lacks_one_has_failed(returned):
+    manager = GDPORewardLoopManager(CONFIG, compute_score=lambda: returned)
+    info = (await manager.run_single(RewardSample("x", uid="u1")))["reward_extra_info"]
+    assert info["reward_outcome"] == "failed"
+    assert "sample u1" in info["reward_error"]
+    assert "brief" in info["reward_error"]
+    assert "test_gdpo.py" in info["reward_error"]
+
+
+@pytest.mark.parametrize(("policy", "score"), [("mask", 0.0), ("default", -1.0)])
+async def test_without_a_score_each_reward_is_that_of_the_policy(policy, score):
+    config = {**CONFIG, "reward_loop": {"on_unscored": policy, "default_score": -1}}
+    reward = await GDPORewardLoopManager(config, compute_score=lambda: None).run_single(RewardSample("x"))
+    info = reward["reward_extra_info"]
+    assert (reward["reward_score"], info["right"], info["brief"]) == (score, score, score)
+    assert info["reward_masked"] is (policy == "mask")
+
+
+async def test_without_keys_it_is_as_naive():
+    reward = await GDPORewardLoopManager(compute_score=lambda: 2.0).run_single(RewardSample("x"))
+    assert reward["reward_score"] == 2.0

@@ -1,0 +1,101 @@
+import asyncio
+import random
+
+import pytest
+
+from reward_loop import ConfigError, IncompleteGroupError, RewardAgent, RewardSample
+from reward_loop.managers import GroupRewardLoopManager
+
+
+def ranks(solution_strs):
+    """The longest response is the best."""
+    order = sorted(range(len(solution_strs)), key=lambda i: len(solution_strs[i]))
+    return [order.index(i) for i in range(len(solution_strs))]
+
+
+def manager(function=ranks, **group):
+    options = {"group": {"timeout": 1000, **group}, "max_failed_share": 1}
+    return GroupRewardLoopManager({"reward_loop": options}, compute_score=function)
+
+
+def sample(text, group, **kwargs):
+    return RewardSample(text, uid=f"{group}_{text}", group=group, **kwargs)
+
+
+async def test_the_function_sees_the_whole_group():
+    samples = [sample("x" * i, f"q{q}") for q in range(5) for i in range(4)]
+    random.Random(7).shuffle(samples)
+    made = manager(size=4)
+    rewards = await asyncio.gather(*(made.run_single(one) for one in samples))
+    assert [reward["reward_score"] for reward in rewards] == [len(one.solution_str) for one in samples]
+
+
+async def test_a_sample_may_say_the_size_of_its_group():
+    made = manager(size=4)
+    alone = await made.run_single(sample("x", "validation", group_size=1))
+    assert alone["reward_score"] == 0
+
+
+async def test_verls_number_of_rollouts_is_the_size():
+    config = {"actor_rollout_ref": {"rollout": {"n": 2}}}
+    made = GroupRewardLoopManager(config, compute_score=ranks)
+    rewards = await asyncio.gather(*(made.run_single(sample(text, "q")) for text in ("xx", "x")))
+    assert [reward["reward_score"] for reward in rewards] == [1, 0]
+
+
+async def test_members_that_never_come_fail_the_group_and_the_late_at_once():
+    made = manager(size=3, timeout=0.01)
+    rewards = await asyncio.gather(*(made.run_single(sample(text, "q1")) for text in "ab"))
+    for reward in rewards:
+        info = reward["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+        assert "group q1: only 2 of 3 samples came within 0.01 s: q1_a, q1_b" in info["reward_error"]
+    late = manager(size=3, timeout=1000)
+    late._given_up["q1"] = "group q1: only 2 of 3 samples came"
+    info = (await late.run_single(sample("c", "q1")))["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_error"]) == ("failed", "group q1: only 2 of 3 samples came")
+
+
+async def test_the_policy_may_be_to_raise():
+    options = {"group": {"size": 2, "timeout": 0.01}, "on_failed": "raise"}
+    made = GroupRewardLoopManager({"reward_loop": options}, compute_score=ranks)
+    with pytest.raises(IncompleteGroupError, match="only 1 of 2"):
+        await made.run_single(sample("a", "q1"))
+
+
+@pytest.mark.parametrize(
+    ("one", "message"), [(RewardSample("x"), "RewardSample.group"), (sample("x", "q"), "group.size")]
+)
+async def test_group_and_size_must_be_known(one, message):
+    with pytest.raises(ConfigError, match=message):
+        await manager().run_single(one)
+
+
+async def test_the_agent_says_what_belongs_together():
+    async with RewardAgent(manager()) as agent:
+        pending = agent.submit([RewardSample("x" * i) for i in (3, 1, 2, 5, 4)], groups=[3, 2])
+        assert [reward["reward_score"] for reward in await pending] == [2, 0, 1, 1, 0]
+    async with RewardAgent(manager(), concurrency=1) as agent:
+        with pytest.raises(ConfigError, match="concurrency=1 starts fewer than the 2"):
+            agent.submit([RewardSample("x")] * 2, group_size=2)
+
+
+async def test_a_group_of_which_some_had_ended_is_judged_again_after_a_restore():
+    async with RewardAgent(manager()) as agent:
+        pending = agent.submit([RewardSample("x" * i) for i in (3, 1)], group_size=2)
+        await pending
+        state = {
+            "version": 1,
+            "batches": [
+                {
+                    "tag": None,
+                    "priority": 0,
+                    "groups": [2],
+                    "samples": [RewardSample("xx"), RewardSample("x")],
+                    "rewards": [{"reward_score": 1.0, "reward_extra_info": {}}, None],
+                    "completed": [],
+                }
+            ],
+        }
+        (restored,) = agent.restore(state)
+        assert [reward["reward_score"] for reward in await restored] == [1, 0]
