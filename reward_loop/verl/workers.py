@@ -14,20 +14,23 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
-from reward_loop.managers import FailureBound, RewardLoopManagerBase, scoring_function
+from reward_loop.managers import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.base import last_row, uid_of
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
+from reward_loop.scoring.job import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import usable_cores
-from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model
+from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
@@ -52,11 +55,9 @@ class RewardWorker:
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
-        self._failures = FailureBound(
-            self._options.max_failed_share,
-            self._options.min_samples_for_failed_share,
-            self._options.failed_share_window,
-        )
+        self._records = records(self._options.log_dir) if self._options.log_dir else None
+        watch(self._options.watchdog_s)
+        self._failures = failure_bound(self._options)
 
     async def compute_score(self, data: Any) -> Reward:
         """The reward of one rollout.
@@ -78,6 +79,8 @@ class RewardWorker:
 
     async def fatal_error(self) -> str | None:
         """Why the run must stop, if it must. Also says that the worker is up."""
+        if self._fatal is None and self._options.job:
+            self._fatal = await job_of(self._options).why_stopped()
         return self._fatal
 
     async def has_post_process(self) -> bool:
@@ -104,13 +107,23 @@ class RewardWorker:
     async def _run_foreign(self, data: Any) -> Reward:
         """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
         name = type(self._manager).__name__
+        row = last_row(data)
+        sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
+        with Call(sample, f"reward manager {name}") as call:
+            result = await self._result_of_foreign(data, name)
+            if self._records is not None:
+                self._records.write(record(call, result))
+        self._failures.count(result)
+        return apply_policy(result, self._options)
+
+    async def _result_of_foreign(self, data: Any, name: str) -> RewardResult:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             async with asyncio.timeout(self._options.timeout):
                 returned = await self._manager.run_single(data)
             score, _ = normalise(returned["reward_score"])
-            result = RewardResult(
+            return RewardResult(
                 outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
                 score=score,
                 extra_info=dict(returned.get("reward_extra_info") or {}),
@@ -119,15 +132,13 @@ class RewardWorker:
         except Exception as error:
             failure = RewardFunctionError(f"reward manager {name}: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            result = RewardResult(
+            return RewardResult(
                 outcome=Outcome.FAILED,
                 score=None,
                 error=str(failure),
                 exception=failure,
                 seconds=loop.time() - started,
             )
-        self._failures.count(result)
-        return apply_policy(result, self._options)
 
 
 def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any:
@@ -344,22 +355,22 @@ class RewardWorkers:
         return rewards
 
     def _wait_for(self, pending: list[Any]) -> None:
-        """Waits until all rewards are there. Whoever waits for a thread does so while another sample is in work, so
-        that one of them ends within the deadline of a function."""
+        """Waits until all rewards are there. Whoever waits for a thread or for a limit does so while another sample is
+        in work, so that one of them ends within a function's deadline, and the time in which it may be tried again."""
+        options = self.client.options
         left, last_news = list(pending), time.monotonic()
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=STATUS_TIMEOUT_S)
-            now = time.monotonic()
+            quiet = time.monotonic() - last_news
             if done:
-                last_news = now
+                last_news += quiet
             elif left:
                 self.raise_fatal_error()  # also asks for a sign of life
-                deadline = self.client.options.timeout
-                if deadline is not None and now - last_news > deadline + STATUS_TIMEOUT_S:
+                if options.timeout is not None and quiet > options.timeout + options.retry.max_seconds:
                     raise RewardLoopError(
-                        f"{len(left)} of {len(pending)} rewards are missing, and none came for "
-                        f"{now - last_news:.0f} s, although reward_loop.timeout={deadline:g}: does the reward manager "
-                        "keep samples waiting?"
+                        f"{len(left)} of {len(pending)} rewards are missing, and none came for {quiet:.0f} s, although "
+                        f"reward_loop.timeout={options.timeout:g} and reward_loop.retry.max_seconds="
+                        f"{options.retry.max_seconds:g}: does the reward manager keep samples waiting?"
                     )
 
     def have_post_process(self) -> bool:

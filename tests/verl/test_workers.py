@@ -330,7 +330,8 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     workers.wait_until_ready()
     pending = workers.start_batch([rollout("1"), rollout("hang")])
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
-    workers.client.options = reward_loop_options(settled(policy, *overrides, "reward_loop.timeout=0.1"))
+    impatient = ("reward_loop.timeout=0.1", "reward_loop.retry.max_seconds=0.1")
+    workers.client.options = reward_loop_options(settled(policy, *overrides, *impatient))
     monkeypatch.setattr("reward_loop.verl.workers.STATUS_TIMEOUT_S", 5.0)
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
         workers.finish_batch(pending)
