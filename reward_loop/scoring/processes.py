@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -98,7 +98,7 @@ class WorkerProcesses:
         assert call.function is self._function
         assert not call.args
         try:
-            arguments = _framed(cloudpickle.dumps(call.kwargs))
+            arguments = _framed(_dumps(call.kwargs))
         except Exception as error:
             return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
         async with self._slots_here():
@@ -291,6 +291,14 @@ class _Worker:
         content = bytes(self._received[HEADER.size : end])
         del self._received[:end]
         return kind, content
+
+
+def _dumps(arguments: Mapping[str, Any]) -> bytes:
+    """Pickle by reference where that is enough. A worker knows nothing of this process's ``__main__``."""
+    with contextlib.suppress(Exception):
+        if b"__main__" not in (content := pickle.dumps(arguments)):
+            return content
+    return cloudpickle.dumps(arguments)
 
 
 def _framed(content: bytes) -> bytes:
