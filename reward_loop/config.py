@@ -13,10 +13,14 @@ from reward_loop.types import Policy
 
 __all__ = [
     "BatchConfig",
+    "BudgetConfig",
+    "CacheConfig",
     "ComponentConfig",
     "Config",
     "GroupConfig",
+    "LimitConfig",
     "Policy",
+    "RetryConfig",
     "RewardLoopConfig",
     "RewardModelConfig",
     "ServedModelConfig",
@@ -28,6 +32,73 @@ class Config(BaseModel):
     """Base of all option groups: immutable, and a misspelt key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class LimitConfig(Config):
+    """What one service takes, from all workers of a job together."""
+
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Calls at a time."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Calls that begin in any 60 seconds."""
+
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens of the calls that begin in any 60 seconds: first as estimated, then as used."""
+
+    adaptive: bool = False
+    """Find the concurrency: it grows while all is well, up to `max_concurrent`, and shrinks when the service answers
+    429."""
+
+    max_wait: float | None = Field(default=3600.0, gt=0)
+    """Seconds that a call may wait for its turn before it fails; ``None`` for any time."""
+
+
+class RetryConfig(Config):
+    """When a call that failed is made again."""
+
+    max_attempts: int = Field(default=3, ge=1)
+    """How often the function is called for a sample at most, where it fails in a way that may pass: a connection that
+    breaks, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. Other errors are never tried again; 1 tries
+    nothing again."""
+
+    max_seconds: float = Field(default=600.0, gt=0)
+    """No attempt begins later than this many seconds after the first; time spent waiting for limits counts."""
+
+    initial_wait: float = Field(default=0.5, ge=0)
+    """Seconds of the first pause, which doubles each time; each pause is drawn between nothing and that."""
+
+    max_wait: float = Field(default=60.0, ge=0)
+    """The longest pause in seconds. A ``Retry-After`` of the service is obeyed, even if it is longer."""
+
+
+class CacheConfig(Config):
+    """Whether equal calls are made once."""
+
+    enabled: bool = False
+    """Make calls with the same function code and the same arguments once while they are in flight. Leave it off for
+    judges that answer the same question differently each time."""
+
+    path: str | None = None
+    """A file (SQLite) in which scores are kept for later calls and runs; processes may share it."""
+
+    version: str = ""
+    """Part of what makes two calls equal: name here what the arguments do not say, such as the judge's model and its
+    sampling parameters."""
+
+
+class BudgetConfig(Config):
+    """What the calls of a run may use, in all workers together, as they report it by ``lease.used``."""
+
+    max_cost: float | None = Field(default=None, gt=0)
+    """In the unit in which the function reports its costs."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens, as the function reports them."""
+
+    at_cap: Literal["stop", "default", "mask"] = "stop"
+    """What becomes of samples once it is used up: ``stop`` ends the run; with ``default`` and ``mask`` the function is
+    not called any more, and the samples have the default score, or are left out of training."""
 
 
 class BatchConfig(Config):
@@ -133,6 +204,23 @@ class RewardLoopConfig(Config):
 
     failed_share_window: int = Field(default=1024, ge=1)
     """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
+
+    limits: dict[str, LimitConfig] = Field(default_factory=dict)
+    """Limits by the name of a service. ``default`` holds for every call of the function, others for the calls inside
+    ``async with reward_loop.limit(name)``."""
+
+    retry: RetryConfig = Field(default_factory=RetryConfig)
+    """When a call that failed is made again."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Whether equal calls are made once."""
+
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """What the calls of a run may use."""
+
+    job: str | None = None
+    """Where all workers of a job keep their limits, budget and failures together. Set by runs that have several
+    workers; without it, a process keeps its own."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""

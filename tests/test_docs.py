@@ -17,7 +17,18 @@ import typer
 
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
-from reward_loop.config import BatchConfig, ComponentConfig, Config, GroupConfig, RewardLoopConfig, RewardModelConfig
+from reward_loop.config import (
+    BatchConfig,
+    BudgetConfig,
+    CacheConfig,
+    ComponentConfig,
+    Config,
+    GroupConfig,
+    LimitConfig,
+    RetryConfig,
+    RewardLoopConfig,
+    RewardModelConfig,
+)
 from tests.gsm8k import ROOT
 
 PAGES = {
@@ -227,6 +238,9 @@ def test_the_options_are_those_of_the_code() -> None:
     assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
     component = "reward_loop.components.NAME"
     assert between(functions, f"options {component}") == options(ComponentConfig, component)
+    groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}
+    for name, group in groups.items():
+        assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
 
 

@@ -17,9 +17,9 @@ from typing import Any, Self
 from reward_loop.agent.pending import PendingRewards
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.failures import FailureBound
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["RewardAgent"]

@@ -10,11 +10,11 @@ from reward_loop._text import listing
 from reward_loop.config import ComponentConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
 from reward_loop.scoring.call import describe, ended_badly
-from reward_loop.types import PART_KEYS, Outcome, Policy, RewardResult, RewardSample
+from reward_loop.scoring.failures import FailureBound
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
 
@@ -37,6 +37,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             raise ConfigError(
                 "the manager `composite` needs reward_loop.components: a name for each reward, and at least its `path`"
             )
+        if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
+            raise ConfigError(f"reward_loop.components: {listing(taken)} is a name of another meaning: rename it")
         self._components = {
             name: _Component(name, component, self.options, self.function)
             for name, component in self.options.components.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reward_loop.scoring.call import ScoringFunction
 from reward_loop.scoring.isolation import isolated
+from reward_loop.scoring.limit import limit
 from reward_loop.scoring.lists import ListScoringFunction
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
@@ -13,6 +14,7 @@ __all__ = [
     "ListScoringFunction",
     "ScoringFunction",
     "isolated",
+    "limit",
     "load_function",
     "load_object",
     "normalise",

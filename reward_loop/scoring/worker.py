@@ -48,6 +48,9 @@ STACK_SIGNAL = 41
 processes = 1
 """How many processes share the calls of the function that runs here."""
 
+is_worker = False
+"""Whether this process is one that a reward function was sent to."""
+
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
 """A worker that has grown by so much is replaced after its call, or by half of ``max_memory_mb`` if that is less."""
@@ -140,7 +143,8 @@ def _dumps(value: Any) -> bytes:
 def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
     try:
         made: Setup = pickle.loads(setup)
-        global processes
+        global processes, is_worker
+        is_worker = True
         processes = made.processes
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None

@@ -72,7 +72,8 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if session in self._judging:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
         else:
-            await super()._compute_score(outputs, kwargs)
+            # Only training is judged beside generation: the limits of a service share their turns by this.
+            await super()._compute_score(outputs, {**kwargs, "__validate__": True})
 
     async def _note_generated(self, uid: str, session_id: int) -> None:
         left = self._generating.get(uid)

@@ -69,6 +69,7 @@ _OPEN = {
     "reward_model.server.engine_args",
     "reward_model.server.models",
     "reward_loop.components",
+    "reward_loop.limits",
 }
 """Groups whose keys are the user's own."""
 
@@ -258,6 +259,7 @@ def without_reward(config: DictConfig) -> DictConfig:
         config.reward.custom_reward_function.path = None
         config.reward.reward_manager.source = "register"
         config.reward.reward_manager.name = "naive"
+        config.reward_loop.job = None  # a secret, which verl's loggers would write down
     return config
 
 

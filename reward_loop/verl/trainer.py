@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.types import Outcome, Reward
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.options import without_reward
 from reward_loop.verl.placement import has_parts, place
@@ -291,7 +291,7 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
             counts[f"reward_loop/{outcome}"] += 1
             seconds.append(info["reward_seconds"])
         for name, value in info.items():
-            if _is_number(value) and name not in ("reward_seconds", "reward_masked"):
+            if _is_number(value) and name not in RESERVED_KEYS:
                 components[name].append(float(value))
     metrics = dict(counts)
     if seconds:

@@ -13,12 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
-from reward_loop.managers import FailureBound, RewardLoopManagerBase, scoring_function
+from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
+from reward_loop.scoring.job import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import usable_cores
@@ -48,11 +49,7 @@ class RewardWorker:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
         self._fatal: str | None = None
-        self._failures = FailureBound(
-            self._options.max_failed_share,
-            self._options.min_samples_for_failed_share,
-            self._options.failed_share_window,
-        )
+        self._failures = failure_bound(self._options)
 
     async def compute_score(self, data: Any) -> Reward:
         """The reward of one rollout.
@@ -74,6 +71,8 @@ class RewardWorker:
 
     async def fatal_error(self) -> str | None:
         """Why the run must stop, if it must. Also says that the worker is up."""
+        if self._fatal is None and self._options.job:
+            self._fatal = await job_of(self._options).why_stopped()
         return self._fatal
 
     async def needs_group(self) -> bool:
