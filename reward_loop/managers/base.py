@@ -16,7 +16,7 @@ from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch
 
-__all__ = ["RewardLoopManagerBase", "scoring_function", "verl_options"]
+__all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
 
 _SHORT_RESPONSE = 1024
 """Tokens that a fast tokenizer decodes in less time (about 0.1 ms) than it takes to hand them to a thread."""
@@ -105,7 +105,7 @@ class RewardLoopManagerBase:
             return data
         if self.tokenizer is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
-        row = _last_row(data)
+        row = last_row(data)
         ids = _response(data.batch, row.get("response_len"))
         solution = await self._decode(ids)
         extra_info = dict(row.get("extra_info") or {})
@@ -119,13 +119,12 @@ class RewardLoopManagerBase:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
-        name = [row.get("uid", row.get("index")), row.get("session_id")]
         return RewardSample(
             solution_str=solution,
             data_source=str(row.get("data_source", "")),
             ground_truth=reference.get("ground_truth"),
             extra_info=extra_info,
-            uid="_".join(str(part) for part in name if part is not None) or None,
+            uid=uid_of(row),
             error=error,
             response_length=len(ids),
             group=row.get("uid"),
@@ -221,7 +220,7 @@ def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopC
     return parse(RewardLoopConfig, config, "reward_loop")
 
 
-def _last_row(data: Any) -> dict[str, Any]:
+def last_row(data: Any) -> dict[str, Any]:
     """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
     columns: Mapping[str, Any] = data.non_tensor_batch
     if data.batch["responses"].ndim == 1:
@@ -245,3 +244,9 @@ def _response(batch: Any, length: int | None) -> Any:
     if length is None:
         length = int(mask[-width:].sum()) if width else 0
     return responses[: int(length)]
+
+
+def uid_of(row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row of verl's, for messages and logs."""
+    name = [row.get("uid", row.get("index")), row.get("session_id")]
+    return "_".join(str(part) for part in name if part is not None) or None

@@ -34,7 +34,6 @@ from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.scoring.transient import is_refusal, is_transient, retry_after
 from reward_loop.types import Outcome, RewardResult, RewardSample
-from reward_loop.watch import current
 
 __all__ = ["ScoringFunction"]
 
@@ -259,13 +258,10 @@ class ScoringFunction:
         job = self._job_here()
         started = time.monotonic()
         ended = await self._attempt(job, arguments, share)
-        watched = current()
         if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
             tries = [ended]
 
             async def attempt() -> Ended:
-                if watched is not None:
-                    watched.attempts += 1
                 tries.append(await self._attempt(job, arguments, share))
                 return tries[-1]
 
@@ -274,8 +270,6 @@ class ScoringFunction:
             ended.attempts = sum(one.attempts for one in tries)
             ended.seconds = sum(one.seconds for one in tries)
             ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
-        if watched is not None and ended.waited:
-            watched.waited += ended.waited
         return ended
 
     async def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Ended:

@@ -62,7 +62,7 @@ def run(config: DictConfig) -> None:
     model = reward_model_options(config)
     if model is not None:
         kind = model_kind(str(model.model_path), "reward_model.model.path")
-        if kind == "generative" and scores_by_model(config):
+        if (kind if model.kind == "auto" else model.kind) == "generative" and scores_by_model(config):
             raise ConfigError(
                 f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
                 "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.base import last_row, uid_of
 from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
@@ -23,10 +24,11 @@ from reward_loop.scoring.job import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import usable_cores
-from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model
+from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
@@ -49,6 +51,8 @@ class RewardWorker:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
         self._fatal: str | None = None
+        self._records = records(self._options.log_dir) if self._options.log_dir else None
+        watch(self._options.watchdog_s)
         self._failures = failure_bound(self._options)
 
     async def compute_score(self, data: Any) -> Reward:
@@ -82,13 +86,23 @@ class RewardWorker:
     async def _run_foreign(self, data: Any) -> Reward:
         """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
         name = type(self._manager).__name__
+        row = last_row(data)
+        sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
+        with Call(sample, f"reward manager {name}") as call:
+            result = await self._result_of_foreign(data, name)
+            if self._records is not None:
+                self._records.write(record(call, result))
+        self._failures.count(result)
+        return apply_policy(result, self._options)
+
+    async def _result_of_foreign(self, data: Any, name: str) -> RewardResult:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             async with asyncio.timeout(self._options.timeout):
                 returned = await self._manager.run_single(data)
             score, _ = normalise(returned["reward_score"])
-            result = RewardResult(
+            return RewardResult(
                 outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
                 score=score,
                 extra_info=dict(returned.get("reward_extra_info") or {}),
@@ -97,15 +111,13 @@ class RewardWorker:
         except Exception as error:
             failure = RewardFunctionError(f"reward manager {name}: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            result = RewardResult(
+            return RewardResult(
                 outcome=Outcome.FAILED,
                 score=None,
                 error=str(failure),
                 exception=failure,
                 seconds=loop.time() - started,
             )
-        self._failures.count(result)
-        return apply_policy(result, self._options)
 
 
 def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any:

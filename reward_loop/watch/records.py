@@ -102,7 +102,6 @@ def record(call: Call, result: RewardResult) -> dict[str, Any]:
     ``queue_s`` is the wait for a thread or process, ``wait_s`` that for limits and between attempts, ``work_s`` the
     time of the function itself.
     """
-    waited = getattr(result, "wait_seconds", 0.0)
     return {
         "time": time.time(),
         "uid": call.sample.uid,
@@ -112,10 +111,10 @@ def record(call: Call, result: RewardResult) -> dict[str, Any]:
         "score": result.score,
         "error": result.error,
         "components": result.extra_info,
-        "queue_s": max(0.0, call.seconds - waited - result.seconds),
-        "wait_s": waited,
+        "queue_s": max(0.0, call.seconds - result.wait_seconds - result.seconds),
+        "wait_s": result.wait_seconds,
         "work_s": result.seconds,
-        "attempts": getattr(result, "attempts", 1),
+        "attempts": result.attempts,
         "prompt_tokens": call.prompt_tokens,
         "completion_tokens": call.completion_tokens,
         "judges": call.transcripts,

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from reward_loop.router import RewardModelManager
 from reward_loop.router.servers.sglang import Sglang
 from tests.router.serving import Watched, post
 
+ROOT = Path(__file__).parents[2]
 STUB = str(Path(__file__).with_name("sglang_stub.py"))
 CHAT = "/v1/chat/completions"
 
@@ -106,3 +109,43 @@ async def _get(url: str) -> Any:
             return await response.json()
     except aiohttp.ClientConnectorError:
         return None
+
+
+PARENT = """
+import asyncio, json, sys
+import psutil
+from reward_loop.config import RewardModelConfig
+from reward_loop.router import RewardModelManager
+from reward_loop.router.servers.sglang import Sglang
+
+model_path, stub = sys.argv[1:]
+command = Sglang.command
+Sglang.command = lambda *args: [sys.executable, stub, *command(*args)[3:]]
+Sglang.check = lambda *_: None
+Sglang.gpus = lambda *_: 0
+
+async def main():
+    options = {"engine": "sglang", "enable_sleep_mode": True, "start_timeout_s": 60}
+    async with RewardModelManager(RewardModelConfig(model_path=model_path, **options)):
+        print(json.dumps([child.pid for child in psutil.Process().children(recursive=True)]), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stubbed_sglang_does_not_outlive_the_manager(config: Any, number: signal.Signals) -> None:
+    model_path = config().models["judge"].model_path
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, model_path, STUB], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as parent:
+        assert parent.stdout is not None
+        pids = json.loads(parent.stdout.readline())
+        # The router, the guard, the server, and what the server has started.
+        assert len(pids) == 4
+        watched = Watched(pids)
+        parent.send_signal(number)
+        parent.wait(30)
+        assert watched.left_after(0 if number is signal.SIGINT else 10) == 0
+    watched.close()

@@ -9,14 +9,17 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel
 
+from reward_loop.client import Json, Judge, Number, chat_complete, classify, score
 from reward_loop.config import RewardModelConfig, ServedModelConfig
+from reward_loop.errors import RequestError
 from reward_loop.router import RewardModelManager
 from tests.router.serving import Watched, post
 
@@ -141,6 +144,36 @@ async def test_the_logits_are_those_of_transformers(
     assert status == 200, answer
     assert [*logits, answer["data"][0]["probs"][0]] == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.01
+
+
+async def test_the_librarys_own_client(models: RewardModelManager) -> None:
+    address = models.reward_router_address
+    reply = await chat_complete(address, HELLO, model="judge", max_tokens=4, temperature=0, logprobs=True)
+    assert reply.logprobs is not None
+    assert len(reply.logprobs) == reply.usage.completion_tokens
+    assert reply.cut_off == (reply.usage.completion_tokens == 4)
+    for text in (TEXTS[1], HELLO):
+        _, answer = await _classify(models, **({"input": text} if isinstance(text, str) else {"messages": text}))
+        assert await classify(address, text, model="scorer") == pytest.approx(answer["data"][0]["probs"][0])
+    ranked = await score(address, "12+30=", ["42", "a"], model="scorer")
+    assert len(ranked) == 2
+    with pytest.raises(RequestError, match="maximum context length") as long:
+        await chat_complete(address, "x" * 2 * MAX_MODEL_LEN, model="judge")
+    assert (long.value.status, long.value.transient) == (400, False)
+
+
+async def test_a_judge(models: RewardModelManager) -> None:
+    class Grade(BaseModel):
+        score: Literal[0, 1]
+
+    address = models.reward_router_address
+    choices = {"choice": ["Score: 1", "Score: 2"]}
+    judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
+    assert (await judge(address, answer="4")).score in (1, 2)
+    judge = Judge("Rate {{answer}}", Json(Grade, enforce=True), model="judge", max_tokens=64)
+    judgement = await judge(address, answer="4")
+    # A random model may spend all its tokens on spaces, which JSON lets it.
+    assert judgement.score in (0, 1) or judgement.reply.cut_off
 
 
 async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: Any) -> None:

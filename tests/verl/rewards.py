@@ -10,8 +10,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
+
+from reward_loop.client import classify
 
 
 def _log(**row: Any) -> None:
@@ -123,11 +124,8 @@ async def judged(
     if seen >= 128:
         for pid in processes_with("reward_loop.verl.main_ppo", policy):
             os.kill(pid, signal.SIGINT)
-    async with aiohttp.ClientSession() as session:
-        body = {"input": solution_str or " ", "use_activation": False}
-        async with session.post(f"http://{reward_router_address}/classify", json=body) as response:
-            answer = await response.json()
-    score = float(answer["data"][0]["probs"][0])
+    score = await classify(reward_router_address, solution_str or " ", timeout=None)
+    assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
 

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.verl import rewards
@@ -19,9 +20,11 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed."""
+    directory = tmp_path_factory.mktemp("mixed")
     return train(
-        tmp_path_factory.mktemp("mixed"),
+        directory,
         tiny_generative_model,
+        f"reward_loop.log_dir={directory}/samples",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.test_freq=3",
@@ -61,6 +64,19 @@ def test_outcomes_reach_the_metrics(mixed_run: Run) -> None:
         assert metrics["reward_loop/score/mean"] == pytest.approx(statistics.mean(scores))
         ragged = [n % 10 for n in numbers if n % 7 > 1 and n % 3 == 0]
         assert metrics["reward_loop/key_0/mean"] == pytest.approx(statistics.mean(ragged))
+
+
+def test_every_sample_has_a_record(mixed_run: Run) -> None:
+    files = list((mixed_run.directory / "samples").iterdir())
+    assert len(files) == 2, "one for each reward worker"
+    written = pd.concat([pd.read_json(file, lines=True) for file in files])
+    assert written.uid.is_unique
+    assert written.outcome.value_counts().to_dict() == Counter(call["outcome"] for call in mixed_run.calls)
+    scores = written.score.dropna()
+    assert sorted(scores) == pytest.approx(
+        sorted(call["score"] for call in mixed_run.calls if call["outcome"] == "scored")
+    )
+    assert (written.work_s >= 0).all()
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:
