@@ -25,6 +25,7 @@ import select
 import signal
 import socket
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -76,6 +77,8 @@ def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoRetu
     server = _ForkServer(socket.socket(fileno=control_fd), lifeline_fd, max_memory_mb)
     try:
         server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         server.end()
         os._exit(0)
@@ -147,7 +150,12 @@ class _ForkServer:
         channel = socket.socket(fileno=fds[0])
         channel.set_inheritable(False)
         stack_fd = os.memfd_create("reward-function-stack")
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # No more processes. The pool learns it from the end of the stream.
+            channel.close()
+            os.close(stack_fd)
+            return True
         if pid == 0:
             try:
                 self._become_worker()

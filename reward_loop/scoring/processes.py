@@ -307,7 +307,7 @@ def _framed(content: bytes) -> bytes:
 
 def _death(content: bytes) -> str:
     if not content:
-        return "lost its process"
+        return "lost its process, or could not get one"
     report: Report = pickle.loads(content)
     if report.memory_mb is not None:
         return f"was killed: its process had {report.memory_mb:.0f} MB, and max_memory_mb is {report.max_memory_mb}"

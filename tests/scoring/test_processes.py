@@ -14,6 +14,7 @@ from reward_loop import (
     Outcome,
     RewardCrashedError,
     RewardFunctionError,
+    RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
@@ -31,8 +32,10 @@ def sample(does, **arguments):
 
 @pytest.fixture(scope="module")
 def one():
-    """Yield a function that runs in one process."""
-    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    """Yield a function that runs in one process, and is called again where a failure may pass."""
+    retry = {"max_attempts": 4, "initial_wait": 0.01}
+    options = RewardLoopConfig(isolation="process", max_processes=1, timeout=120, retry=retry)
+    scoring = ScoringFunction(act, options=options)
     yield scoring
     scoring.close()
 
