@@ -10,11 +10,12 @@ ARGS ?=
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 	@echo
-	@echo 'make demo QUICK=1 is a shorter form of a few minutes; make demo ARGS="--help" lists the options of the demo.'
+	@echo 'make demo QUICK=1 is a shorter form of a few minutes; make demo ENGINE=vllm serves the reward model with vLLM;'
+	@echo 'make demo ARGS="--help" lists the options of the demo.'
 	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (ten minutes)
-	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(ARGS)
+	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint  ## run all checks and tests
 	@$(BIN)/python -m pytest $(ARGS)

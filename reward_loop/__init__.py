@@ -10,10 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from reward_loop.errors import (
+    BudgetSpentError,
     ConfigError,
     FunctionLoadError,
     IncompleteGroupError,
     InvalidScoreError,
+    JobServiceError,
+    LimitError,
     QueueClosedError,
     RequestError,
     RewardCrashedError,
@@ -26,6 +29,7 @@ from reward_loop.errors import (
     ServerError,
     ServerStartError,
     TooManyFailuresError,
+    TransientError,
     UnscoredError,
 )
 from reward_loop.types import ComputeScore, Outcome, Reward, RewardResult, RewardSample
@@ -35,17 +39,20 @@ if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
     from reward_loop.router import RewardModelManager
-    from reward_loop.scoring import ScoringFunction, isolated, load_function
+    from reward_loop.scoring import ScoringFunction, isolated, limit, load_function
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockingRewardAgent",
+    "BudgetSpentError",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
+    "JobServiceError",
+    "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
@@ -68,9 +75,11 @@ __all__ = [
     "ServerError",
     "ServerStartError",
     "TooManyFailuresError",
+    "TransientError",
     "UnscoredError",
     "__version__",
     "isolated",
+    "limit",
     "load_function",
     "register",
 ]
@@ -84,6 +93,7 @@ _LAZY = {
     "RewardModelManager": "reward_loop.router",
     "ScoringFunction": "reward_loop.scoring",
     "isolated": "reward_loop.scoring",
+    "limit": "reward_loop.scoring",
     "load_function": "reward_loop.scoring",
     "register": "reward_loop.managers",
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
 from reward_loop.scoring import load_function
+from reward_loop.scoring.load import source_hash
 from reward_loop.watch.command import stuck
 
 __all__ = ["app", "main"]
@@ -303,7 +302,7 @@ def _score(
     requires = getattr(reward_manager, "requires", function.requires)
     # What changes a score is part of the run's identity; what only changes its pace may differ when it goes on.
     identity = {
-        "function": {"name": spec, "sha256": _source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
+        "function": {"name": spec, "sha256": source_hash(loaded), "arguments": reward_kwargs, "manager": manager_name},
         "field mapping": {**paths, "data_source constant": data_source},
         "policy": [config.on_failed, config.on_unscored, config.default_score],
     }
@@ -354,10 +353,3 @@ def _duration(seconds: float) -> str:
 
 def _how_to_go_on(partial: Path) -> str:
     return f"Rows that are done are kept in {escape(str(partial))}: run the same command again to go on."
-
-
-def _source_hash(loaded: Any) -> str | None:
-    """Hash the file that the function was loaded from, so that an edited function does not go on with old scores."""
-    module = sys.modules.get(getattr(loaded, "__module__", None) or type(loaded).__module__)
-    source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None

@@ -13,12 +13,17 @@ from reward_loop.types import Policy
 
 __all__ = [
     "BatchConfig",
+    "BudgetConfig",
+    "CacheConfig",
     "ComponentConfig",
     "Config",
     "GroupConfig",
+    "LimitConfig",
     "Policy",
+    "RetryConfig",
     "RewardLoopConfig",
     "RewardModelConfig",
+    "ServedModelConfig",
     "parse",
 ]
 
@@ -27,6 +32,73 @@ class Config(BaseModel):
     """Base of all option groups: immutable, and a misspelt key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class LimitConfig(Config):
+    """What one service takes, from all workers of a job together."""
+
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Calls at a time."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Calls that begin in any 60 seconds."""
+
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens of the calls that begin in any 60 seconds: first as estimated, then as used."""
+
+    adaptive: bool = False
+    """Find the concurrency: it grows while all is well, up to `max_concurrent`, and shrinks when the service answers
+    429."""
+
+    max_wait: float | None = Field(default=3600.0, gt=0)
+    """Seconds that a call may wait for its turn before it fails; ``None`` for any time."""
+
+
+class RetryConfig(Config):
+    """When a call that failed is made again."""
+
+    max_attempts: int = Field(default=3, ge=1)
+    """How often the function is called for a sample at most, where it fails in a way that may pass: a connection that
+    breaks, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. Other errors are never tried again; 1 tries
+    nothing again."""
+
+    max_seconds: float = Field(default=600.0, gt=0)
+    """No attempt begins later than this many seconds after the first; time spent waiting for limits counts."""
+
+    initial_wait: float = Field(default=0.5, ge=0)
+    """Seconds of the first pause, which doubles each time; each pause is drawn between nothing and that."""
+
+    max_wait: float = Field(default=60.0, ge=0)
+    """The longest pause in seconds. A ``Retry-After`` of the service is obeyed, even if it is longer."""
+
+
+class CacheConfig(Config):
+    """Whether equal calls are made once."""
+
+    enabled: bool = False
+    """Make calls with the same function code and the same arguments once while they are in flight. Leave it off for
+    judges that answer the same question differently each time."""
+
+    path: str | None = None
+    """A file (SQLite) in which scores are kept for later calls and runs; processes may share it."""
+
+    version: str = ""
+    """Part of what makes two calls equal: name here what the arguments do not say, such as the judge's model and its
+    sampling parameters."""
+
+
+class BudgetConfig(Config):
+    """What the calls of a run may use, in all workers together, as they report it by ``lease.used``."""
+
+    max_cost: float | None = Field(default=None, gt=0)
+    """In the unit in which the function reports its costs."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens, as the function reports them."""
+
+    at_cap: Literal["stop", "default", "mask"] = "stop"
+    """What becomes of samples once it is used up: ``stop`` ends the run; with ``default`` and ``mask`` the function is
+    not called any more, and the samples have the default score, or are left out of training."""
 
 
 class BatchConfig(Config):
@@ -133,6 +205,23 @@ class RewardLoopConfig(Config):
     failed_share_window: int = Field(default=1024, ge=1)
     """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
 
+    limits: dict[str, LimitConfig] = Field(default_factory=dict)
+    """Limits by the name of a service. ``default`` holds for every call of the function, others for the calls inside
+    ``async with reward_loop.limit(name)``."""
+
+    retry: RetryConfig = Field(default_factory=RetryConfig)
+    """When a call that failed is made again."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Whether equal calls are made once."""
+
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """What the calls of a run may use."""
+
+    job: str | None = None
+    """Where all workers of a job keep their limits, budget and failures together. Set by runs that have several
+    workers; without it, a process keeps its own."""
+
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
 
@@ -149,42 +238,87 @@ class RewardLoopConfig(Config):
     """For the manager ``composite``: its rewards by name, in the order in which gates apply."""
 
 
-class RewardModelConfig(Config):
-    """A reward model, the servers that it runs in, and the router in front of them."""
+class ServedModelConfig(Config):
+    """A model, and the servers that it runs in."""
 
-    model_path: str
-    """A model directory in the format of transformers' ``save_pretrained``."""
+    model_path: str | None = None
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model that is in the
+    Hugging Face cache. Needed by every engine but ``external``."""
 
     served_model_name: str | None = None
     """The ``model`` that requests name; by default `model_path`, as in vLLM."""
 
-    engine: Literal["transformers"] = "transformers"
-    """What runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small models."""
+    engine: Literal["vllm", "sglang", "transformers", "external"] = "transformers"
+    """What runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small models.
+    ``external``: nothing is started; `urls` are servers that run already."""
 
     kind: Literal["auto", "generative", "discriminative"] = "auto"
     """Whether the model writes, or gives logits; ``auto`` reads it from the model's ``config.json``."""
 
+    urls: tuple[str, ...] = ()
+    """For ``external``: the servers, each as ``http://host:port``."""
+
     replicas: int = Field(default=1, ge=1)
     """How many servers share the load."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: over how many GPUs each copy of the model is split."""
+
+    data_parallel_size: int = Field(default=1, ge=1)
+    """For vLLM and SGLang: how many copies of the model each server runs."""
+
+    dtype: str = "auto"
+    """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the checkpoint's."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """For vLLM and SGLang: tokens of the longest prompt and its answer; by default what the model's ``config.json``
+    says."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """For vLLM and SGLang: the share of each GPU's memory that a server may take; by default the engine's own."""
+
+    enable_sleep_mode: bool = False
+    """For vLLM and SGLang: lets ``RewardModelManager.sleep`` free the GPUs' memory. It opens endpoints for
+    administrators on the server."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More options of the engine's command line, as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true`` stands for
+    a flag without a value, ``false`` or ``null`` leaves an option out, mappings are passed as JSON."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """For ``transformers``: how many requests a server runs in one batch, at most."""
+
+    max_wait_ms: float = Field(default=3.0, ge=0)
+    """For ``transformers``: how many milliseconds a request waits for others to share its batch, at most."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each server, where it runs on the CPU."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds within which a server must be ready."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for the servers."""
+
+
+class RewardModelConfig(ServedModelConfig):
+    """Reward models, the servers that they run in, and the router in front of them."""
+
+    models: dict[str, ServedModelConfig] = Field(default_factory=dict)
+    """More models behind the same router, under the names that requests give them."""
+
+    placement: Literal["local", "ray"] = "local"
+    """Where servers run: as processes beside this one, or in Ray actors that reserve their GPUs, on any node."""
+
+    starts_at_a_time: int = Field(default=2, ge=1)
+    """How many servers may be starting at a time: each reads the whole model from disk."""
+
     host: str = "127.0.0.1"
-    """The address that the router listens on, and that `reward_router_address` names. The servers behind it are reached
-    by loopback only."""
+    """The address that the router listens on, and that `reward_router_address` names. Servers of the placement
+    ``local`` are reached by loopback only."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port; by default any free one."""
-
-    max_batch_size: int = Field(default=64, ge=1)
-    """How many requests a server runs in one batch, at most."""
-
-    max_wait_ms: float = Field(default=3.0, ge=0)
-    """How many milliseconds a request waits for others to share its batch, at most."""
-
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of each server."""
-
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds within which a server, or the router, must be ready."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival at the router to the end of its answer; waiting for a server counts."""
@@ -194,9 +328,6 @@ class RewardModelConfig(Config):
 
     restart_window_s: float = Field(default=600.0, gt=0)
     """Seconds after which a restart no longer counts."""
-
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for the servers."""
 
     log_dir: str | None = None
     """Where the servers and the router write their logs; by default a new temporary directory, which is kept."""

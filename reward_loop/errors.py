@@ -9,7 +9,11 @@
     │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       it returned something that is no score
     │   ├── UnscoredError           it returned None, and the policy is to raise
+    │   ├── LimitError              a limit cannot let a call through
+    │   ├── BudgetSpentError        the run's budget is used up
     │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
+    ├── TransientError              for functions to raise: the call failed, and may succeed if it is made again
+    ├── JobServiceError             what all workers of a job share cannot be reached
     ├── TooManyFailuresError        the share of failed samples passed its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
     ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
@@ -24,10 +28,13 @@ Messages name the sample, the function or the option, and say what to change.
 from __future__ import annotations
 
 __all__ = [
+    "BudgetSpentError",
     "ConfigError",
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
+    "JobServiceError",
+    "LimitError",
     "QueueClosedError",
     "RequestError",
     "RewardCrashedError",
@@ -40,6 +47,7 @@ __all__ = [
     "ServerError",
     "ServerStartError",
     "TooManyFailuresError",
+    "TransientError",
     "UnscoredError",
 ]
 
@@ -78,6 +86,33 @@ class InvalidScoreError(ScoringError):
 
 class UnscoredError(ScoringError):
     """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+
+
+class LimitError(ScoringError):
+    """A call asks for more than its limit ever allows, waited too long, or names a limit that does not exist."""
+
+
+class BudgetSpentError(ScoringError):
+    """The run's budget is used up, so that the function was not called."""
+
+
+class TransientError(RewardLoopError):
+    """For reward functions to raise: this call failed, and may succeed if it is made again.
+
+    Args:
+        message: what went wrong.
+        retry_after: seconds after which to try again, if the service said so.
+    """
+
+    transient = True
+
+    def __init__(self, message: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class JobServiceError(RewardLoopError):
+    """What all workers of a job share, their limits among it, cannot be reached: no call is made without it."""
 
 
 class IncompleteGroupError(ScoringError):

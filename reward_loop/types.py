@@ -9,13 +9,26 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from reward_loop.errors import ScoringError
 
-__all__ = ["RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
+__all__ = ["PART_KEYS", "RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
 
 Policy = Literal["raise", "default", "mask"]
 """What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
 
-RESERVED_KEYS = frozenset({"reward_outcome", "reward_masked", "reward_seconds", "reward_error"})
+RESERVED_KEYS = frozenset(
+    {
+        "reward_outcome",
+        "reward_masked",
+        "reward_seconds",
+        "reward_error",
+        "reward_attempts",
+        "reward_wait_seconds",
+    }
+)
 """Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
+
+PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
+"""Keys of ``reward_extra_info`` by which a function says where in the response parts of its reward go: a number for
+each token, or for each turn of the policy. What they leave of the reward goes to the last token."""
 
 
 class Outcome(StrEnum):
@@ -45,6 +58,8 @@ class RewardSample:
     """The sample's name in messages and logs."""
     error: str | None = None
     """Why it cannot be scored, where the row it was made from is broken. Such a sample fails without a call."""
+    validate: bool = False
+    """Whether it belongs to validation. Training and validation get their turns at a limit alternately."""
     response_length: int | None = None
     """Tokens of the response, where they were counted."""
     group: str | None = None
@@ -65,7 +80,11 @@ class RewardResult:
     error: str | None = None
     """For a failed sample: what went wrong, naming sample and function."""
     seconds: float = 0.0
-    """How long the function itself ran, in seconds; waiting for a free thread is not counted."""
+    """How long the function itself ran, in seconds, over all attempts; waiting is not counted."""
+    attempts: int = 1
+    """How often the function was called; 0 for a score from the cache, and for a sample that needed no call."""
+    wait_seconds: float = 0.0
+    """How long it waited for limits, and between attempts, in seconds."""
     exception: ScoringError | None = field(default=None, repr=False, compare=False)
     """For an unscored or failed sample: what to raise where the policy is to raise."""
     policy: Policy | None = None

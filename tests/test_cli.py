@@ -52,6 +52,12 @@ def test_a_summary_and_an_output_beside_the_input(folder):
     assert [row["score"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
 
 
+def test_in_processes(folder):
+    shown = run(*MAPPED, "--isolation", "process", "--max-processes", "1", "--max-memory-mb", "500")
+    assert "mean score 0.6 over 5 rows" in shown
+    assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
+
+
 def test_strict(folder):
     run(*MAPPED, "--strict", code=1)
     assert (folder / "rollouts.scored.jsonl").exists()
@@ -71,6 +77,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*SCORE[:2], "--fn", "reward.py:Judge", "--reward-kwarg", "x=1"), "reward_kwargs x"),
         ((*MAPPED, "--manager", "niave"), "did you mean 'naive'?"),
         ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
+        ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
         ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),

@@ -17,7 +17,18 @@ import typer
 
 from reward_loop import RewardSample, ScoringFunction, load_function
 from reward_loop.cli import app
-from reward_loop.config import BatchConfig, ComponentConfig, Config, GroupConfig, RewardLoopConfig, RewardModelConfig
+from reward_loop.config import (
+    BatchConfig,
+    BudgetConfig,
+    CacheConfig,
+    ComponentConfig,
+    Config,
+    GroupConfig,
+    LimitConfig,
+    RetryConfig,
+    RewardLoopConfig,
+    RewardModelConfig,
+)
 from tests.gsm8k import ROOT
 
 PAGES = {
@@ -50,6 +61,7 @@ TRAINING = [
     (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
 SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "score"]]
+CHECKING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "check"]]
 ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in COMMANDS if "route" in command]
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("benchmarks/")]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
@@ -83,11 +95,13 @@ def test_there_is_something_to_run() -> None:
     assert {page for page, _ in TRAINING} == {"README.md", "docs/verl.md"}
     assert {page for page, _ in SIMULATING} == {"docs/agent.md"}
     assert {page for page, _ in SCORING} == {"README.md", "docs/reward-functions.md"}
+    assert {page for page, _ in CHECKING} == {"README.md", "docs/reward-functions.md"}
     assert {_target(command) for _, command in MAKE} == {"demo", "test"}
 
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
-    tested = [command for _, command in (*TRAINING, *SCORING, *SIMULATING, *BENCHMARKS, *MAKE)]
+    kinds = (*TRAINING, *SCORING, *CHECKING, *SIMULATING, *BENCHMARKS, *MAKE)
+    tested = [["reward-loop", "stuck"], *(command for _, command in kinds)]
     others = [command for _, command in COMMANDS if command not in tested and "route" not in command]
     assert {command[0] for command in others} <= OTHERS
 
@@ -116,6 +130,16 @@ def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     (scored,) = (tmp_path / "rollouts.scored.jsonl").read_text().splitlines()
     assert json.loads(scored)["outcome"] == "scored"
+
+
+@pytest.mark.parametrize(("page", "command"), CHECKING)
+def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
+    write_named("docs/reward-functions.md", tmp_path)
+    (row,) = re.findall(r"^(\{\"output\".*)$", PAGES["docs/reward-functions.md"], flags=re.MULTILINE)
+    (tmp_path / "rollouts.jsonl").write_text(row + "\n")
+    done = run(["-c", MAIN, *command[1:]], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no problems found" in done.stdout
 
 
 @pytest.mark.parametrize(("page", "arguments"), ROUTING)
@@ -214,7 +238,15 @@ def test_the_options_are_those_of_the_code() -> None:
     assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
     component = "reward_loop.components.NAME"
     assert between(functions, f"options {component}") == options(ComponentConfig, component)
+    groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}
+    for name, group in groups.items():
+        assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
+    pytest.importorskip("verl")
+    from reward_loop.verl.options import PipelineOptions
+
+    group = "trainer.v1.reward_pipeline"
+    assert between("docs/verl.md", f"options {group}") == options(PipelineOptions, group)
 
 
 def test_the_moved_keys_are_those_of_the_code() -> None:

@@ -5,11 +5,14 @@ import reward_loop
 
 PUBLIC = [
     "BlockingRewardAgent",
+    "BudgetSpentError",
     "ComputeScore",
     "ConfigError",
     "FunctionLoadError",
     "IncompleteGroupError",
     "InvalidScoreError",
+    "JobServiceError",
+    "LimitError",
     "NaiveRewardLoopManager",
     "Outcome",
     "QueueClosedError",
@@ -32,9 +35,11 @@ PUBLIC = [
     "ServerError",
     "ServerStartError",
     "TooManyFailuresError",
+    "TransientError",
     "UnscoredError",
     "__version__",
     "isolated",
+    "limit",
     "load_function",
     "register",
 ]

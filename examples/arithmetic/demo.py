@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.arithmetic.models import Artifacts, make_models
+from examples.arithmetic.models import Artifacts, Split, make_models
 from examples.arithmetic.report import Report, plot, read_report
 
 HERE = Path(__file__).resolve().parent
@@ -45,17 +45,25 @@ class Settings:
     """How long and how broadly to train."""
 
     steps: int = 30
-    prompts: int = 64
+    prompts: int = 32
     """Problems a step."""
     answers: int = 8
     """Answers to each problem."""
-    mini_batch: int = 16
+    mini_batch: int = 8
     """Problems an update."""
     learning_rate: float = 1e-4
     test_every: int = 5
+    validate: int = 256
+    """Problems of a validation."""
+    validate_on: Split = "held_out"
+    judge_latency: float = 0.0
+    """Seconds that the judge takes longer than it would, on average: about as long as a step's generation."""
+    seed: int = 0
+    engine: str = "transformers"
+    """What serves the reward model."""
 
 
-QUICK = Settings(steps=6, prompts=32, test_every=3)
+QUICK = Settings(steps=8, test_every=8, validate=128)
 
 
 def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> list[str]:
@@ -64,19 +72,24 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
         sys.executable,
         *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
         "algorithm.adv_estimator=grpo",
-        f"data.train_files={artifacts.train_file}",
-        f"data.val_files={artifacts.val_file}",
+        f"data.train_files={artifacts.data['train']}",
+        f"data.val_files={artifacts.data[settings.validate_on]}",
+        f"data.val_max_samples={settings.validate}",
         f"data.train_batch_size={settings.prompts}",
         "data.max_prompt_length=16",
-        "data.max_response_length=6",
+        "data.max_response_length=5",
         f"actor_rollout_ref.model.path={artifacts.policy}",
+        f"data.seed={settings.seed}",
+        f"actor_rollout_ref.rollout.seed={settings.seed}",
         f"actor_rollout_ref.rollout.n={settings.answers}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.mini_batch}",
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
         "reward_model.enable=True",
         f"reward_model.model.path={artifacts.reward_model}",
+        f"reward_model.rollout.name={settings.engine}",
         f"custom_reward_function.path={HERE / 'reward.py'}",
         "custom_reward_function.name=compute_score",
+        f"+custom_reward_function.reward_kwargs.latency_s={settings.judge_latency}",
         f"trainer.total_training_steps={settings.steps}",
         "trainer.total_epochs=1000",
         "trainer.val_before_train=True",
@@ -231,10 +244,24 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     table.add_row("Seconds a step (median)", f"{report.seconds_per_step:.2f}")
     for phase, value in report.seconds_by_phase.items():
         table.add_row(f"  {phase}", f"{value:.2f}")
+    if report.overlap:
+        table.add_row("Judging", _overlap(report.overlap))
     table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
     table.add_row("Written", f"report.json, curves.png, samples, logs in\n{escape(_readable(output))}")
     console.print()
     console.print(table, highlight=False)
+
+
+def _overlap(medians: dict[str, float]) -> str:
+    """How much of the judging was hidden, in as much as the trainer has logged it."""
+    words = []
+    if "hidden_share" in medians:
+        words.append(f"{medians['hidden_share']:.0%} hidden behind generation and training")
+    if "judging_s" in medians:
+        words.append(f"{medians['judging_s']:.2f} s a step")
+    if "waiting_for_rewards_s" in medians:
+        words.append(f"{medians['waiting_for_rewards_s']:.2f} s waited for")
+    return ", ".join(words)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -245,14 +272,32 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=int, metavar="N", help=f"training steps ({Settings.steps}; quick: {QUICK.steps})"
     )
     parser.add_argument(
+        "--judge-latency",
+        type=float,
+        metavar="S",
+        help=f"seconds that the judge takes longer than it would, on average ({Settings.judge_latency:g}); 0: none",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of the training; the models stay the same (0)")
+    parser.add_argument(
+        "--development",
+        action="store_const",
+        const="development",
+        dest="validate_on",
+        help="validate on the problems that settings are chosen by, and not on those that the report is about",
+    )
+    parser.add_argument(
+        "--engine", choices=["transformers", "vllm"], help=f"what serves the reward model ({Settings.engine})"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("outputs/arithmetic"), metavar="DIR", help="default: %(default)s"
     )
     arguments = parser.parse_args(argv)
     if arguments.steps is not None and arguments.steps < 1:
         parser.error("--steps: at least 1")
-    settings = QUICK if arguments.quick else Settings()
-    if arguments.steps is not None:
-        settings = Settings(**vars(settings) | {"steps": arguments.steps})
+    if arguments.judge_latency is not None and not 0 <= arguments.judge_latency < float("inf"):
+        parser.error("--judge-latency: 0 or more seconds")
+    given = {name: value for name, value in vars(arguments).items() if value is not None and hasattr(Settings, name)}
+    settings = replace(QUICK if arguments.quick else Settings(), **given)
     output = arguments.output.resolve()
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)

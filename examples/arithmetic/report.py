@@ -17,6 +17,9 @@ PHASES = {
 }
 """Parts of a step, and verl's names for them. What is left of ``timing_s/step`` is "other"."""
 
+OVERLAP = "reward_pipeline/"
+"""What the trainer mode of that name says about a step begins so."""
+
 OUTCOMES = ("scored", "unscored", "failed")
 
 
@@ -31,6 +34,8 @@ class Step:
     outcomes: dict[str, int]
     reward_seconds: float | None
     """How long a reward took, on average."""
+    overlap: dict[str, float]
+    """What the trainer mode ``reward_pipeline`` logged, by its names for it; empty in other modes."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,13 @@ class Report:
     def seconds_per_step(self) -> float:
         return median(step.seconds for step in self.steps[1:] or self.steps)
 
+    @property
+    def overlap(self) -> dict[str, float]:
+        """What the trainer mode ``reward_pipeline`` logged: medians over the steps, without the first one."""
+        steps = self.steps[1:] or self.steps
+        names = dict.fromkeys(name for step in steps for name in step.overlap)
+        return {name: median(step.overlap[name] for step in steps if name in step.overlap) for name in names}
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "accuracy_before": self.before,
@@ -73,6 +85,7 @@ class Report:
             "rewards": self.outcomes,
             "seconds_per_step": self.seconds_per_step,
             "seconds_by_phase": self.seconds_by_phase,
+            "overlap": self.overlap,
             "steps": [asdict(step) for step in self.steps],
         }
 
@@ -109,6 +122,7 @@ def _step(number: int, metrics: dict[str, Any]) -> Step:
         phases=phases,
         outcomes={name: int(metrics.get(f"reward_loop/{name}", 0)) for name in OUTCOMES},
         reward_seconds=metrics.get("reward_loop/seconds/mean"),
+        overlap={name.removeprefix(OVERLAP): value for name, value in metrics.items() if name.startswith(OVERLAP)},
     )
 
 
@@ -122,14 +136,17 @@ def median(values: Iterable[float]) -> float:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draws accuracy, reward and time by step."""
+    """Draws accuracy, reward and time by step, and, where it was logged, how much of the judging was hidden."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    judged = [step for step in report.steps if "judging_s" in step.overlap]
+    figure = Figure(figsize=(16 if judged else 11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    quality, time = figure.subplots(1, 2)
+    quality, time, *others = figure.subplots(1, 3 if judged else 2)
+    for judging in others:
+        _plot_judging(judging, judged, report.overlap.get("hidden_share"))
 
     numbers = [step.number for step in report.steps]
     quality.plot(numbers, [step.reward for step in report.steps], color="#b0b7c3", label="mean reward in training")
@@ -169,8 +186,21 @@ def plot(report: Report, path: Path) -> None:
     handles, labels = time.get_legend_handles_labels()
     time.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
 
-    for axes in (quality, time):
+    for axes in (quality, time, *others):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.03)
     figure.savefig(path, dpi=150)
+
+
+def _plot_judging(axes: Any, steps: list[Step], hidden_share: float | None) -> None:
+    """What of each step's judging was waited for; the rest was hidden behind generation and training."""
+    judging = [step.overlap["judging_s"] for step in steps]
+    waited = [min(step.overlap["waiting_for_rewards_s"], s) for step, s in zip(steps, judging, strict=True)]
+    numbers = [step.number for step in steps]
+    axes.bar(numbers, waited, color="#a23b72", label="waited for", width=0.8)
+    hidden = [s - w for s, w in zip(judging, waited, strict=True)]
+    axes.bar(numbers, hidden, bottom=waited, color="#d7d9dd", label="hidden", width=0.8)
+    share = "" if hidden_share is None else f": {hidden_share:.0%} hidden (median)"
+    axes.set(title=f"Judging{share}", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.3 * max(judging)))
+    axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=9)

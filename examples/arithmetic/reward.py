@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from typing import Any
 
 import aiohttp
@@ -23,8 +24,12 @@ async def compute_score(
     reward_router_address: str,
     reward_model_tokenizer: Any,
     model: str | None = None,
+    latency_s: float = 0.0,
 ) -> dict[str, float]:
     """How likely the answer is right, in the reward model's view, and whether it consists of digits alone.
+
+    The reward model is small and quick. `latency_s` makes it as slow as a large one: in training, a verdict takes that
+    many seconds longer on average, drawn at random between half of it and one and a half times.
 
     `acc` says whether the answer is the reference's. It is for information: the score does not depend on it. verl makes
     it the headline of a validation.
@@ -33,6 +38,8 @@ async def compute_score(
         {"role": "user", "content": extra_info["question"]},
         {"role": "assistant", "content": solution_str},
     ]
+    if latency_s and extra_info["split"] == "train":
+        await asyncio.sleep(random.uniform(0.5, 1.5) * latency_s)
     logit = await _classify(
         reward_router_address,
         model or await _served_model(reward_router_address),

@@ -106,7 +106,7 @@ async def check(
 
     Raises:
         FunctionLoadError: it cannot be called with what the reward loop provides.
-        ConfigError: there are no samples, some are broken, or there is no such manager.
+        ConfigError: there are no samples, some are broken, or there is no such manager, or it is one of lists.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
@@ -153,6 +153,10 @@ class _Trial:
         config = RewardLoopConfig(max_failed_share=1.0, timeout=timeout, max_threads=concurrency)
         self.function = ScoringFunction(function, reward_kwargs=reward_kwargs, timeout=timeout, max_threads=concurrency)
         cls: Any = get_manager(manager)
+        if getattr(cls, "function_type", ScoringFunction) is not ScoringFunction:
+            raise ConfigError(
+                f"the reward manager {manager!r} takes functions of lists; those of one sample are tried here"
+            )
         self._new_manager = functools.partial(
             cls,
             config=config,
@@ -171,6 +175,8 @@ class _Trial:
         info = dict(reward.get("reward_extra_info") or {})
         outcome = info.pop("reward_outcome", "scored")
         masked = info.pop("reward_masked", False)
+        for key in ("reward_attempts", "reward_wait_seconds"):
+            info.pop(key, None)
         seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
         return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)
 

@@ -67,8 +67,8 @@ async def post(
             timeout=aiohttp.ClientTimeout(total=timeout),
         ) as response:
             data = await response.read()
-    except TimeoutError:
-        raise RequestError(f"{what}: no answer within {timeout:g} s") from None
+    except TimeoutError as error:
+        raise RequestError(f"{what}: no answer within {timeout:g} s") from error
     except aiohttp.InvalidURL as error:
         raise ConfigError(f"{what}: this is no address; `host:port` or a base URL is") from error
     except (aiohttp.ClientError, OSError) as error:

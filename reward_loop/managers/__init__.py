@@ -6,13 +6,13 @@ from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.batch import BatchRewardLoopManager
 from reward_loop.managers.composite import CompositeRewardLoopManager
 from reward_loop.managers.dapo import DAPORewardLoopManager
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.gdpo import GDPORewardLoopManager
 from reward_loop.managers.group import GroupRewardLoopManager
 from reward_loop.managers.naive import NaiveRewardLoopManager
 from reward_loop.managers.prime import PrimeRewardLoopManager
 from reward_loop.managers.registry import get, register
 from reward_loop.managers.remote import RemoteRewardLoopManager
+from reward_loop.scoring.failures import FailureBound
 
 __all__ = [
     "BatchRewardLoopManager",

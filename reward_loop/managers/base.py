@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.managers.failures import FailureBound
+from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
+from reward_loop.scoring.job import failure_bound
+from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch
 
-__all__ = ["RewardLoopManagerBase", "scoring_function", "verl_options"]
+__all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
+
+_SHORT_RESPONSE = 1024
+"""Tokens that a fast tokenizer decodes in less time (about 0.1 ms) than it takes to hand them to a thread."""
+
+_DECODING_THREADS = 2
+"""Decoding holds the interpreter's lock for much of its time: more threads bring nothing."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -60,16 +68,13 @@ class RewardLoopManagerBase:
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
+        self._threads = DaemonThreads(_DECODING_THREADS)
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options)
         self.records = records(self.options.log_dir) if self.options.log_dir else None
         watch(self.options.watchdog_s)
-        self.failures = FailureBound(
-            self.options.max_failed_share,
-            self.options.min_samples_for_failed_share,
-            self.options.failed_share_window,
-        )
+        self.failures = failure_bound(self.options)
 
     async def run_single(self, data: Any) -> Reward:
         """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts.
@@ -100,9 +105,9 @@ class RewardLoopManagerBase:
             return data
         if self.tokenizer is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
-        row = _last_row(data)
+        row = last_row(data)
         ids = _response(data.batch, row.get("response_len"))
-        solution = await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=True)
+        solution = await self._decode(ids)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
         extra_info["num_turns"] = row.get("__num_turns__")
@@ -114,23 +119,29 @@ class RewardLoopManagerBase:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
-        name = [row.get("uid", row.get("index")), row.get("session_id")]
         return RewardSample(
             solution_str=solution,
             data_source=str(row.get("data_source", "")),
             ground_truth=reference.get("ground_truth"),
             extra_info=extra_info,
-            uid="_".join(str(part) for part in name if part is not None) or None,
+            uid=uid_of(row),
             error=error,
             response_length=len(ids),
             group=row.get("uid"),
             group_size=row.get("group_size"),
+            validate=bool(row.get("__validate__", False)),
         )
+
+    async def _decode(self, ids: Any) -> str:
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=True)
+        if len(ids) <= _SHORT_RESPONSE and getattr(self.tokenizer, "is_fast", False):
+            return decode()
+        return await self._threads.run(decode)
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample. While that lasts it is among the calls in work; then its record is written."""
         with Call(sample, self.name) as call:
-            result = await self.score_one(sample)
+            result = check_parts(sample, await self.score_one(sample))
             if self.records is not None:
                 self.records.write(record(call, result))
         return result
@@ -188,15 +199,7 @@ def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **
     kind = getattr(manager, "function_type", ScoringFunction)
     if isinstance(function, kind):
         return function
-    return kind(
-        function,
-        timeout=options.timeout,
-        max_threads=options.max_threads,
-        isolation=options.isolation,
-        max_processes=options.max_processes,
-        max_memory_mb=options.max_memory_mb,
-        **more,
-    )
+    return kind(function, options=options, **more)
 
 
 def verl_options(config: Any, path: str) -> Any:
@@ -217,7 +220,7 @@ def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopC
     return parse(RewardLoopConfig, config, "reward_loop")
 
 
-def _last_row(data: Any) -> dict[str, Any]:
+def last_row(data: Any) -> dict[str, Any]:
     """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
     columns: Mapping[str, Any] = data.non_tensor_batch
     if data.batch["responses"].ndim == 1:
@@ -241,3 +244,9 @@ def _response(batch: Any, length: int | None) -> Any:
     if length is None:
         length = int(mask[-width:].sum()) if width else 0
     return responses[: int(length)]
+
+
+def uid_of(row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row of verl's, for messages and logs."""
+    name = [row.get("uid", row.get("index")), row.get("session_id")]
+    return "_".join(str(part) for part in name if part is not None) or None

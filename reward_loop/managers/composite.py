@@ -6,13 +6,15 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from reward_loop._text import listing
 from reward_loop.config import ComponentConfig, RewardLoopConfig
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.failures import FailureBound
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
-from reward_loop.types import Outcome, Policy, RewardResult, RewardSample
+from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.scoring.failures import FailureBound
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
 
@@ -35,6 +37,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             raise ConfigError(
                 "the manager `composite` needs reward_loop.components: a name for each reward, and at least its `path`"
             )
+        if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
+            raise ConfigError(f"reward_loop.components: {listing(taken)} is a name of another meaning: rename it")
         self._components = {
             name: _Component(name, component, self.options, self.function)
             for name, component in self.options.components.items()
@@ -60,6 +64,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if result is None:
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
                 continue
+            if PART_KEYS & result.extra_info.keys():
+                result = _without_place(sample, name, result)
             component.failures.count(result)
             score, policy = component.settle(result)
             logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
@@ -87,6 +93,12 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                     if score is None or score < component.config.gate:
                         break
         return {name: call.result() for name, call in calls.items()}
+
+
+def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
+    keys = listing(PART_KEYS & result.extra_info.keys())
+    problem = f"{describe(sample)}: reward_loop.components.{name} returned {keys}; a sum has no place for parts"
+    return ended_badly(InvalidScoreError(problem), result.seconds)
 
 
 class _Component:

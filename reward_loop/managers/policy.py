@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import BudgetSpentError
 from reward_loop.types import Outcome, Reward, RewardResult
 
 __all__ = ["apply_policy"]
@@ -12,15 +13,17 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """Turn a result into what ``run_single`` returns.
 
     ``reward_extra_info`` holds what the function returned, and for every sample ``reward_outcome``,
-    ``reward_masked``, ``reward_seconds`` and ``reward_error``.
+    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_attempts`` and ``reward_error``.
 
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
     """
     score, masked = result.score, False
     if score is None:
-        policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-        if policy == "raise" and result.exception is not None:
+        policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+        if isinstance(result.exception, BudgetSpentError):
+            policy = options.budget.at_cap
+        if policy in ("raise", "stop") and result.exception is not None:
             raise result.exception
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
@@ -31,6 +34,8 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             "reward_outcome": str(result.outcome),
             "reward_masked": masked,
             "reward_seconds": result.seconds,
+            "reward_wait_seconds": result.wait_seconds,
+            "reward_attempts": result.attempts,
             "reward_error": result.error or "",
         },
     }

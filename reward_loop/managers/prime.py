@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from reward_loop.managers.base import verl_options
 from reward_loop.managers.naive import NaiveRewardLoopManager
 from reward_loop.managers.registry import register
-from reward_loop.managers.remote import reward_workers
 
 __all__ = ["PrimeRewardLoopManager"]
 
@@ -25,5 +25,5 @@ class PrimeRewardLoopManager(NaiveRewardLoopManager):
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if self.function is not None:
-            share = max(1, _PROCESSES // (reward_workers(config) or 1))
+            share = max(1, _PROCESSES // (verl_options(config, "reward.num_workers") or 1))
             self.function.isolate(self.options.max_processes or share, self.options.max_memory_mb)

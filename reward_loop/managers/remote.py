@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from reward_loop.managers.base import verl_options
 from reward_loop.managers.naive import NaiveRewardLoopManager
 from reward_loop.managers.registry import register
 
-__all__ = ["RemoteRewardLoopManager", "reward_workers"]
+__all__ = ["RemoteRewardLoopManager"]
 
 
 @register("remote")
@@ -22,11 +22,5 @@ class RemoteRewardLoopManager(NaiveRewardLoopManager):
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if self.function is not None:
-            processes = self.options.max_processes or reward_workers(config)
+            processes = self.options.max_processes or verl_options(config, "reward.num_workers")
             self.function.isolate(processes, self.options.max_memory_mb)
-
-
-def reward_workers(config: Any) -> int | None:
-    """Return verl's ``reward.num_workers``, where ``config`` is verl's whole configuration."""
-    reward = config.get("reward") if isinstance(config, Mapping) else None
-    return reward.get("num_workers") if isinstance(reward, Mapping) else None

@@ -1,4 +1,4 @@
-"""``python -m reward_loop.router --worker http://host:port ...``: the router, as the manager runs it."""
+"""``python -m reward_loop.router --worker '{"url": "http://host:port"}' ...``: the router, as the manager runs it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+
+import orjson
 
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
@@ -19,7 +21,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until SIGTERM; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.router", description=__doc__)
-    parser.add_argument("--worker", action="append", required=True, metavar="URL", help="a server; may be repeated")
+    parser.add_argument(
+        "--worker", action="append", default=[], metavar="JSON", help="a server, as a WorkerConfig; may be repeated"
+    )
     parser.add_argument(
         "--request-timeout",
         type=float,
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         config = parse(RouterConfig, options, "router")
-        workers = [parse(WorkerConfig, {"url": url}, "--worker") for url in args.worker]
+        workers = [parse(WorkerConfig, orjson.loads(worker), "--worker") for worker in args.worker]
         run_router(workers, config, serving.open_listener(args))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None

@@ -23,6 +23,7 @@ CONTROL_PATHS = OPEN_PATHS | {
     "/workers/bury",
     "/workers/retire",
     "/workers/drain",
+    "/workers/sleep",
     "/workers/resume",
 }
 """All other paths belong to the servers."""
@@ -74,6 +75,12 @@ def control_plane(pool: Callable[[], WorkerPool], proxy: Callable[[], Proxy]) ->
     async def drain(url: str) -> dict[str, Any]:
         worker = find(url)
         pool().drain(worker)
+        return _shown(worker)
+
+    @app.post("/workers/sleep")
+    async def sleep(url: str) -> dict[str, Any]:
+        worker = find(url)
+        await pool().sleep(worker)
         return _shown(worker)
 
     @app.post("/workers/resume")

@@ -12,45 +12,79 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
+import orjson
 
-from reward_loop.config import RewardModelConfig
-from reward_loop.errors import ConfigError
+from reward_loop.config import RewardModelConfig, ServedModelConfig
+from reward_loop.errors import ConfigError, ServerError
 from reward_loop.router.background import in_background
-from reward_loop.router.servers import transformers
-from reward_loop.router.servers.checkpoint import model_kind
-from reward_loop.router.servers.process import ServerProcess, listen, url_of
-from reward_loop.router.supervisor import RestartPolicy, Supervisor
+from reward_loop.router.config import WorkerConfig
+from reward_loop.router.servers.engine import Engine
+from reward_loop.router.servers.gpus import GpuShares
+from reward_loop.router.servers.models import ENGINES, served_models
+from reward_loop.router.servers.process import ServerProcess
+from reward_loop.router.sockets import listen, reserve, url_of
+from reward_loop.router.supervisor import RestartPolicy, Server, Supervisor
 
 __all__ = ["RewardModelManager", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
-_STARTS_AT_A_TIME = 2
+_HOST = "127.0.0.1"
 _ROUTER_ANSWERS_WITHIN_S = 2.0
+_SLEEPS_WITHIN_S = 120.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A server as the router knows it."""
+
+    model: ServedModelConfig
+    url: str | None
+    """``None`` until it is known where the server runs."""
+    asleep: bool = False
+    lost: str | None = None
+    """Why it was given up."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """``None`` for a server that someone else runs."""
+        return ENGINES.get(self.model.engine)
+
+    def config(self) -> WorkerConfig:
+        """What the router is told."""
+        return WorkerConfig(
+            url=self.url or "",
+            models=(self.model.served_model_name,) if self.model.served_model_name else (),
+            kind=None if self.model.kind == "auto" else self.model.kind,
+            engine=self.model.engine,
+            health_path=self.engine.health_path if self.engine else "/health",
+        )
 
 
 class RewardModelManager:
-    """Runs a reward model's servers and their router, each in a process of its own, while the context is open.
+    """Runs reward models' servers and their router, each in a process of its own, while the context is open.
 
         async with RewardModelManager(RewardModelConfig(model_path="...")) as models:
             address = models.reward_router_address
 
-    On entry, it waits until all of them are ready. A process that dies is started again at the same address, with
-    growing pauses; requests meanwhile go to the other servers, or wait. One that dies more than `max_restarts` times
-    within `restart_window_s` is given up, with an error in the log. On exit no process is left, nor is one left when
-    this process is killed.
+    On entry, it waits until all of them are ready. A process that dies is started again, at the same address unless it
+    runs in Ray, with growing pauses; requests meanwhile go to the other servers, or wait. One that dies more than
+    `max_restarts` times within `restart_window_s` is given up, with an error in the log. On exit no process is left,
+    nor is one left when this process is killed.
 
     Entry and exit must happen in the same task. Synchronous programs use
     :func:`serve_reward_model`.
 
     Entering raises:
-        ConfigError: there is no model at `model_path`, its kind is not the configured one, or the port is in use.
+        ConfigError: there is no model at `model_path`, its kind is not the configured one, an option is not the
+            engine's, the port is in use, or there are too few GPUs.
         ServerStartError: a server or the router did not become ready; the message shows the end of its log.
     """
 
@@ -59,9 +93,9 @@ class RewardModelManager:
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._runs: list[asyncio.Task[None]] = []
-        self._listeners = ExitStack()
+        self._resources = ExitStack()
         self._router_url = ""
-        self._lost: dict[str, str] = {}
+        self._workers: list[_Worker] = []
 
     @property
     def reward_router_address(self) -> str:
@@ -73,15 +107,16 @@ class RewardModelManager:
         return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
 
     async def __aenter__(self) -> Self:
-        self._check()
+        models = served_models(self._config)
         try:
             self._tasks = await asyncio.TaskGroup().__aenter__()
-            self._start()
+            self._start(models)
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
         except BaseException:
             await self.stop()
             raise
-        logger.info("reward model %s is ready at %s", self._config.model_path, self.reward_router_address)
+        names = ", ".join(model.served_model_name or str(model.urls) for model in models)
+        logger.info("reward model %s is ready at %s", names, self.reward_router_address)
         return self
 
     async def __aexit__(
@@ -98,100 +133,247 @@ class RewardModelManager:
                     run.cancel()
                 await tasks.__aexit__(None, None, None)
         finally:
-            self._listeners.close()
+            self._resources.close()
 
-    def _check(self) -> None:
-        kind = model_kind(self._config.model_path, "model_path")
-        if self._config.kind not in ("auto", kind):
-            raise ConfigError(f"kind={self._config.kind!r}: the model in {self._config.model_path!r} is {kind}")
+    async def sleep(self) -> None:
+        """Frees the GPUs' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
 
-    def _start(self) -> None:
+        Servers that hold no GPU memory, or that someone else runs, only get no requests.
+
+        Raises:
+            ConfigError: a model of vLLM or SGLang is served without `enable_sleep_mode`.
+            ServerError: the router or a server did not do it.
+        """
+        for worker in self._workers:
+            if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
+                raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
+        await asyncio.gather(*map(self._put_to_sleep, self._workers))
+
+    async def wake(self) -> None:
+        """Takes the memory again; the router then sends the requests that have waited.
+
+        Raises:
+            ServerError: a server did not do it.
+        """
+        await asyncio.gather(*map(self._wake, self._workers))
+
+    async def _put_to_sleep(self, worker: _Worker) -> None:
+        if worker.url is None or worker.lost:
+            return
+        worker.asleep = True
+        await self._post(self._router_url, f"/workers/sleep?url={quote(worker.url)}", router=True)
+        if worker.engine and worker.engine.sleep_path:
+            await self._post(worker.url, worker.engine.sleep_path)
+
+    async def _wake(self, worker: _Worker) -> None:
+        if worker.url is None or worker.lost:
+            return
+        worker.asleep = False
+        if worker.engine and worker.engine.wake_path:
+            await self._post(worker.url, worker.engine.wake_path)
+        await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
+
+    def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
         log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="reward_loop-"))
         log_dir.mkdir(parents=True, exist_ok=True)
-        logger.info("starting %d reward model server(s); logs are in %s", config.replicas, log_dir)
+        count = sum(model.replicas for model in models if model.engine != "external")
+        logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
         router = self._listen(config.host, config.router_port)
-        servers = [self._listen("127.0.0.1") for _ in range(config.replicas)]
         self._router_url = url_of(router)
-        process = functools.partial(ServerProcess, start_timeout_s=config.start_timeout_s)
-        starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
-        for number, listener in enumerate(servers, 1):
-            self._supervise(
-                f"server {number}",
-                functools.partial(
-                    process,
-                    f"reward model server {number}/{config.replicas}",
-                    transformers.command(config),
-                    listener=listener,
-                    env=transformers.environment(config),
-                    log_path=log_dir / f"server-{number}.log",
-                ),
-                starts=starts,
-                on_down=functools.partial(self._tell_router, "bury", url_of(listener)),
-                on_lost=functools.partial(self._lose_server, listener, url_of(listener)),
-            )
+        starts = asyncio.Semaphore(config.starts_at_a_time)
+        launch = self._in_ray() if config.placement == "ray" else self._beside_us(log_dir)
+        for model in models:
+            if model.engine == "external":
+                self._workers += [_Worker(model, url) for url in model.urls]
+                continue
+            for number, (url, new_process, close) in enumerate(launch(model), 1):
+                role = f"server {len(self._supervisors) + 1}"
+                of = f" of {model.served_model_name}" if len(models) > 1 else ""
+                worker = _Worker(model, url)
+                self._workers.append(worker)
+                self._supervise(
+                    role,
+                    functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
+                    starts=starts,
+                    on_up=functools.partial(self._server_is_up, worker),
+                    on_down=functools.partial(self._tell_router, "bury", worker),
+                    on_lost=functools.partial(self._lose_server, worker, close),
+                )
         self._supervise(
             "router",
-            functools.partial(
-                process,
+            lambda: ServerProcess(
                 "reward router",
-                self._router_command([url_of(listener) for listener in servers]),
-                listener=router,
+                self._router_command(),
+                bound=router,
                 log_path=log_dir / "router.log",
                 # Its health is that of the servers, which are still to come.
                 health_path="/live",
+                start_timeout_s=config.start_timeout_s,
             ),
             starts=asyncio.Semaphore(),
-            on_up=self._tell_lost,
+            on_up=self._tell_what_is_known,
             on_lost=functools.partial(self._lose_router, router),
         )
 
-    def _supervise(self, role: str, new_process: Callable[[], ServerProcess], **options: Any) -> None:
+    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> None:
         assert self._tasks is not None
         policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
         supervisor = Supervisor(new_process, policy, **options)
         self._supervisors[role] = supervisor
         self._runs.append(self._tasks.create_task(supervisor.run(), name=f"supervise {role}"))
 
-    async def _lose_server(self, listener: socket.socket, url: str, reason: str) -> None:
+    # Where servers run
+
+    def _beside_us(self, log_dir: Path) -> _Launch:
+        shares = GpuShares()
+
+        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+            engine = ENGINES[model.engine]
+            name = str(model.served_model_name)
+            for gpus in shares.share(engine.gpus(model), model.replicas, model.env, name):
+                bound = self._resources.enter_context(listen(_HOST) if engine.inherits_socket else reserve(_HOST))
+
+                def new_process(
+                    name: str, role: str, bound: socket.socket = bound, gpus: dict[str, str] = gpus
+                ) -> ServerProcess:
+                    return ServerProcess(
+                        name,
+                        engine.command(model, *bound.getsockname()[:2]),
+                        bound=bound,
+                        env=engine.environment(model) | gpus,
+                        log_path=log_dir / f"{role.replace(' ', '-')}.log",
+                        health_path=engine.health_path,
+                        start_timeout_s=model.start_timeout_s,
+                    )
+
+                yield url_of(bound), new_process, bound.close
+
+        return launch
+
+    def _in_ray(self) -> _Launch:
+        # Ray is imported for those alone who use it.
+        from reward_loop.router.servers.ray_server import GpuReservation, RayServer
+
+        reservation = GpuReservation()
+        self._resources.callback(reservation.release)
+
+        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+            engine = ENGINES[model.engine]
+            gpus = engine.gpus(model)
+            for _ in range(model.replicas):
+                group = reservation.reserve(gpus, model.threads)
+
+                def new_process(name: str, role: str, group: Any = group) -> Server:
+                    return RayServer(
+                        name,
+                        functools.partial(engine.command, model),
+                        inherits_socket=engine.inherits_socket,
+                        group=group,
+                        gpus=gpus,
+                        cpus=model.threads,
+                        env=engine.environment(model),
+                        health_path=engine.health_path,
+                        start_timeout_s=model.start_timeout_s,
+                    )
+
+                yield None, new_process, lambda: None
+
+        return launch
+
+    # What happens to them
+
+    async def _server_is_up(self, worker: _Worker, url: str) -> None:
+        if worker.asleep and worker.engine and worker.engine.sleep_path:
+            await self._post(url, worker.engine.sleep_path)
+        if url == worker.url:
+            return
+        before, worker.url = worker.url, url
+        await asyncio.shield(self._supervisors["router"].started)
+        await self._tell_router("add", worker)
+        if worker.asleep:
+            await self._tell_router("sleep", worker)
+        if before:
+            await self._ask_router("DELETE", f"/workers?url={quote(before)}")
+
+    async def _lose_server(self, worker: _Worker, close: Callable[[], None], reason: str) -> None:
         # Resets the connections in its backlog, so that the router sends those requests elsewhere.
-        listener.close()
-        self._lost[url] = reason
-        await self._tell_router("retire", url, reason)
+        close()
+        worker.lost = reason
+        await self._tell_router("retire", worker, reason)
 
     async def _lose_router(self, listener: socket.socket, reason: str) -> None:
         listener.close()
 
-    async def _tell_lost(self) -> None:
+    async def _tell_what_is_known(self, _: str) -> None:
         """Tells a new router what the one before it knew."""
-        for url, reason in self._lost.items():
-            await self._tell_router("retire", url, reason)
+        for worker in self._workers:
+            if worker.lost:
+                await self._tell_router("retire", worker, worker.lost)
+            elif worker.asleep:
+                await self._tell_router("sleep", worker)
 
-    async def _tell_router(self, action: str, url: str, reason: str) -> None:
+    async def _tell_router(self, action: str, worker: _Worker, reason: str = "") -> None:
+        if worker.url is None:
+            return
+        if action == "add":
+            await self._ask_router("POST", "/workers", worker.config())
+        else:
+            query = urlencode({"url": worker.url, "reason": reason} if reason else {"url": worker.url})
+            await self._ask_router("POST", f"/workers/{action}?{query}")
+
+    async def _ask_router(self, method: str, path: str, body: WorkerConfig | None = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
         try:
-            key = os.environ.get("REWARD_LOOP_API_KEY")
-            headers = {"Authorization": f"Bearer {key}"} if key else None
             async with aiohttp.ClientSession(
-                self._router_url, timeout=timeout, headers=headers, raise_for_status=True
+                self._router_url, timeout=timeout, headers=_credentials(), raise_for_status=True
             ) as session:
-                await session.post(f"/workers/{action}", params={"url": url, "reason": reason})
+                await session.request(method, path, json=body and body.model_dump())
         # A router that is away finds out by itself, or is told when it is back.
         except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("the router was not told to %s %s: %r", action, url, error)
+            logger.warning("the router was not told to %s %s: %r", method, path, error)
+
+    async def _post(self, url: str, path: str, *, router: bool = False) -> None:
+        # The requests in work are finished first.
+        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s + _SLEEPS_WITHIN_S)
+        try:
+            async with (
+                aiohttp.ClientSession(url, timeout=timeout, headers=_credentials() if router else None) as session,
+                session.post(path, json={}) as response,
+            ):
+                if response.status >= 400:
+                    raise ServerError(f"{url}{path} was answered with {response.status}: {await response.text()}")
+        except aiohttp.ClientConnectorError as error:
+            # A server that is down is told when it is back.
+            logger.warning("%s%s: %r", url, path, error)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerError(f"{url}{path} was not answered: {error!r}") from error
 
     def _listen(self, host: str, port: int | None = None) -> socket.socket:
         try:
-            return self._listeners.enter_context(listen(host, port or 0))
+            return self._resources.enter_context(listen(host, port or 0))
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port:
                 raise ConfigError(f"router_port={port}: the port is in use on {host}; choose another one") from error
             raise ConfigError(f"host={host!r}, router_port={port}: cannot listen there: {error}") from error
 
-    def _router_command(self, workers: list[str]) -> list[str]:
+    def _router_command(self) -> list[str]:
+        workers = [worker.config().model_dump() for worker in self._workers if worker.url]
+        options = [option for worker in workers for option in ("--worker", orjson.dumps(worker).decode())]
         timeout = str(self._config.request_timeout_s)
-        options = [option for url in workers for option in ("--worker", url)]
         return [sys.executable, "-m", "reward_loop.router", "--request-timeout", timeout, *options]
+
+
+_Place = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
+"""A server's URL, if it is known before it runs; what makes its next run, from a name and a role; and what gives up its
+address."""
+
+_Launch = Callable[[ServedModelConfig], Iterator[_Place]]
+
+
+def _credentials() -> dict[str, str] | None:
+    key = os.environ.get("REWARD_LOOP_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else None
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class WorkerState(StrEnum):
     """In use."""
     DRAINING = "draining"
     """Gets no new requests, and finishes those that it has."""
+    ASLEEP = "asleep"
+    """Its engine sleeps, because its owner wants it to: requests for it wait."""
     RETIRED = "retired"
     """Never to be used again."""
 
@@ -86,6 +88,8 @@ class Worker:
     """It asked for a pause until then (monotonic)."""
     trial_until: float = 0.0
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an asleep server has finished its last request."""
 
     @property
     def url(self) -> str:
@@ -284,9 +288,19 @@ class WorkerPool:
             self._stop_watching(worker)
             self._set_state(worker, WorkerState.DRAINING)
 
+    async def sleep(self, worker: Worker) -> None:
+        """Gives it no new requests until it is resumed, and waits until those that it has are finished."""
+        if worker.state is not WorkerState.RETIRED:
+            logger.info("worker %s is to sleep", worker.url)
+            self._stop_watching(worker)
+            self._set_state(worker, WorkerState.ASLEEP)
+            worker.idle.clear()
+            if worker.in_flight:
+                await worker.idle.wait()
+
     def resume(self, worker: Worker) -> None:
-        """Takes a drained server, or a retired one, into use again once it is well."""
-        if worker.state in (WorkerState.DRAINING, WorkerState.RETIRED):
+        """Takes a drained, sleeping or retired server into use again once it is well."""
+        if worker.state in (WorkerState.DRAINING, WorkerState.ASLEEP, WorkerState.RETIRED):
             worker.relapses = 0
             self._set_state(worker, WorkerState.DOWN)
             self._watch(worker)

@@ -175,6 +175,8 @@ class Proxy:
                     raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
             finally:
                 worker.in_flight -= 1
+                if not worker.in_flight and worker.state is WorkerState.ASLEEP:
+                    worker.idle.set()
                 if status:
                     worker.stats.count(status, loop.time() - began)
             worker.stats.retries += 1

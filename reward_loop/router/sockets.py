@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-__all__ = ["is_loopback", "listen", "url_of"]
+__all__ = ["is_loopback", "listen", "reserve", "url_of"]
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -16,6 +16,26 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=4096)
+
+
+def reserve(host: str) -> socket.socket:
+    """A socket that keeps a free port of ``host`` for a program that will bind it by itself.
+
+    It never listens. While it is open, the kernel gives the port to nobody who asks for any; who names it, and has
+    ``SO_REUSEADDR`` or ``SO_REUSEPORT`` as servers do, can bind it and listen, again and again.
+
+    Raises:
+        OSError: the host cannot be bound.
+    """
+    reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.bind((host, 0))
+    except OSError:
+        reservation.close()
+        raise
+    return reservation
 
 
 def url_of(listener: socket.socket) -> str:

@@ -7,18 +7,36 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from reward_loop.errors import ServerError, ServerStartError
-from reward_loop.router.servers.process import ServerProcess
+from reward_loop.errors import ServerDiedError, ServerError
 
-__all__ = ["RestartPolicy", "Supervisor"]
+__all__ = ["RestartPolicy", "Server", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+
+
+class Server(AbstractAsyncContextManager[Any, None], Protocol):
+    """One run of a server: a ``ServerProcess``, or one elsewhere."""
+
+    name: str
+    started_in_s: float | None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``, once it has been entered."""
+
+    async def wait(self) -> ServerDiedError:
+        """Waits until it ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +59,30 @@ class Supervisor:
         new_process: makes the next run of the server.
         policy: when to give up.
         starts: how many servers may be starting at a time.
-        on_up: awaited whenever the server has become ready.
+        on_up: awaited with its URL whenever the server has become ready.
         on_down: awaited with the reason whenever it has died and will be started again.
         on_lost: awaited with the reason when it is given up.
     """
 
     def __init__(
         self,
-        new_process: Callable[[], ServerProcess],
+        new_process: Callable[[], Server],
         policy: RestartPolicy,
         *,
         starts: asyncio.Semaphore,
-        on_up: Callable[[], Awaitable[None]] = _nothing,
+        on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
     ) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server is ready for the first time, or raises the ServerStartError of its first start."""
+        """Done when the server is ready for the first time, or raises the ServerError of its first start."""
         self._new_process = new_process
         self._policy = policy
         self._starts = starts
         self._on_up = on_up
         self._on_down = on_down
         self._on_lost = on_lost
-        self._process: ServerProcess | None = None
+        self._process: Server | None = None
 
     @property
     def pid(self) -> int | None:
@@ -77,7 +95,8 @@ class Supervisor:
         while True:
             try:
                 error = await self._live()
-            except ServerStartError as failed:
+            # Of the start, or of what is to be done when it has started.
+            except ServerError as failed:
                 if not self.started.done():
                     self.started.set_exception(failed)
                     return
@@ -102,9 +121,10 @@ class Supervisor:
         try:
             async with AsyncExitStack() as stack:
                 async with self._starts:
-                    process = await stack.enter_async_context(self._process)
+                    process = self._process
+                    await stack.enter_async_context(process)
                 logger.info("%s ready in %.1f s", process.name, process.started_in_s)
-                await self._on_up()
+                await self._on_up(process.url)
                 if not self.started.done():
                     self.started.set_result(None)
                 return await process.wait()

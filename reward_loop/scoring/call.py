@@ -10,20 +10,29 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
+    BudgetSpentError,
     InvalidScoreError,
+    JobServiceError,
+    LimitError,
     RewardCrashedError,
     RewardFunctionError,
     RewardTimeoutError,
     ScoringError,
     UnscoredError,
 )
+from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.ended import Call, Ended, describe_exception
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
+from reward_loop.scoring.job import DEFAULT, Job, job_of
+from reward_loop.scoring.limit import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.processes import WorkerProcesses
+from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
+from reward_loop.scoring.transient import is_refusal, is_transient, retry_after
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["ScoringFunction"]
@@ -49,6 +58,7 @@ class ScoringFunction:
         isolation: Literal["thread", "process"] = "thread",
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
+        options: RewardLoopConfig | None = None,
     ) -> None:
         """Read the signature.
 
@@ -61,17 +71,30 @@ class ScoringFunction:
             isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
             max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
             max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
+            options: these five options, and limits, retries, cache and budget beside them.
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
         """
+        if options is None:
+            options = RewardLoopConfig(
+                timeout=timeout,
+                max_threads=max_threads,
+                isolation=isolation,
+                max_processes=max_processes,
+                max_memory_mb=max_memory_mb,
+            )
+        self._options = options
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
-        self._threads = DaemonThreads(max_threads)
+        self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
-        if is_isolated(self._target) or (isolation == "process" and not self._target.is_async):
-            self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
+        if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
+            self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
         self._abandoned: set[asyncio.Future[Any]] = set()
-        self.timeout = timeout
+        self._retry = Retry(options.retry)
+        self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
+        self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
+        self.timeout = options.timeout
 
     @property
     def name(self) -> str:
@@ -99,7 +122,10 @@ class ScoringFunction:
         return self._target.log is not None
 
     def __repr__(self) -> str:
-        return f"ScoringFunction({self.name}, {'async' if self.is_async else 'sync'}, timeout={self.timeout})"
+        where = "async" if self.is_async else "sync"
+        if isinstance(self._executor, WorkerProcesses):
+            where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
+        return f"ScoringFunction({self.name}, {where}, timeout={self.timeout})"
 
     def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
         """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
@@ -122,24 +148,46 @@ class ScoringFunction:
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
     ) -> RewardResult:
-        """Score one sample."""
+        """Score one sample.
+
+        Raises:
+            JobServiceError: the service that keeps the limits of all workers cannot be reached.
+            ConfigError: the file of the cache cannot be used.
+        """
         if sample.error is not None:
-            return ended_badly(ScoringError(f"{describe(sample)}: {sample.error}"))
+            return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
+        arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
+        share = "validate" if sample.validate else "train"
+        if self._cache is None:
+            return self._result(sample, await self._call(arguments, share))
+        key = self._cache.key(arguments)
+        known = await self._cache.get(key)
+        if known is not None:
+            return RewardResult(Outcome.SCORED, *known, attempts=0)
+        result = self._result(sample, await self._cache.once(key, lambda: self._call(arguments, share)))
+        if result.score is not None:
+            await self._cache.put(key, result.score, result.extra_info)
+        return result
+
+    def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
         where = f"{describe(sample)}: {self.name}"
-        try:
-            ended = await self._run(self._arguments(sample, reward_router_address, reward_model_tokenizer))
-        except TimeoutError as error:
-            assert self.timeout is not None
-            message = f"{where} ran past its deadline of {self.timeout:g} s{error}"
-            return ended_badly(RewardTimeoutError(message), self.timeout)
-        except RewardCrashedError as error:
-            return ended_badly(RewardCrashedError(f"{where} {error}"))
-        if ended.exception is not None or ended.described:
+        if isinstance(ended.exception, JobServiceError):
+            raise ended.exception
+        if ended.cut_short is not None:
+            result = ended_badly(type(ended.cut_short)(f"{where} {ended.cut_short}"), ended.seconds)
+            if isinstance(ended.cut_short, BudgetSpentError):
+                result = replace(result, outcome=Outcome.UNSCORED)
+        elif ended.exception is not None or ended.described:
             what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
-            failure = RewardFunctionError(f"{where} {what}")
+            again = f"was called {ended.attempts} times, and at last " if ended.attempts > 1 else ""
+            failure = RewardFunctionError(f"{where} {again}{what}")
             failure.__cause__ = ended.exception
-            return ended_badly(failure, ended.seconds)
-        return to_result(ended.value, where, ended.seconds)
+            result = ended_badly(failure, ended.seconds)
+        else:
+            result = to_result(ended.value, where, ended.seconds)
+        if ended.attempts == 1 and not ended.waited:
+            return result
+        return replace(result, attempts=ended.attempts, wait_seconds=ended.waited)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -199,18 +247,93 @@ class ScoringFunction:
             arguments["reward_model_tokenizer"] = tokenizer
         return arguments
 
-    async def _run(self, arguments: dict[str, Any]) -> Ended:
-        """Run the function; only a deadline that has passed raises `TimeoutError`, the function's own is data."""
-        if self._target.is_async:
-            return await self._within(_await(lambda: self._target.call(**arguments)), self.timeout)
-        ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
-        if ended.exception is not None or not inspect.isawaitable(ended.value):
-            return ended
-        left = None if self.timeout is None else max(0.0, self.timeout - ended.seconds)
-        awaited = await self._within(_await(lambda: ended.value), left)
-        return replace(awaited, seconds=ended.seconds + awaited.seconds)
+    def _job_here(self) -> Job:
+        loop = asyncio.get_running_loop()
+        if self._job is None or self._job[0] is not loop:
+            self._job = (loop, job_of(self._options))
+        return self._job[1]
 
-    async def _within(self, call: Coroutine[Any, Any, Ended], timeout: float | None) -> Ended:
+    async def _call(self, arguments: dict[str, Any], share: str) -> Ended:
+        """Call the function, and again while it fails in a way that may pass."""
+        job = self._job_here()
+        started = time.monotonic()
+        ended = await self._attempt(job, arguments, share)
+        if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
+            tries = [ended]
+
+            async def attempt() -> Ended:
+                tries.append(await self._attempt(job, arguments, share))
+                return tries[-1]
+
+            elapsed = time.monotonic() - started
+            ended = await self._retry.again(ended, attempt, lambda one: one.exception, elapsed)
+            ended.attempts = sum(one.attempts for one in tries)
+            ended.seconds = sum(one.seconds for one in tries)
+            ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
+        return ended
+
+    async def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Ended:
+        """Call the function once, within the limit that holds for every call."""
+        if job.spent is not None:
+            return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
+        limits = CallLimits(job, share, asyncio.get_running_loop())
+        if DEFAULT not in job.limited:
+            return await self._run(arguments, limits)
+        limits.begin_wait()
+        try:
+            place = await job.enter(DEFAULT, 0, share)
+        except LimitError as error:
+            return _not_called(LimitError(f"was not called: {error}"))
+        finally:
+            limits.end_wait()
+        queued = limits.waited(time.monotonic())
+        limits = CallLimits(job, share, limits.loop)
+        failure: BaseException | None = None
+        try:
+            ended = await self._run(arguments, limits)
+            failure = ended.exception
+        finally:
+            if failure is not None and is_refusal(failure):
+                place.leave(True, retry_after(failure))
+            else:
+                place.leave()
+        ended.waited += queued
+        return ended
+
+    async def _run(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
+        """Run the function. Whatever it does, and a deadline that has passed, is data."""
+        token = current_limits.set(limits)
+        try:
+            if self._target.is_async:
+                ended = await self._within(_await(lambda: self._target.call(**arguments)), self.timeout, limits)
+            elif self._executor is self._threads:
+                ended = await self._threads.run(Call(self._target.call, (), arguments), self.timeout, limits.waited)
+            else:
+                ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
+            if not self._target.is_async and ended.exception is None and inspect.isawaitable(ended.value):
+                value, seconds = ended.value, ended.seconds
+                left = None if self.timeout is None else max(0.0, self.timeout - seconds)
+                ended = await self._within(_await(lambda: value), left, limits)
+                ended.seconds += seconds
+        except TimeoutError as error:
+            assert self.timeout is not None
+            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
+            return Ended(None, None, self.timeout, cut_short=late, waited=limits.waited(time.monotonic()))
+        except RewardCrashedError as error:
+            return Ended(None, None, 0.0, cut_short=error)
+        finally:
+            current_limits.reset(token)
+            if limits.leases:
+                limits.release()
+        waited = limits.waited(time.monotonic())
+        if waited:
+            ended.waited = waited
+            ended.seconds = max(0.0, ended.seconds - waited)
+        return ended
+
+    async def _within(
+        self, call: Coroutine[Any, Any, Ended], timeout: float | None, limits: CallLimits | None = None
+    ) -> Ended:
         # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
         # at its deadline, and the sample still ends.
         # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
@@ -220,8 +343,17 @@ class ScoringFunction:
         wake = functools.partial(_wake, waiter)
         task.add_done_callback(wake)
         timer = None if timeout is None else loop.call_later(timeout, wake)
+        granted = 0.0
         try:
             await waiter
+            # Time spent waiting for a limit is given back, as often as it takes.
+            while limits is not None and not task.done() and (waited := limits.waited(time.monotonic())) > granted:
+                waiter = loop.create_future()
+                wake = functools.partial(_wake, waiter)
+                task.add_done_callback(wake)
+                timer = loop.call_later(waited - granted, wake)
+                granted = waited
+                await waiter
         finally:
             if timer is not None:
                 timer.cancel()
@@ -254,6 +386,10 @@ async def _await(start: Callable[[], Any]) -> Ended:
             raise
         exception = error
     return Ended(value, exception, time.perf_counter() - started)
+
+
+def _not_called(reason: ScoringError) -> Ended:
+    return Ended(None, None, 0.0, attempts=0, cut_short=reason)
 
 
 def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:

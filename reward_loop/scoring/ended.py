@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop.errors import ScoringError
+
 __all__ = ["Call", "Ended", "describe_exception"]
 
 _TRACEBACK_FRAMES = 3
 _MESSAGE_CHARACTERS = 500
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """How a call ended."""
 
@@ -25,6 +27,12 @@ class Ended:
     """How long the function ran."""
     described: str = ""
     """What `describe_exception` said of the exception where it was raised, if that was in another process."""
+    attempts: int = 1
+    """How often the function was called."""
+    waited: float = 0.0
+    """How many seconds it waited for limits, and between attempts."""
+    cut_short: ScoringError | None = None
+    """Why it did not end by itself, or was not called at all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,12 @@ import ctypes
 import os
 import pickle
 import re
+import resource
 import select
 import signal
 import socket
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -75,6 +77,8 @@ def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoRetu
     server = _ForkServer(socket.socket(fileno=control_fd), lifeline_fd, max_memory_mb)
     try:
         server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         server.end()
         os._exit(0)
@@ -82,6 +86,7 @@ def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoRetu
 
 class _ForkServer:
     def __init__(self, control: socket.socket, lifeline_fd: int, max_memory_mb: int | None) -> None:
+        self._pid = os.getpid()
         self._control = control
         self._lifeline_fd = lifeline_fd
         self._max_memory_mb = max_memory_mb
@@ -145,7 +150,12 @@ class _ForkServer:
         channel = socket.socket(fileno=fds[0])
         channel.set_inheritable(False)
         stack_fd = os.memfd_create("reward-function-stack")
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # No more processes. The pool learns it from the end of the stream.
+            channel.close()
+            os.close(stack_fd)
+            return True
         if pid == 0:
             try:
                 self._become_worker()
@@ -158,8 +168,9 @@ class _ForkServer:
 
     def _become_worker(self) -> None:
         """In the child: let go of what is the fork server's, and take its death for one's own."""
-        parent = os.getppid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:
+            os._exit(worker.EXIT_BROKEN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -169,8 +180,10 @@ class _ForkServer:
         for child in [*self._alive.values(), *self._dead]:
             child.channel.close()
             os.close(child.stack_fd)
-        if parent == 1 or os.getppid() != parent:
-            os._exit(worker.EXIT_BROKEN)
+        # Where memory runs out, the kernel is to take a worker rather than the trainer. Crashes leave no core files.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def _given_up(self, fd: int, *, wholly: bool) -> None:
         self._poll.unregister(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ from typing import Any
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 
-__all__ = ["file_modules", "load_function", "load_object"]
+__all__ = ["file_modules", "load_function", "load_object", "source_hash"]
 
 _import_lock = threading.RLock()
 
@@ -65,6 +66,16 @@ def load_object(path: str, name: str | None = None) -> Any:
                 f"{source} has no {name!r}{did_you_mean(name, callables) or '.'} Callables there: {listing(callables)}"
             ) from None
     return found
+
+
+def source_hash(function: Any) -> str | None:
+    """Hash the file that a function was loaded from, so that what an earlier version of it gave is not taken for what
+    this one would. Modules that the file imports are not part of it. ``None`` where there is no file."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    source = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
 
 
 def file_modules() -> dict[str, str]:

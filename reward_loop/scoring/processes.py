@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -69,9 +69,10 @@ class WorkerProcesses:
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
     ) -> None:
-        self._max_processes = max_processes or usable_cores()
+        self.max_processes = max_processes or usable_cores()
+        self.max_memory_mb = max_memory_mb
         try:
-            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self._max_processes))
+            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self.max_processes))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a process of its own, as it cannot be pickled: {type(error).__name__}: {error}. "
@@ -79,7 +80,6 @@ class WorkerProcesses:
             ) from error
         self._function = function
         self._setup = _framed(setup)
-        self._max_memory_mb = max_memory_mb
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._lock = threading.Lock()
         self._server: _ForkServerProcess | None = None
@@ -98,7 +98,7 @@ class WorkerProcesses:
         assert call.function is self._function
         assert not call.args
         try:
-            arguments = _framed(cloudpickle.dumps(call.kwargs))
+            arguments = _framed(_dumps(call.kwargs))
         except Exception as error:
             return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
         async with self._slots_here():
@@ -132,7 +132,7 @@ class WorkerProcesses:
         # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._max_processes))
+            self._slots = (loop, asyncio.Semaphore(self.max_processes))
         return self._slots[1]
 
     def _start(self) -> _Worker:
@@ -141,7 +141,7 @@ class WorkerProcesses:
             with theirs:
                 if self._server is None or not self._server.fork(theirs):
                     self._end_server()
-                    self._server = _ForkServerProcess(self._max_memory_mb)
+                    self._server = _ForkServerProcess(self.max_memory_mb)
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
         return _Worker(ours, self._setup)
@@ -293,13 +293,21 @@ class _Worker:
         return kind, content
 
 
+def _dumps(arguments: Mapping[str, Any]) -> bytes:
+    """Pickle by reference where that is enough. A worker knows nothing of this process's ``__main__``."""
+    with contextlib.suppress(Exception):
+        if b"__main__" not in (content := pickle.dumps(arguments)):
+            return content
+    return cloudpickle.dumps(arguments)
+
+
 def _framed(content: bytes) -> bytes:
     return HEADER.pack(CALL, len(content)) + content
 
 
 def _death(content: bytes) -> str:
     if not content:
-        return "lost its process"
+        return "lost its process, or could not get one"
     report: Report = pickle.loads(content)
     if report.memory_mb is not None:
         return f"was killed: its process had {report.memory_mb:.0f} MB, and max_memory_mb is {report.max_memory_mb}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 __all__ = ["DaemonThreads"]
@@ -18,94 +18,220 @@ T = TypeVar("T")
 _IDLE_SECONDS = 10.0
 
 
+def _no_wait(now: float) -> float:
+    return 0.0
+
+
 class DaemonThreads:
     """At most ``max_threads`` calls at a time, each in a daemon thread.
 
     A call that is given up, because its deadline passed or its task was cancelled, leaves its slot at once. Its thread
     cannot be killed and runs on, as a daemon, so that a hung function blocks neither the others nor the exit. (The
     threads of asyncio, concurrent.futures and anyio are all joined at exit.)
+
+    Calls are started in order. A thread that has ended one takes the next from the queue, and only one more thread is
+    woken at a time: calls that block still get a thread each, one after the other, while thousands of calls that do
+    little share a few. Calls that come in one turn of the loop are handed over together, and so are results: waking a
+    thread, and passing on the interpreter's lock, costs more than such a call.
     """
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
-        self._idle: list[_Worker] = []
-        self._lock = threading.Lock()
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._changed = threading.Condition(threading.Lock())
+        # All of these under the lock of the condition.
+        self._queue: deque[_Job] = deque()
+        self._threads = 0
+        self._idle = 0
+        self._coming = False
+        self._home: _Home | None = None
 
-    async def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        """Call the function in a thread as soon as a slot is free.
+    async def run(
+        self,
+        function: Callable[[], T],
+        timeout: float | None = None,
+        waited: Callable[[float], float] = _no_wait,
+    ) -> T:
+        """Call the function in a thread as soon as one is free.
+
+        Args:
+            function: what to call.
+            timeout: seconds from its start to its deadline.
+            waited: how many seconds up to the given `time.monotonic` do not count towards the deadline.
 
         Raises:
-            TimeoutError: ``timeout`` seconds passed since it got its slot.
+            TimeoutError: the deadline passed.
         """
         loop = asyncio.get_running_loop()
-        async with self._slots_of(loop):
-            job = _Job(function, contextvars.copy_context(), loop, loop.create_future())
-            self._start(job)
-            async with asyncio.timeout(timeout):
-                return await job.future
+        home = self._home
+        if home is None or home.loop is not loop:
+            # This object may outlive several loops (asyncio.run more than once).
+            home = self._home = _Home(loop)
+        job = _Job(function, home, waited)
+        if not home.submitted:
+            loop.call_soon(self._hand_over, home)
+        home.submitted.append(job)
+        if timeout is not None:
+            home.watch(job, timeout)
+        try:
+            return await job.future
+        finally:
+            self._leave(job)
 
-    def _slots_of(self, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-        # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._max_threads))
-        return self._slots[1]
+    def _hand_over(self, home: _Home) -> None:
+        with self._changed:
+            self._queue.extend(home.submitted)
+            home.submitted.clear()
+            self._call_for_help()
 
-    def _start(self, job: _Job) -> None:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-        if worker is None:
-            worker = _Worker(self._idle, self._lock)
-            worker.start()
-        worker.inbox.put(job)
-
-
-@dataclass(slots=True)
-class _Job:
-    function: Callable[[], Any]
-    context: contextvars.Context
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-    def report(self, result: Any, error: BaseException | None) -> None:
-        # The loop may be closed by the time that a hung function returns.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._finish, result, error)
-
-    def _finish(self, result: Any, error: BaseException | None) -> None:
-        if self.future.done():
+    def _leave(self, job: _Job) -> None:
+        """Nobody waits for the job any more. If it still runs, its thread is no longer one of ours."""
+        if job.ended:
             return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
+        with self._changed:
+            if job.ended:
+                return
+            job.given_up = True
+            if job.started is not None:
+                self._threads -= 1
+                self._call_for_help()
+
+    def _call_for_help(self) -> None:
+        """Let one more thread come, if there is work for it and none is on its way."""
+        if not self._queue or self._coming:
+            return
+        if self._idle:
+            self._coming = True
+            self._changed.notify()
+        elif self._threads < self._max_threads:
+            self._coming = True
+            self._threads += 1
+            try:
+                threading.Thread(target=self._work, name="reward-function", daemon=True).start()
+            except RuntimeError as error:  # The system has no more threads for us; those that there are do the work.
+                self._coming = False
+                self._threads -= 1
+                if not self._threads:
+                    for job in self._queue:
+                        job.fail(error)
+                    self._queue.clear()
+
+    def _work(self) -> None:
+        with self._changed:
+            self._coming = False
+        while (job := self._take()) is not None:
+            job.run()
+            with self._changed:
+                job.ended = True
+                if job.given_up:
+                    return
+            job.home.report(job)
+            del job  # not kept alive until the next one comes
+
+    def _take(self) -> _Job | None:
+        with self._changed:
+            while True:
+                while self._queue:
+                    job = self._queue.popleft()
+                    if not job.given_up:
+                        job.started = time.monotonic()
+                        self._call_for_help()
+                        return job
+                self._idle += 1
+                in_time = self._changed.wait(_IDLE_SECONDS)
+                self._idle -= 1
+                self._coming = False
+                if not in_time and not self._queue:
+                    self._threads -= 1
+                    return None
 
 
-class _Worker(threading.Thread):
-    def __init__(self, idle: list[_Worker], lock: threading.Lock) -> None:
-        super().__init__(name="reward-function", daemon=True)
-        self.inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._idle = idle
-        self._lock = lock
+class _Job:
+    __slots__ = ("context", "ended", "error", "function", "future", "given_up", "home", "result", "started", "waited")
+
+    def __init__(self, function: Callable[[], Any], home: _Home, waited: Callable[[float], float]) -> None:
+        self.function = function
+        self.home = home
+        self.waited = waited
+        self.context = contextvars.copy_context()
+        self.future: asyncio.Future[Any] = home.loop.create_future()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.started: float | None = None
+        self.ended = False
+        self.given_up = False
+
+    def fail(self, error: BaseException) -> None:
+        self.error, self.ended = error, True
+        self.home.report(self)
 
     def run(self) -> None:
-        while (job := self._next()) is not None:
-            result, error = None, None
-            try:
-                result = job.context.run(job.function)
-            except BaseException as exception:
-                error = exception
-            with self._lock:
-                self._idle.append(self)
-            job.report(result, error)
-            del job, result, error
+        try:
+            self.result = self.context.run(self.function)
+        except BaseException as error:
+            self.error = error
 
-    def _next(self) -> _Job | None:
-        while True:
-            try:
-                return self.inbox.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:
-                    if self in self._idle:
-                        self._idle.remove(self)
-                        return None
+
+class _Home:
+    """A loop, what it is still to be told, and the deadlines of its calls."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.submitted: list[_Job] = []
+        self._ended: deque[_Job] = deque()
+        self._told = False
+        self._watched: dict[float, deque[_Job]] = {}
+
+    def report(self, job: _Job) -> None:
+        """Called in the job's thread. One wake-up of the loop serves all that ends until it comes."""
+        self._ended.append(job)
+        if not self._told:
+            self._told = True
+            # The loop may be closed by the time that a hung function returns.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        self._told = False
+        while self._ended:
+            job = self._ended.popleft()
+            if job.future.done():
+                continue
+            if job.error is None:
+                job.future.set_result(job.result)
+            else:
+                job.future.set_exception(job.error)
+
+    def watch(self, job: _Job, timeout: float) -> None:
+        # Jobs start in order, so that one timer, for the first of them, serves all with the same timeout.
+        jobs = self._watched.get(timeout)
+        if jobs is not None:
+            jobs.append(job)
+            return
+        self._watched[timeout] = deque([job])
+        self.loop.call_later(timeout, self._look, timeout)
+
+    def _look(self, timeout: float) -> None:
+        jobs = self._watched[timeout]
+        now = time.monotonic()
+        while jobs:
+            job = jobs[0]
+            if not job.future.done():
+                # One that has not started has all of its time left.
+                left = timeout if job.started is None else job.started + timeout - now
+                if left > 0:
+                    self.loop.call_later(left, self._look, timeout)
+                    return
+                self._expire(job, timeout)
+            jobs.popleft()
+        del self._watched[timeout]
+
+    def _expire(self, job: _Job, timeout: float) -> None:
+        if job.future.done():
+            return
+        now = time.monotonic()
+        assert job.started is not None
+        left = job.started + timeout + job.waited(now) - now
+        if left > 0:
+            self.loop.call_later(left, self._expire, job, timeout)
+        else:
+            job.future.set_exception(TimeoutError())

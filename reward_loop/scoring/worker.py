@@ -42,11 +42,14 @@ died, which the fork server sends in its place."""
 
 EXIT_BROKEN = 70
 """The exit status of a worker that lost its socket."""
-STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a worker write down where it is: a signal that is in nobody's way."""
+STACK_SIGNAL = 41
+"""Makes a worker write down where it is: one of the real-time signals, which nobody else uses."""
 
 processes = 1
 """How many processes share the calls of the function that runs here."""
+
+is_worker = False
+"""Whether this process is one that a reward function was sent to."""
 
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
@@ -140,7 +143,8 @@ def _dumps(value: Any) -> bytes:
 def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
     try:
         made: Setup = pickle.loads(setup)
-        global processes
+        global processes, is_worker
+        is_worker = True
         processes = made.processes
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None

@@ -74,7 +74,7 @@ def _advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: Any = None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # verl puts each reward at the last token, and sums over tokens again: which token is the last one does not matter.
-    batch = {"prompts": response_mask[:, :0], "attention_mask": torch.ones_like(response_mask)}
+    batch = {"prompts": response_mask[:, :0], "attention_mask": torch.ones_like(response_mask, dtype=torch.long)}
     return compute_gdpo_outcome_advantage(
         token_level_rewards, response_mask, index, config=config, non_tensor_batch=dict(_rewards.get()), batch=batch
     )

@@ -20,6 +20,7 @@ from reward_loop.managers import scoring_function
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.checkpoint import model_kind
+from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.verl.options import (
@@ -57,17 +58,20 @@ def run(config: DictConfig) -> None:
     """
     settle(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     _check_function(config)
+    in_ray = 0
     model = reward_model_options(config)
     if model is not None:
-        kind = model_kind(model.model_path, "reward_model.model.path")
-        if kind == "generative" and scores_by_model(config):
+        kind = model_kind(str(model.model_path), "reward_model.model.path")
+        if (kind if model.kind == "auto" else model.kind) == "generative" and scores_by_model(config):
             raise ConfigError(
                 f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
                 "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
                 "discriminative model scores by itself"
             )
+        served = served_models(model)
+        in_ray = sum(one.replicas * one.threads for one in served) if model.placement == "ray" else 0
     if config.trainer.device == "cpu":
-        _prepare_cpu(config)
+        _prepare_cpu(config, in_ray)
 
     # verl chooses its platform while it is imported, so it is imported no sooner.
     from ray.exceptions import RayTaskError
@@ -99,23 +103,18 @@ def _check_function(config: DictConfig) -> None:
     name = config.reward.reward_manager.name
     if custom.path:
         function = load_function(custom.path, custom.name)
-        _refuse_post_process(function, "custom_reward_function")
         if not isinstance(function, type) and name in manager_names():
             scoring_function(get_manager(name), function, options, reward_kwargs=custom.get("reward_kwargs"))
     for key, component in options.components.items():
         if component.path:
             function = load_function(component.path, component.name)
-            _refuse_post_process(function, f"reward_loop.components.{key}")
+            if hasattr(function, "post_process_scores"):
+                raise ConfigError(
+                    f"reward_loop.components.{key}: its post_process_scores would not be called: only "
+                    "custom_reward_function's is. Remove the method, or normalise in compute_score"
+                )
             if not isinstance(function, type):
                 ScoringFunction(function, reward_kwargs=component.reward_kwargs)
-
-
-def _refuse_post_process(function: object, option: str) -> None:
-    if hasattr(function, "post_process_scores"):
-        raise ConfigError(
-            f"{option}: it has post_process_scores, which needs the scores of a whole group; samples are scored one by "
-            "one here. Remove the method, or normalise in compute_score"
-        )
 
 
 def _check_manager(config: DictConfig) -> None:
@@ -133,7 +132,7 @@ def _check_manager(config: DictConfig) -> None:
         )
 
 
-def _prepare_cpu(config: DictConfig) -> None:
+def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -154,7 +153,7 @@ def _prepare_cpu(config: DictConfig) -> None:
     if config.ray_kwargs.ray_init.num_gpus is None:
         config.ray_kwargs.ray_init.num_gpus = ranks
     if config.ray_kwargs.ray_init.num_cpus is None:
-        config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers
+        config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)

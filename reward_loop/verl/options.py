@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import Field
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.router.servers.models import ENGINES
 
 __all__ = [
     "CONFIG_DIR",
@@ -65,9 +67,43 @@ _OPEN = {
     "reward_model.rollout.engine_kwargs",
     "custom_reward_function.reward_kwargs",
     "reward_model.server.env",
+    "reward_model.server.engine_args",
+    "reward_model.server.models",
     "reward_loop.components",
+    "reward_loop.limits",
 }
 """Groups whose keys are the user's own."""
+
+_SERVER_OPTIONS = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "dtype": "dtype",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_model_len": "max_model_len",
+}
+"""verl's ``rollout.*`` -> ours. They take effect as they are, verl's defaults included."""
+
+_ENGINE_ARGS = {
+    "vllm": {
+        "enforce_eager": "enforce_eager",
+        "load_format": "load_format",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "max_num_seqs": "max_num_seqs",
+        "quantization": "quantization",
+        "seed": "seed",
+    },
+    "sglang": {
+        "enforce_eager": "disable_cuda_graph",
+        "load_format": "load_format",
+        "max_num_seqs": "max_running_requests",
+        "quantization": "quantization",
+        "seed": "random_seed",
+    },
+}
+"""verl's ``rollout.*`` -> an option of the engine's command line."""
+
+_HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
+"""What may be said of the embedded engine."""
 
 _UNUSED = {
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
@@ -134,6 +170,10 @@ class PipelineOptions(Config):
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
 
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
+    begun or ended; ``None`` waits for ever."""
+
 
 def pipeline_options(config: DictConfig) -> PipelineOptions:
     """The ``trainer.v1.reward_pipeline`` group."""
@@ -146,15 +186,65 @@ def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
 
 
 def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
-    """How the reward model is served, or ``None`` if there is none."""
+    """How the reward model is served, or ``None`` if there is none.
+
+    Raises:
+        ConfigError: an option is malformed, contradicts another, or asks for what there is not.
+    """
     model = config.reward.reward_model
     if not model.enable:
         return None
-    return parse(
-        RewardModelConfig,
-        {"model_path": model.model_path, "engine": model.rollout.name, **config.reward_model.server},
-        "reward_model.server",
-    )
+    options = {"model_path": model.model_path, "engine": model.rollout.name}
+    if model.rollout.name in _ENGINE_ARGS:
+        options |= _engine_options(model.rollout)
+    options |= config.reward_model.server
+    if model.enable_resource_pool:
+        options |= _pool(model, options)
+    served = parse(RewardModelConfig, options, "reward_model.server")
+    if served.placement == "local" and "placement" not in config.reward_model.server and _takes_gpus(served):
+        raise ConfigError(
+            f"reward_model.enable_resource_pool=False: {served.engine} on GPUs that it shares with the trainer is not "
+            "supported. Set reward_model.enable_resource_pool=True with n_gpus_per_node and nnodes, or "
+            "+reward_model.server.placement=local if the task runner sees GPUs that Ray does not give to others"
+        )
+    return served
+
+
+def _engine_options(rollout: DictConfig) -> dict[str, Any]:
+    """verl's options of an inference engine, as ours. Those left at verl's defaults are the engine's business."""
+    default = _defaults().reward.reward_model.rollout
+    arguments = _ENGINE_ARGS[rollout.name]
+    given = {ours: rollout[name] for name, ours in arguments.items() if rollout[name] != default[name]}
+    for name, kwargs in (rollout.engine_kwargs or {}).items():
+        if name != rollout.name:
+            raise ConfigError(
+                f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{rollout.name}.*"
+            )
+        given |= kwargs
+    return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
+
+
+def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """As many replicas as the pool of GPUs has room for, as in verl."""
+    for name in ("replicas", "placement"):
+        if name in options:
+            raise ConfigError(
+                f"reward_model.server.{name} contradicts reward_model.enable_resource_pool=True, which decides it"
+            )
+    size = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
+    replicas = model.n_gpus_per_node // size * model.nnodes
+    if replicas < 1:
+        raise ConfigError(
+            f"reward_model.enable_resource_pool=True: nnodes={model.nnodes} with n_gpus_per_node="
+            f"{model.n_gpus_per_node} have no room for a server of {size} GPU(s) (tensor_model_parallel_size times "
+            "data_parallel_size); a server's GPUs are on one node"
+        )
+    return {"replicas": replicas, "placement": "ray"}
+
+
+def _takes_gpus(config: RewardModelConfig) -> bool:
+    models = [config, *config.models.values()]
+    return any(model.engine in ENGINES and ENGINES[model.engine].gpus(model) for model in models)
 
 
 def scores_by_model(config: DictConfig) -> bool:
@@ -170,9 +260,11 @@ def without_reward(config: DictConfig) -> DictConfig:
     with open_dict(config):
         config.reward.num_workers = 0
         config.reward.reward_model.enable = False
+        config.reward.reward_model.enable_resource_pool = False
         config.reward.custom_reward_function.path = None
         config.reward.reward_manager.source = "register"
         config.reward.reward_manager.name = "naive"
+        config.reward_loop.job = None  # a secret, which verl's loggers would write down
     return config
 
 
@@ -182,35 +274,32 @@ def _check_pipeline(config: DictConfig) -> None:
     Raises:
         ConfigError: an option contradicts the mode; the message names it and what to set instead.
     """
-    options = pipeline_options(config)
+    pipeline_options(config)
+    sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
     refused = {
-        "reward_model.use_reward_loop=False": not config.reward_model.use_reward_loop,
-        "algorithm.filter_groups.enable=True": config.algorithm.filter_groups.enable,
-        "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
-        "skip.rollout_tq.enable=True": OmegaConf.select(config, "skip.rollout_tq.enable"),
+        "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
+        "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
+        f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
     }
-    if options.mini_batch_pipeline:
-        for role in ("actor_rollout_ref.actor", "critic"):
-            optim = OmegaConf.select(config, f"{role}.optim") or {}
-            constant = optim.get("lr_scheduler_type", "constant") == "constant"
-            warms_up = (optim.get("lr_warmup_steps") or 0) > 0 or (optim.get("lr_warmup_steps_ratio") or 0) > 0
-            # verl moves the schedule on once an update call, of which there are several in a step here.
-            refused[f"{role}.optim with a warm-up or a schedule beside mini_batch_pipeline=True"] = (
-                not constant or warms_up
-            )
-    for what, given in refused.items():
+    for what, (given, instead) in refused.items():
         if given:
-            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}")
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
 
 
-def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "") -> Iterator[str]:
+def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
     """The options of verl's reward model servers that were set, and that ours do not have."""
     for key in model:
         path = f"{prefix}{key}"
-        if path in ("enable", "model_path", "rollout.name"):
+        if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):
+            continue
+        if prefix and engine in _ENGINE_ARGS and (key in _SERVER_OPTIONS or key in _ENGINE_ARGS[engine]):
+            continue
+        if path == "rollout.engine_kwargs" and engine in _ENGINE_ARGS:
+            continue
+        if engine == "transformers" and model[key] == _HOLDS_ANYWAY.get(path):
             continue
         if isinstance(model[key], DictConfig) and key in default:
-            yield from _without_effect(model[key], default[key], f"{path}.")
+            yield from _without_effect(model[key], default[key], f"{path}.", engine)
         elif model[key] != default.get(key):
             yield path
 
@@ -294,13 +383,16 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         )
     if model.enable and OmegaConf.is_missing(model.rollout, "name"):
         raise ConfigError(
-            "reward_model.rollout.name: say what serves the reward model; `transformers` is the one engine there is"
+            "reward_model.rollout.name: say what serves the reward model: vllm, sglang, transformers or external"
         )
-    for key in _without_effect(model, defaults.reward.reward_model):
+    engine = _select(config, "reward.reward_model.rollout.name")
+    for key in _without_effect(model, defaults.reward.reward_model, engine=engine or ""):
         raise ConfigError(
-            f"reward.reward_model.{key} has no effect: reward models are served by `transformers`, in processes beside "
-            "the trainer. Their options are reward_model.server.*"
+            f"reward.reward_model.{key} has no effect with reward_model.rollout.name={engine}. The servers' own "
+            "options are reward_model.server.*"
         )
+    if model.enable_resource_pool and not model.enable:
+        raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
     if config.reward.num_workers < 1:
         raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")
     if not config.trainer.get("use_v1", True):

@@ -10,7 +10,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl.options import PIPELINE_MODE, reward_model_options
+from reward_loop.verl.options import PIPELINE_MODE, reward_loop_options, reward_model_options
 
 __all__ = ["TaskRunner"]
 
@@ -26,6 +26,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         from verl.utils.logging_utils import configure_verl_logging
 
         from reward_loop.router.manager import serve_reward_model
+        from reward_loop.scoring.service import serve_job
         from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
         from reward_loop.verl.trainer import with_reward_loop
 
@@ -44,6 +45,8 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
             model = reward_model_options(config)
             if model is not None:
                 address = stack.enter_context(serve_reward_model(model))
+            if config.reward_loop.job is None:
+                config.reward_loop.job = stack.enter_context(serve_job(reward_loop_options(config), _address_of_node()))
             trainer: Any = with_reward_loop(get_trainer_cls(config.trainer.v1.trainer_mode))(config, address)
             self.trainer = trainer
             succeeded = False
@@ -56,3 +59,9 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
                 tracking = getattr(trainer, "logger", None)
                 if tracking is not None:
                     tracking.finish(exit_code=0 if succeeded else 1)
+
+
+def _address_of_node() -> str:
+    """The address under which all workers reach this process: of the loopback where there is no other node."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -20,10 +20,6 @@ class Call:
     """
 
     # Defaults of the class, so that a call that has nothing to tell costs little.
-    waited: float = 0.0
-    """Seconds spent waiting for limits and between attempts."""
-    attempts: int = 1
-    """How often the function was called."""
     asking: Sequence[str] = ()
     """The requests to servers that are out."""
     transcripts: Sequence[Mapping[str, Any]] = ()
@@ -70,7 +66,6 @@ class Call:
             "data_source": self.sample.data_source,
             "function": self.function,
             "seconds": round(self.seconds, 3),
-            "attempts": self.attempts,
             "asking": list(self.asking),
         }
 

@@ -541,7 +541,7 @@ async def test_a_judge_that_answers_429_for_a_while():
             async with client.post("/", data=solution_str, raise_for_status=True) as response:
                 return float(await response.text())
 
-        async with RewardAgent(naive(judge), concurrency=4) as agent:
+        async with RewardAgent(naive(judge, retry={"max_attempts": 1}), concurrency=4) as agent:
             first = await within(agent.submit(numbered(16), group_size=4))
             second = await within(agent.submit(numbered(8, start=16), group_size=4))
     failed = [str(i) for i, r in enumerate(first) if r["reward_extra_info"]["reward_outcome"] == "failed"]

@@ -69,6 +69,7 @@ def test_arguments_reach_the_function() -> None:
         (["reward.py:fine", *FIELDS], 1, "no field 'ground_truth'"),
         (["reward.py:fin", *FIELDS], 1, "fine"),
         (["reward.py:empty", *FIELDS, "--manager", "naiv"], 1, "naive"),
+        (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "functions of lists"),
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "--data"),
     ],

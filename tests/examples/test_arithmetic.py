@@ -20,30 +20,34 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from examples.arithmetic import demo, reward
+from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
-    MAX_LENGTH,
+    LONGEST_ANSWER,
     Problem,
     Recipe,
     make_models,
     make_problems,
     make_tokenizer,
+    near_misses,
     write_data,
     wrong_answer,
 )
 from examples.arithmetic.report import plot, read_report
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
-TINY = Recipe(hidden_size=16, layers=1, intermediate_size=16, batch_size=8, steps=3, policy_steps=2, held_out=8)
+TINY = Recipe(
+    hidden_size=16, layers=1, intermediate_size=16, batch_size=8, steps=3, policy_steps=2, held_out=8, development=8
+)
 
 
-def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
-    train, held_out = make_problems(Recipe())
-    seen = {(p.a, p.b) for p in train} | {(p.b, p.a) for p in train}
-    assert len(held_out) == Recipe().held_out
-    assert not seen & {(p.a, p.b) for p in held_out}
-    assert len(train) == len(set(train))
-    assert make_problems(Recipe()) == (train, held_out)
+def test_no_problem_is_in_two_splits_in_either_order() -> None:
+    splits = make_problems(Recipe())
+    seen = [{frozenset((p.a, p.b)) for p in problems} for problems in splits.values()]
+    assert sum(map(len, seen)) == len(set().union(*seen)) == 90 * 91 // 2
+    assert len(splits["held_out"]) == Recipe().held_out
+    assert len(splits["development"]) == Recipe().development
+    assert len(splits["train"]) == len(set(splits["train"]))
+    assert make_problems(Recipe()) == splits
 
 
 @pytest.mark.parametrize(("a", "b", "answer"), [(37, 85, "12"), (50, 50, "00"), (12, 34, "46"), (19, 10, "29")])
@@ -57,9 +61,18 @@ def test_wrong_answers_are_wrong_short_and_of_many_kinds() -> None:
     answers = [wrong_answer(problem, rng) for _ in range(2000)]
     assert problem.answer not in answers
     assert {"12", "112", "121", ""} <= set(answers)
-    assert max(map(len, answers)) <= 8
+    assert max(map(len, answers)) <= LONGEST_ANSWER
     # Where nothing is to be carried, forgetting it would be right.
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
+
+
+@pytest.mark.parametrize(("problem", "right"), [(Problem(37, 85), "122"), (Problem(12, 34), "46")])
+def test_near_misses_are_wrong_in_one_of_the_last_two_digits(problem: Problem, right: str) -> None:
+    rng = random.Random(0)
+    drawn = [near_misses(problem, rng) for _ in range(300)]
+    digits = "0123456789"
+    assert {last for last, _ in drawn} == {right[:-1] + digit for digit in digits} - {right}
+    assert {before for _, before in drawn} == {right[:-2] + digit + right[-1] for digit in digits} - {right}
 
 
 @pytest.mark.integration
@@ -68,7 +81,7 @@ def test_verl_reads_the_data(tmp_path: Path) -> None:
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    train, _ = write_data(TINY, tmp_path)
+    train = write_data(TINY, tmp_path)["train"]
     options = OmegaConf.create({"prompt_key": "prompt", "max_prompt_length": 16, "filter_overlong_prompts": True})
     options.cache_dir = str(tmp_path)
     dataset = RLHFDataset([str(tmp_path / "train.parquet")], make_tokenizer(), options)
@@ -88,7 +101,6 @@ def test_the_chat_is_tokenized_digit_by_digit() -> None:
     assert len(tokenizer("\n")["input_ids"]) == 1
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n37+85=\nassistant\n"
     assert len(tokenizer("12\ufffd")["input_ids"]) == 5
-    assert len(ids) + 8 * 3 < MAX_LENGTH
 
 
 def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
@@ -107,6 +119,27 @@ def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(made.policy)
     judge = AutoModelForSequenceClassification.from_pretrained(made.reward_model)
     assert judge.config.num_labels == 1
+
+
+def test_an_answer_in_a_row_of_several_is_read_as_if_it_were_alone(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_models(tmp_path, TINY).policy)
+    maker = models._Maker(TINY, tmp_path, lambda share, detail: None)
+    problems = [Problem(37, 85), Problem(12, 34)]
+    together = maker._encode(problems, [("122", "12"), ("46", "1x7")])
+    with torch.no_grad():
+        read = models._run(model, together)[together.ends]
+        alone = []
+        for problem, answer in zip([problems[0]] * 2 + [problems[1]] * 2, ["122", "12", "46", "1x7"], strict=True):
+            text = f"{models._opening(problem)}{answer}<|im_end|>\n"
+            alone.append(model.model(torch.tensor(maker._tokenize([text]))).last_hidden_state[0, -1])
+    torch.testing.assert_close(read, torch.stack(alone))
+    assert together.right[together.ends].tolist() == [1, 0, 1, 0]
+    beginning = together.right[1][together.answer[1] == 2].tolist()
+    assert beginning == [0, 0, 0, 0, 0]
+    assert together.right[0][together.answer[0] == 2].tolist() == [1, 1, 0, 0]
 
 
 def test_an_interrupted_making_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -152,15 +185,15 @@ async def router() -> AsyncIterator[tuple[FakeRouter, str]]:
 
 
 async def score(address: str, solution: str, **options: Any) -> dict[str, float]:
-    return await reward.compute_score(
-        data_source="arithmetic",
-        solution_str=solution,
-        ground_truth="122",
-        extra_info={"question": "37+85="},
-        reward_router_address=address,
-        reward_model_tokenizer=make_tokenizer(),
-        **options,
-    )
+    arguments: dict[str, Any] = {
+        "data_source": "arithmetic",
+        "solution_str": solution,
+        "ground_truth": "122",
+        "extra_info": {"question": "37+85="},
+        "reward_router_address": address,
+        "reward_model_tokenizer": make_tokenizer(),
+    }
+    return await reward.compute_score(**arguments | options)
 
 
 async def test_the_reward_is_the_verdict_and_the_form(router: tuple[FakeRouter, str]) -> None:
@@ -192,6 +225,24 @@ async def test_a_model_that_is_named_is_not_asked_for(router: tuple[FakeRouter, 
     await score(address, "122", model="mine")
     assert fake.asked_for_models == 0
     assert fake.bodies[0]["model"] == "mine"
+
+
+async def test_a_judge_that_takes_its_time_does_so_in_training_alone(
+    router: tuple[FakeRouter, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = router
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(reward.asyncio, "sleep", sleep)
+    for split in ("train", "held_out"):
+        for _ in range(20):
+            await score(address, "122", extra_info={"question": "37+85=", "split": split}, model="m", latency_s=4.0)
+    await score(address, "122", extra_info={"question": "37+85=", "split": "train"}, model="m")
+    assert len(slept) == 20
+    assert 2 <= min(slept) < max(slept) <= 6
 
 
 async def test_an_error_of_the_server_is_told(router: tuple[FakeRouter, str]) -> None:
@@ -242,6 +293,45 @@ def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["accuracy_before"] == 0.2539
     assert len(written["steps"]) == 6
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_pipeline_logs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever part of it is there; the first step, in which everything warms up, does not count."""
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    for line in lines[1:]:
+        first = line["step"] == 1
+        line["data"] |= {
+            "reward_pipeline/hidden_share": 0.1 if first else 0.75,
+            "reward_pipeline/judging_s": 9.0 if first else 4.0,
+            "reward_pipeline/waiting_for_rewards_s": 1.0,
+        }
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report = read_report(metrics)
+    assert report.overlap == {"hidden_share": 0.75, "judging_s": 4, "waiting_for_rewards_s": 1}
+    assert report.as_dict()["overlap"] == report.overlap
+    demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
+    assert "75% hidden behind generation and training, 4.00 s a step, 1.00 s waited for" in capsys.readouterr().out
+    wide = (tmp_path / "curves.png").read_bytes()
+    plot(read_report(RECORDED), tmp_path / "curves.png")
+    assert _width(wide) > _width((tmp_path / "curves.png").read_bytes())
+
+
+def _width(png: bytes) -> int:
+    return int.from_bytes(png[16:20])
+
+
+def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[demo.Settings] = []
+    monkeypatch.setattr(demo, "run", lambda console, output, given: settings.append(given) or 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for options in ([], ["--quick", "--steps", "2"], ["--judge-latency", "0", "--seed", "3", "--development"]):
+        assert demo.main([*options, "--output", str(tmp_path)]) == 0
+    assert settings == [
+        demo.Settings(),
+        replace(demo.QUICK, steps=2),
+        demo.Settings(judge_latency=0, seed=3, validate_on="development"),
+    ]
 
 
 def test_a_figure_of_a_single_step(tmp_path: Path) -> None:
@@ -315,7 +405,7 @@ def test_interrupted_by_a_signal(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("cache/building-*/val.parquet")) and time.monotonic() < deadline:
+        while not list(tmp_path.glob("cache/building-*/held_out.parquet")) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)

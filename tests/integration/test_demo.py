@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.arithmetic.demo import QUICK
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,7 +30,7 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert "Exact match on held-out problems" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["accuracy_after"] > report["accuracy_before"] + 0.05
-    assert report["rewards"] == {"scored": 6 * 32 * 8, "unscored": 0, "failed": 0}
-    assert len(report["steps"]) == 6
+    assert report["rewards"] == {"scored": QUICK.steps * QUICK.prompts * QUICK.answers, "unscored": 0, "failed": 0}
+    assert len(report["steps"]) == QUICK.steps
     assert sum(report["seconds_by_phase"].values()) > 0
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -179,6 +179,8 @@ def test_wrong_options_are_named(path):
         make({"a": {}})
     with pytest.raises(ConfigError, match=r"reward_loop\.components\.a\.wieght.*did you mean 'weight'"):
         make({"a": {"path": f"{path}:form", "wieght": 1}})
+    with pytest.raises(ConfigError, match="score is a name of another meaning"):
+        make({"score": {"path": f"{path}:form"}})
     with pytest.raises(ConfigError, match=r"components\.a\.timeout: has an effect only beside"):
         CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"timeout": 3}}}}, compute_score=lambda: 1)
 

@@ -47,7 +47,14 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def load(path: str | None, function: str, cls: type, verl_name: str | None = None, **reward: Any) -> tuple[Any, Any]:
+def load(
+    path: str | None,
+    function: str,
+    cls: type,
+    verl_name: str | None = None,
+    reward_loop: dict[str, Any] | None = None,
+    **reward: Any,
+) -> tuple[Any, Any]:
     """Our manager, and verl's of that name, both from verl's own loader."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.reward import load_reward_manager
@@ -66,6 +73,7 @@ def load(path: str | None, function: str, cls: type, verl_name: str | None = Non
             "trainer": {"experiment_name": "parity"},
             "algorithm": {"gdpo_reward_keys": ["right", "brief"] if function == "several" else None},
             "actor_rollout_ref": {"rollout": {"n": 4}},
+            "reward_loop": reward_loop,
         }
     )
     keywords = {"reward_router_address": None, "reward_model_tokenizer": None}
@@ -174,6 +182,21 @@ async def test_groups_of_verls_rows(functions: str) -> None:
     rewards = await score_all(ours, gsm8k(QUESTIONS))
     one_by_one, _ = load(functions, "number", managers.NaiveRewardLoopManager)
     assert_same(rewards, [{**r, "reward_extra_info": {}} for r in await score_all(one_by_one, gsm8k(QUESTIONS))])
+
+
+@needs_gsm8k
+async def test_a_component_of_verls_rule_and_another(functions: str) -> None:
+    components = {"rule": {}, "several": {"path": f"{functions}:several", "weight": 0.5}}
+    options = {"components": components}
+    ours, _ = load(None, "compute_score", managers.CompositeRewardLoopManager, reward_loop=options)
+    rewards = await score_all(ours, gsm8k(QUESTIONS))
+    rule, _ = load(functions, "number", managers.NaiveRewardLoopManager)
+    several, _ = load(functions, "several", managers.NaiveRewardLoopManager)
+    parts = zip(await score_all(rule, gsm8k(QUESTIONS)), await score_all(several, gsm8k(QUESTIONS)), strict=True)
+    expected = [
+        {"reward_score": a["reward_score"] + 0.5 * b["reward_score"], "reward_extra_info": {}} for a, b in parts
+    ]
+    assert_same(rewards, expected)
 
 
 BUILT_IN = {

@@ -1,7 +1,8 @@
-"""The managers whose functions run in processes, beside verl's own on real data."""
+"""The managers whose functions run in processes, beside verl's own."""
 
 import os
 
+import numpy as np
 import pytest
 
 from reward_loop import FunctionLoadError, RewardSample
@@ -14,14 +15,24 @@ def process_id():
     return os.getpid()
 
 
+async def judge(solution_str):
+    return 1.0
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
         raise ValueError
-    return {"score": float(solution_str == ground_truth), "level": extra_info["level"]}
+    return {"score": float(solution_str == ground_truth), "level": extra_info["level"], "source": data_source}
 
 
-async def judge(solution_str):
-    return 1.0
+def number(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise ValueError
+    return float(solution_str == ground_truth) * extra_info["level"]
+
+
+def test_their_names():
+    assert [get(name) for name in ("remote", "prime")] == MANAGERS
 
 
 @pytest.mark.parametrize("cls", MANAGERS)
@@ -30,10 +41,6 @@ async def test_the_function_runs_in_a_process(cls):
     reward = await manager.run_single(RewardSample(""))
     assert reward["reward_score"] != os.getpid()
     manager.function.close()
-
-
-def test_their_names():
-    assert [get(name) for name in ("remote", "prime")] == MANAGERS
 
 
 @pytest.mark.parametrize("cls", MANAGERS)
@@ -51,6 +58,74 @@ def test_async_functions_are_refused(cls):
         (PrimeRewardLoopManager, {"max_processes": 2}, 2),
     ],
 )
-async def test_as_many_processes_as_verl_would_start(cls, options, count):
-    """So many calls can meet, and no more."""
-    cls({"reward": {"num_workers": 3}, "reward_loop": options}, compute_score=process_id)
+def test_as_many_processes_as_in_verl(cls, options, count):
+    manager = cls({"reward": {"num_workers": 3}, "reward_loop": options}, compute_score=process_id)
+    assert f"max_processes={count}," in repr(manager.function)
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(int(i)) for i in ids if int(i) > 2)
+
+
+def row(text, level):
+    """One rollout as verl's agent loop hands it over, answered without an end token."""
+    import torch
+    import verl
+
+    def column(value):
+        array = np.empty(1, dtype=object)
+        array[0] = value
+        return array
+
+    return verl.DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor([[0, 104, 105]]),
+            "responses": torch.tensor([[*map(ord, text)]]),
+            "attention_mask": torch.ones(1, 3 + len(text), dtype=torch.int64),
+        },
+        non_tensors={
+            "data_source": column("math"),
+            "reward_model": column({"ground_truth": "yes", "style": "rule"}),
+            "extra_info": column({"level": level}),
+        },
+    )
+
+
+@pytest.mark.integration
+async def test_remote_gives_what_verls_remote_gives():
+    pytest.importorskip("verl")
+    import ray
+    from omegaconf import OmegaConf
+    from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
+
+    config = OmegaConf.create({"reward": {"num_workers": 1}})
+    ours = RemoteRewardLoopManager(config, Tokenizer(), compute_score)
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        theirs = RemoteRewardManager(config, Tokenizer(), compute_score)
+        for text in ("yes", "no"):
+            expected = await theirs.run_single(row(text, 2))
+            reward = await ours.run_single(row(text, 2))
+            assert reward["reward_score"] == expected["reward_score"]
+            info = reward["reward_extra_info"]
+            assert {key: info[key] for key in expected["reward_extra_info"]} == expected["reward_extra_info"]
+    finally:
+        ray.shutdown()
+    ours.function.close()
+
+
+@pytest.mark.integration
+async def test_prime_gives_what_verls_prime_gives():
+    pytest.importorskip("verl")
+    from verl.workers.reward_manager.prime import parallel_compute_score_async
+
+    texts = ["yes", "no", "raise", "yes"]
+    expected = await parallel_compute_score_async(
+        number, texts, ["yes"] * 4, ["math"] * 4, [{"level": level} for level in range(4)], num_processes=2
+    )
+    manager = PrimeRewardLoopManager({"max_processes": 2}, Tokenizer(), number)
+    rewards = [await manager.run_single(row(text, level)) for level, text in enumerate(texts)]
+    assert [reward["reward_score"] for reward in rewards] == expected == [0.0, 0.0, 0.0, 3.0]
+    assert [reward["reward_extra_info"]["reward_outcome"] for reward in rewards][2] == "failed"
+    manager.function.close()

@@ -19,7 +19,7 @@ import pytest
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.router import RewardModelManager, serve_reward_model
-from reward_loop.router.servers import transformers
+from reward_loop.router.servers.transformers import Transformers
 from tests.router.serving import STUB_COMMAND, Watched, post
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "command", lambda config: STUB_COMMAND)
+    monkeypatch.setattr(Transformers, "command", lambda *_: STUB_COMMAND)
 
 
 @pytest.mark.usefixtures("stubs")
@@ -136,6 +136,26 @@ async def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing(con
     assert models.pids() == {}
 
 
+@pytest.mark.usefixtures("stubs")
+async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asleep(config: Any) -> None:
+    theirs = {"engine": "external", "urls": [], "kind": "generative"}
+    async with (
+        RewardModelManager(config(served_model_name="judge")) as one,
+        RewardModelManager(config(served_model_name="judge")) as other,
+    ):
+        theirs["urls"] = [f"http://{models.reward_router_address}" for models in (one, other)]
+        external = RewardModelConfig(models={"judge": theirs}, log_dir=str(config().log_dir))
+        async with RewardModelManager(external) as models:
+            assert list(models.pids()) == ["router"]
+            url = f"http://{models.reward_router_address}"
+            assert await post(url, "/echo", b"x") == (200, b"x")
+            await models.sleep()
+            assert [await _state(url, index) for index in (0, 1)] == ["asleep", "asleep"]
+            waiting = asyncio.create_task(post(url, "/echo", b"x"))
+            await models.wake()
+            assert await waiting == (200, b"x")
+
+
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:
     models = RewardModelManager(config(model_path="/no/such/model", log_dir="/no/such/logs"))
     with pytest.raises(ConfigError, match="model_path: there is no directory '/no/such/model'"):
@@ -165,7 +185,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.router import RewardModelManager, manager, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
-manager.transformers.command = lambda config: stub
+manager.ENGINES["transformers"].command = lambda *_: stub
 config = RewardModelConfig(model_path=model_path, log_dir=log_dir, replicas=2)
 
 async def run():

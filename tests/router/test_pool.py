@@ -212,3 +212,22 @@ async def test_one_failed_check_is_not_enough() -> None:
         await until(lambda: worker.state is WorkerState.TRIAL)
     assert checks[:4] == [0, 0, 1, 2]
     assert worker.stats.ejections == 1
+
+
+async def test_requests_for_a_sleeping_worker_wait_until_it_is_resumed() -> None:
+    async with WorkerPool(WORKERS[:1], Health(*URLS)) as pool:
+        worker = await pool.acquire()
+        worker.in_flight = 1
+        sleeping = asyncio.create_task(pool.sleep(worker))
+        await until(lambda: worker.state is WorkerState.ASLEEP)
+        assert not sleeping.done()
+        pool.bury(worker, "it dies in its sleep")
+        assert worker.state is WorkerState.ASLEEP
+        worker.in_flight = 0
+        worker.idle.set()
+        await sleeping
+        waiting = asyncio.create_task(pool.acquire())
+        await asyncio.sleep(0)
+        assert not pool.usable
+        pool.resume(worker)
+        assert await waiting is worker

@@ -13,7 +13,8 @@ import pytest
 
 from reward_loop._lifeline import Lifeline
 from reward_loop.errors import ServerStartError
-from reward_loop.router.servers.process import ServerProcess, listen, url_of
+from reward_loop.router.servers.process import ServerProcess
+from reward_loop.router.sockets import listen, url_of
 from tests.router.serving import STUB_COMMAND, Watched, post
 
 
@@ -27,7 +28,7 @@ def listener() -> Iterator[socket.socket]:
 def stub(listener: socket.socket, tmp_path: Path) -> Any:
     def make(command: list[str] = STUB_COMMAND, **options: Any) -> ServerProcess:
         options = {"start_timeout_s": 30.0} | options
-        return ServerProcess("the stub", command, listener=listener, log_path=tmp_path / "stub.log", **options)
+        return ServerProcess("the stub", command, bound=listener, log_path=tmp_path / "stub.log", **options)
 
     return make
 

@@ -14,6 +14,7 @@ from reward_loop import (
     Outcome,
     RewardCrashedError,
     RewardFunctionError,
+    RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
@@ -31,8 +32,10 @@ def sample(does, **arguments):
 
 @pytest.fixture(scope="module")
 def one():
-    """Yield a function that runs in one process."""
-    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    """Yield a function that runs in one process, and is called again where a failure may pass."""
+    retry = {"max_attempts": 4, "initial_wait": 0.01}
+    options = RewardLoopConfig(isolation="process", max_processes=1, timeout=120, retry=retry)
+    scoring = ScoringFunction(act, options=options)
     yield scoring
     scoring.close()
 
@@ -461,3 +464,14 @@ async def test_garbage_collection_ends_the_processes():
 async def test_math_verify(one, answer, gold, score):
     pytest.importorskip("math_verify")
     assert (await one(sample("verifies", answer=answer, gold=gold))).score == score
+
+
+@pytest.mark.integration
+async def test_verls_own_use_of_math_verify():
+    pytest.importorskip("math_verify")
+    pytest.importorskip("verl")
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=300)
+    for answer, score in (("so \\boxed{\\frac{1}{2}}", 1.0), ("\\boxed{2}", 0.0)):
+        result = await scoring(sample("verifies_as_verl_does", answer=answer, gold="0.5"))
+        assert (result.score, result.error) == (score, None)
+    scoring.close()

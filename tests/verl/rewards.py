@@ -10,8 +10,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
+
+from reward_loop.client import classify
 
 
 def _log(**row: Any) -> None:
@@ -24,8 +25,13 @@ def number(solution_str: str) -> int:
     return zlib.crc32(solution_str.encode())
 
 
+def halve_all_but_the_best(scores: list[float]) -> list[float]:
+    return [score if score == max(scores) else score / 2 for score in scores]
+
+
 class Mixed:
-    """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ."""
+    """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ. In
+    training, who is not the best of the group gets half."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
         value = number(solution_str)
@@ -43,11 +49,18 @@ class Mixed:
             return None
         return {"score": score, f"key_{value % 3}": value % 10, "text": "seen"}
 
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return halve_all_but_the_best(scores)
+
 
 class Slow(Mixed):
-    """As :class:`Mixed`, after thinking for up to a second."""
+    """As :class:`Mixed`, after up to a second, and after much longer for the first response of training."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        first = Path(os.environ["REWARD_LOG"]).with_name("first")
+        if extra_info["split"] == "train" and not first.exists():
+            first.touch()
+            await asyncio.sleep(5)
         await asyncio.sleep(number(solution_str) % 11 / 10)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
@@ -68,11 +81,34 @@ class Overtaken(Mixed):
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
+def several(outputs: list[str]) -> list[dict[str, float]]:
+    """Two rewards for each response of a group, on different scales: one of its own, and its rank."""
+    order = sorted(outputs, key=number)
+    return [{"value": 100.0 * (number(text) % 10), "rank": float(order.index(text))} for text in outputs]
+
+
+async def compared(
+    solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
+) -> list[dict[str, float] | None]:
+    """Sees a whole group."""
+    results: list[dict[str, float] | None] = []
+    for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
+        score = sum(own.values())
+        _log(output=text, gts=truth, score=score, outcome="scored", split=info["split"], group=len(solution_strs))
+        results.append({"score": score, **own, "turn_level_scores": [score]})
+    return results
+
+
 def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """A sync function that scores everything."""
     score = (number(solution_str) % 100) / 100
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
+
+
+def rare(solution_str: str) -> float:
+    """Rewards one response in four or so, so that many groups get no reward at all."""
+    return float(number(solution_str) % 4 == 0)
 
 
 def _kill_once(pid: int, marker: str) -> None:
@@ -105,11 +141,8 @@ async def judged(
     if seen >= 128:
         for pid in processes_with("reward_loop.verl.main_ppo", policy):
             os.kill(pid, signal.SIGINT)
-    async with aiohttp.ClientSession() as session:
-        body = {"input": solution_str or " ", "use_activation": False}
-        async with session.post(f"http://{reward_router_address}/classify", json=body) as response:
-            answer = await response.json()
-    score = float(answer["data"][0]["probs"][0])
+    score = await classify(reward_router_address, solution_str or " ", timeout=None)
+    assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,29 @@ from omegaconf import OmegaConf
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
-from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model, without_reward
+from reward_loop.verl.options import (
+    PipelineOptions,
+    pipeline_options,
+    reward_loop_options,
+    reward_model_options,
+    scores_by_model,
+    without_reward,
+)
 from tests.verl.configs import settled
+
+VLLM = [
+    "reward_model.enable=True",
+    "reward_model.model.path=/m",
+    "reward_model.rollout.name=vllm",
+    "custom_reward_function.path=f.py",
+]
+POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM that is installed here is one for GPUs."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0")
 
 
 @pytest.mark.parametrize("name", ["reward_loop_trainer", "cpu"])
@@ -22,6 +44,7 @@ def test_the_defaults_are_settled(name: str) -> None:
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
     assert reward_loop_options(settled()) == RewardLoopConfig()
+    assert pipeline_options(settled()) == PipelineOptions()
 
 
 @pytest.mark.parametrize(
@@ -59,6 +82,49 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
     options = reward_model_options(config)
     assert options is not None
     assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
+
+
+def test_verls_options_of_an_engine_reach_it() -> None:
+    options = reward_model_options(
+        settled(
+            *VLLM,
+            *POOL,
+            "reward_model.rollout.tensor_model_parallel_size=4",
+            "reward_model.rollout.gpu_memory_utilization=0.8",
+            "reward_model.rollout.max_model_len=4096",
+            "reward_model.rollout.max_num_seqs=64",
+            "+reward_model.rollout.engine_kwargs.vllm.swap_space=0",
+            "+reward_model.server.start_timeout_s=60",
+        )
+    )
+    assert options is not None
+    assert (options.engine, options.placement, options.replicas) == ("vllm", "ray", 4)
+    assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.dtype) == (4, 0.8, "bfloat16")
+    assert (options.max_model_len, options.start_timeout_s) == (4096, 60)
+    assert options.engine_args == {"max_num_seqs": 64, "swap_space": 0}
+
+
+def test_sglang_gets_its_own_names() -> None:
+    overrides = ["reward_model.rollout.name=sglang", "reward_model.rollout.max_num_seqs=64"]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    assert options is not None
+    assert options.engine_args == {"max_running_requests": 64}
+
+
+def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0+cpu")
+    options = reward_model_options(settled(*VLLM))
+    assert options is not None
+    assert options.placement == "local"
+
+
+def test_more_models_beside_verls() -> None:
+    overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    assert options is not None
+    assert options.models["judge"].model_path == "/j"
+    with pytest.raises(ConfigError, match="did you mean 'model_path'"):
+        settled(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +194,19 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
         (["+reward_model.server.replica=2"], ["reward_model.server.replica", "did you mean 'replicas'"]),
         (["reward_model.rollout.dtype=float32"], ["reward.reward_model.rollout.dtype has no effect"]),
-        (["reward_model.enable_resource_pool=True"], ["reward.reward_model.enable_resource_pool has no effect"]),
+        (
+            ["reward_model.enable_resource_pool=True"],
+            ["reward_model.enable_resource_pool=True has no effect", "reward_model.enable=True"],
+        ),
+        ([*VLLM, "reward_model.enable_resource_pool=False"], ["reward_model.enable_resource_pool=False", "placement"]),
+        ([*VLLM, "reward_model.enable_resource_pool=True"], ["nnodes=0 with n_gpus_per_node=8 have no room", "2 GPU"]),
+        ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
+        ([*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"], ["a server of 16 GPU(s)"]),
+        (
+            [*VLLM, *POOL, "reward.reward_model.rollout.temperature=0.5"],
+            ["rollout.temperature has no effect", "name=vllm"],
+        ),
+        ([*VLLM, *POOL, "+reward_model.rollout.engine_kwargs.sglang.x=1"], ["engine_kwargs.sglang", "vllm.*"]),
         (
             ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
             ["reward_model.rollout.name"],
@@ -197,12 +275,6 @@ def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
         ("def compute_scor(solution_str): return 1", "compute_scor"),
         ("import nonesuch_module", "nonesuch_module"),
         ("def compute_score(solution): return 1", "solution"),
-        (
-            "class compute_score:\n"
-            "    def compute_score(self, solution_str): return 1\n"
-            "    def post_process_scores(self, scores): return scores\n",
-            "post_process_scores",
-        ),
     ],
 )
 def test_a_bad_function_stops_the_command_before_anything_starts(

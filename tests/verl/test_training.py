@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.verl import rewards
-from tests.verl.checks import expected_advantages, signature
-from tests.verl.runs import Run, train
+from tests.verl.checks import check_scores, expected_advantages, signature, texts
+from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
+
+EQUAL = (
+    "critic/advantages/max",
+    "critic/advantages/mean",
+    "critic/advantages/min",
+    "critic/score/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/kl_loss",
+    "actor/loss",
+    "actor/lr",
+    "actor/pg_loss",
+    "reward_loop/scored",
+    "training/global_step",
+)
+"""Metrics that say whether two runs made the same updates."""
 
 
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed."""
+    directory = tmp_path_factory.mktemp("mixed")
     return train(
-        tmp_path_factory.mktemp("mixed"),
+        directory,
         tiny_generative_model,
+        f"reward_loop.log_dir={directory}/samples",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.test_freq=3",
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
+        *agent_loop("seeded"),
         function="Mixed",
     )
 
@@ -36,13 +58,14 @@ def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:
     seen = [row for step in (1, 2, 3) for row in mixed_run.rollouts(step)]
     assert len(seen) == 3 * 8 * 4
     calls = [call for call in mixed_run.calls if call["split"] == "train"]
-    assert signature(calls) == signature(seen)
+    assert texts(calls) == texts(seen)
     validated = [row for step in (0, 3) for row in mixed_run.validation(step)]
     assert signature([call for call in mixed_run.calls if call["split"] == "val"]) == signature(validated)
 
 
 def test_the_advantage_is_that_of_the_returned_scores(mixed_run: Run) -> None:
     for step in (1, 2, 3):
+        check_scores(mixed_run.rollouts(step))
         metrics = mixed_run.steps[step]
         advantages = expected_advantages(mixed_run.rollouts(step))
         assert metrics["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
@@ -60,6 +83,19 @@ def test_outcomes_reach_the_metrics(mixed_run: Run) -> None:
         assert metrics["reward_loop/score/mean"] == pytest.approx(statistics.mean(scores))
         ragged = [n % 10 for n in numbers if n % 7 > 1 and n % 3 == 0]
         assert metrics["reward_loop/key_0/mean"] == pytest.approx(statistics.mean(ragged))
+
+
+def test_every_sample_has_a_record(mixed_run: Run) -> None:
+    files = list((mixed_run.directory / "samples").iterdir())
+    assert len(files) == 2, "one for each reward worker"
+    written = pd.concat([pd.read_json(file, lines=True) for file in files])
+    assert written.uid.is_unique
+    assert written.outcome.value_counts().to_dict() == Counter(call["outcome"] for call in mixed_run.calls)
+    scores = written.score.dropna()
+    assert sorted(scores) == pytest.approx(
+        sorted(call["score"] for call in mixed_run.calls if call["outcome"] == "scored")
+    )
+    assert (written.work_s >= 0).all()
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:
@@ -95,12 +131,42 @@ def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run,
     assert max(batch_run.steps) == 4
     seen = [row for step in (3, 4) for row in batch_run.rollouts(step)]
     assert len(seen) == 2 * 8 * 4
-    for row in seen:
-        value = rewards.number(row["output"])
-        assert row["score"] == pytest.approx((value % 100) / 100 if value % 7 > 1 else 0.0)
     for step in (3, 4):
+        check_scores(batch_run.rollouts(step))
         advantages = expected_advantages(batch_run.rollouts(step))
         assert batch_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off."""
+    return train(
+        tmp_path_factory.mktemp("equal"),
+        tiny_generative_model,
+        "trainer.v1.trainer_mode=reward_pipeline",
+        "trainer.v1.reward_pipeline.mini_batch_pipeline=False",
+        "trainer.v1.reward_pipeline.one_step_off_policy=False",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=3",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "reward.num_workers=2",
+        *agent_loop("seeded"),
+        function="Mixed",
+    )
+
+
+def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_run: Run, pipeline_run: Run) -> None:
+    assert pipeline_run.returncode == 0, pipeline_run.output[-5000:]
+    for step in (1, 2, 3):
+        assert signature(pipeline_run.rollouts(step)) == signature(mixed_run.rollouts(step))
+        for name in EQUAL:
+            ours, verls = pipeline_run.steps[step][name], mixed_run.steps[step][name]
+            assert ours == pytest.approx(verls, rel=1e-4, abs=1e-6), f"step {step}, {name}"
+    # The weights after the last update.
+    assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +185,46 @@ def harried_run(
         f"+custom_reward_function.reward_kwargs.policy={tiny_generative_model}",
         function="judged",
     )
+
+
+@pytest.fixture(scope="module")
+def group_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """A function that sees whole groups, of other sizes in validation, and gives two rewards that GDPO normalises."""
+    return train(
+        tmp_path_factory.mktemp("group"),
+        tiny_generative_model,
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "actor_rollout_ref.rollout.val_kwargs.n=2",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "reward.num_workers=2",
+        "reward_model.reward_manager=group",
+        "reward_loop.on_failed=raise",
+        "reward_loop.group.timeout=120",
+        "algorithm.adv_estimator=gdpo",
+        "+algorithm.gdpo_reward_keys=[value,rank]",
+        "+algorithm.gdpo_reward_weights=[1.0,0.5]",
+        function="compared",
+    )
+
+
+def test_the_function_sees_whole_groups(group_run: Run) -> None:
+    assert group_run.returncode == 0, group_run.output[-5000:]
+    for split, size, rows in (("train", 4, 2 * 8), ("val", 2, 2 * 8)):
+        assert Counter(call["group"] for call in group_run.calls if call["split"] == split) == {size: size * rows}
+    seen = [row for step in (1, 2) for row in group_run.rollouts(step)]
+    assert signature([call for call in group_run.calls if call["split"] == "train"]) == signature(seen)
+
+
+def test_each_reward_is_logged_and_normalised(group_run: Run) -> None:
+    for step in (1, 2):
+        metrics = group_run.steps[step]
+        values = [100.0 * (rewards.number(row["output"]) % 10) for row in group_run.rollouts(step)]
+        assert metrics["reward_loop/value/mean"] == pytest.approx(statistics.mean(values))
+        assert metrics["reward_loop/rank/mean"] <= 1.5
+        # The mean over tokens that verl's GDPO ends with; without it, groups' sums would show.
+        assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-3)
+        assert 0.5 < metrics["critic/advantages/max"] < 10
 
 
 def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:

@@ -1,0 +1,1 @@
+"""The engines that serve reward models, and how their processes live and end."""

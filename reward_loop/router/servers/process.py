@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +22,16 @@ import anyio
 
 from reward_loop._lifeline import Lifeline
 from reward_loop.errors import ServerDiedError, ServerStartError
-from reward_loop.router.sockets import listen, url_of
+from reward_loop.router.sockets import url_of
 
-__all__ = ["ServerProcess", "listen", "url_of"]
+__all__ = ["ServerProcess"]
+
+logger = logging.getLogger(__name__)
+
+_GUARD = (sys.executable, "-m", "reward_loop.router.servers.guard")
+
+_POLL_S = 0.2
+_PROGRESS_S = 15.0
 
 _LOG_TAIL_BYTES = 8192
 _LOG_TAIL_LINES = 25
@@ -31,18 +40,22 @@ _LOG_TAIL_LINES = 25
 class ServerProcess:
     """One run of a server, from its start to its exit.
 
-    An async context manager: it is entered when the server answers, and at exit the process is gone. The child
-    inherits the listening socket, which stays open here. So the port is settled before the child exists, a connection
-    made too early waits in the backlog, and a later run serves the same address.
+    An async context manager: it is entered when the server answers, and at exit the process is gone. It runs in a
+    session of its own, so that Ctrl-C reaches it through its owner only.
 
-    The command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child must end when it reads the end
-    of the latter (:func:`reward_loop._lifeline.follow`). It runs in a session of its own, so that
-    Ctrl-C reaches it through its owner only.
+    The address is settled before the child exists, and a later run has the same one. There are two ways:
+
+    - With a listening socket, the command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child
+      must end when it reads the end of the latter (:func:`reward_loop._lifeline.follow`). A connection
+      made too early waits in the backlog.
+    - With a reserved address (:func:`reward_loop.router.sockets.reserve`), the command names the port, and runs as a
+      child of :mod:`reward_loop.router.servers.guard`, which follows the lifeline for it. A connection made too early
+      is refused.
 
     Args:
         name: what messages call it.
         command: program and arguments.
-        listener: a listening socket.
+        bound: a listening socket, or a reservation.
         log_path: its standard output and error are appended here.
         env: environment variables, added to this process's.
         health_path: a GET of it is answered with a status below 400 once the server is ready.
@@ -55,7 +68,7 @@ class ServerProcess:
         name: str,
         command: Sequence[str],
         *,
-        listener: socket.socket,
+        bound: socket.socket,
         log_path: Path,
         env: Mapping[str, str] | None = None,
         health_path: str = "/health",
@@ -67,7 +80,8 @@ class ServerProcess:
         self.started_in_s: float | None = None
         """How many seconds it took to become ready; ``None`` until then."""
         self._command = list(command)
-        self._listener = listener
+        self._bound = bound
+        self._inherits_socket = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         self._env = dict(env or {})
         self._health_path = health_path
         self._start_timeout_s = start_timeout_s
@@ -75,6 +89,11 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
         self._exited: asyncio.Future[int] | None = None
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``"""
+        return url_of(self._bound)
 
     @property
     def pid(self) -> int | None:
@@ -107,13 +126,17 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         self._exited = loop.create_future()
         self._lifeline = Lifeline()
-        fd = self._listener.fileno()
+        fd = self._bound.fileno()
+        lifeline = ("--lifeline-fd", str(self._lifeline.child_fd))
+        command, fds = [*_GUARD, *lifeline, "--", *self._command], [self._lifeline.child_fd]
+        if self._inherits_socket:
+            command, fds = [*self._command, "--fd", str(fd), *lifeline], [fd, *fds]
         try:
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*self._command, "--fd", str(fd), "--lifeline-fd", str(self._lifeline.child_fd)],
+                    command,
                     env={**os.environ, **self._env},
-                    pass_fds=(fd, self._lifeline.child_fd),
+                    pass_fds=fds,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -132,10 +155,16 @@ class ServerProcess:
     async def _ready(self) -> None:
         assert self._exited is not None
         health = asyncio.create_task(self._ask_health())
+        began = time.monotonic()
+        deadline = began + self._start_timeout_s
         try:
-            await asyncio.wait(
-                [health, self._exited], timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            while not (health.done() or self._exited.done()) and (left := deadline - time.monotonic()) > 0:
+                await asyncio.wait(
+                    [health, self._exited], timeout=min(_PROGRESS_S, left), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not (health.done() or self._exited.done()):
+                    elapsed, last = time.monotonic() - began, (self._log_lines() or [""])[-1]
+                    logger.info("%s has been starting for %.0f s: %s", self.name, elapsed, last[:200])
             if self._exited.done():
                 what = f"{_ending(self._exited.result())} before it was ready"
             elif not health.done():
@@ -151,10 +180,19 @@ class ServerProcess:
         raise ServerStartError(f"{self.name} {what}.\n{self._log()}")
 
     async def _ask_health(self) -> int:
-        url = url_of(self._listener) + self._health_path
+        """The status of the health check; of one that succeeds, if the server binds its address by itself."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
-            return response.status
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    async with session.get(self.url + self._health_path) as response:
+                        if response.status < 400 or self._inherits_socket:
+                            return response.status
+                except aiohttp.ClientError:
+                    if self._inherits_socket:
+                        raise
+                # There is no event to wait for: the server does not say when it listens.
+                await asyncio.sleep(_POLL_S)
 
     async def _stop(self) -> None:
         process, exited, lifeline = self._process, self._exited, self._lifeline
@@ -175,17 +213,24 @@ class ServerProcess:
                 process.kill()
             lifeline.cut()
 
-    def _log(self) -> str:
+    def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+            return log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+
+    def _log(self) -> str:
+        lines = self._log_lines()
         if not lines:
             return f"Its log {self.log_path} is empty."
         return "\n".join([f"The end of its log {self.log_path}:", *(f"    {line}" for line in lines)])
 
 
 def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
+    # While it is not reaped, its number cannot be another process's. What it leaves behind ends with it.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
     # The loop is closed when its owner was broken off; nobody waits then.
     with contextlib.suppress(RuntimeError):

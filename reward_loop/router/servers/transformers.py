@@ -1,34 +1,52 @@
-"""How the embedded engine is started for a reward model."""
+"""The embedded engine: transformers on the CPU, in a server of our own."""
 
 from __future__ import annotations
 
 import sys
 
-from reward_loop.config import RewardModelConfig
+from reward_loop.config import ServedModelConfig
+from reward_loop.errors import ConfigError
+from reward_loop.router.servers.engine import Engine
 
-__all__ = ["command", "environment"]
+__all__ = ["Transformers"]
 
-
-def command(config: RewardModelConfig) -> list[str]:
-    """The command line, without where to listen."""
-    return [
-        sys.executable,
-        *("-m", "reward_loop.router.servers.embedded"),
-        *("--model", config.model_path),
-        *("--served-model-name", config.served_model_name or config.model_path),
-        *("--kind", config.kind),
-        *("--max-batch-size", str(config.max_batch_size)),
-        *("--max-wait-ms", str(config.max_wait_ms)),
-    ]
+_NOT_HERE = (
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "dtype",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "engine_args",
+)
 
 
-def environment(config: RewardModelConfig) -> dict[str, str]:
-    """Environment variables, those of the user last."""
-    threads = str(config.threads)
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    } | config.env
+class Transformers(Engine):
+    """It holds no GPU memory, so there is nothing to free when it sleeps."""
+
+    inherits_socket = True
+
+    def check(self, model: ServedModelConfig) -> None:
+        for option in _NOT_HERE:
+            if getattr(model, option) != ServedModelConfig.model_fields[option].get_default(call_default_factory=True):
+                raise ConfigError(f"{option} has no effect with engine='transformers': it is for vLLM and SGLang")
+
+    def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
+        return [
+            sys.executable,
+            *("-m", "reward_loop.router.servers.embedded"),
+            *("--model", str(model.model_path)),
+            *("--served-model-name", str(model.served_model_name)),
+            *("--kind", model.kind),
+            *("--max-batch-size", str(model.max_batch_size)),
+            *("--max-wait-ms", str(model.max_wait_ms)),
+        ]
+
+    def environment(self, model: ServedModelConfig) -> dict[str, str]:
+        threads = str(model.threads)
+        return {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        } | model.env

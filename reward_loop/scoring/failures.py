@@ -25,14 +25,17 @@ class FailureBound:
         Raises:
             TooManyFailuresError: it failed, and more than ``max_share`` of the latest samples did.
         """
+        self.add(result.outcome is Outcome.FAILED, result.error)
+
+    def add(self, failed: bool, error: str | None) -> None:
+        """Count one sample by whether it failed, and why; raises as `count` does."""
         if len(self._failed) == self._failed.maxlen:
             self._failures -= self._failed[0]
-        failed = result.outcome is Outcome.FAILED
         self._failed.append(failed)
         self._failures += failed
         seen = len(self._failed)
         if failed and seen >= self.min_samples and self._failures > self.max_share * seen:
             raise TooManyFailuresError(
                 f"{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} that "
-                f"max_failed_share allows. The latest: {result.error}"
+                f"max_failed_share allows. The latest: {error}"
             )

@@ -1,0 +1,155 @@
+"""Equal calls are made once: while they are in flight, and, with a file, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from reward_loop.config import CacheConfig
+from reward_loop.errors import ConfigError
+from reward_loop.scoring.load import source_hash
+from reward_loop.scoring.signature import Target
+from reward_loop.scoring.threads import DaemonThreads
+
+__all__ = ["Cache"]
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_S = 60.0
+"""Seconds to wait for another process that writes to the file."""
+
+_FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+class Cache:
+    """Scores by what they depend on: the function's code, the configured version, and the arguments.
+
+    A call whose arguments JSON cannot say is not cached. Neither are failures and samples without a score.
+
+    Args:
+        config: the file and the version.
+        target: the function.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(self, config: CacheConfig, target: Target) -> None:
+        self._basis = orjson.dumps([source_hash(target.call), target.name, config.version])
+        self._in_flight: dict[bytes, _Shared] = {}
+        self._store = None if config.path is None else _Store(Path(config.path))
+
+    def key(self, arguments: Mapping[str, Any]) -> bytes | None:
+        """Return what a call is known by; ``None`` if it cannot be."""
+        named = {name: _identity(value) for name, value in arguments.items() if name != "reward_router_address"}
+        try:
+            text = orjson.dumps(named, option=_FORMAT)
+        except TypeError:
+            return None
+        return hashlib.sha256(self._basis + text).digest()
+
+    async def once(self, key: bytes | None, call: Callable[[], Awaitable[T]]) -> T:
+        """Make the call, or wait for an equal one that is in flight.
+
+        It is cancelled when all who wait for it are.
+        """
+        if key is None:
+            return await call()
+        shared = self._in_flight.get(key)
+        if shared is None or shared.task.get_loop() is not asyncio.get_running_loop():
+            shared = self._in_flight[key] = _Shared(asyncio.ensure_future(call()))
+            shared.task.add_done_callback(lambda task: self._in_flight.pop(key, None))
+        shared.waiting += 1
+        try:
+            result: T = await asyncio.shield(shared.task)
+            return result
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting and not shared.task.done():
+                self._in_flight.pop(key, None)
+                shared.task.cancel()
+
+    async def get(self, key: bytes | None) -> tuple[float, dict[str, Any]] | None:
+        """Return score and extra info of an earlier call."""
+        if key is None or self._store is None:
+            return None
+        return await self._store.get(key)
+
+    async def put(self, key: bytes | None, score: float, extra_info: Mapping[str, Any]) -> None:
+        """Keep a score, if its extra info comes back from JSON as it was."""
+        if key is None or self._store is None:
+            return
+        value = [score, dict(extra_info)]
+        try:
+            text = orjson.dumps(value)
+        except TypeError:
+            return
+        if orjson.loads(text) == value:
+            await self._store.put(key, text)
+
+
+class _Shared:
+    __slots__ = ("task", "waiting")
+
+    def __init__(self, task: asyncio.Future[Any]) -> None:
+        self.task = task
+        self.waiting = 0
+
+
+class _Store:
+    """A table in a SQLite file, used from one thread. Other processes may use the file at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = DaemonThreads(1)
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"reward_loop.cache.path={path}: {error}") from error
+
+    async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
+        text = await self._thread.run(lambda: self._read(key))
+        if text is None:
+            return None
+        score, extra_info = orjson.loads(text)
+        return score, extra_info
+
+    async def put(self, key: bytes, text: bytes) -> None:
+        await self._thread.run(lambda: self._write(key, text))
+
+    def _read(self, key: bytes) -> bytes | None:
+        with self._lock, self._told():
+            row = self._database.execute("SELECT value FROM scores WHERE key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def _write(self, key: bytes, text: bytes) -> None:
+        with self._lock, self._told():
+            self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, text))
+
+    @contextlib.contextmanager
+    def _told(self) -> Any:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
+
+
+def _identity(value: Any) -> Any:
+    """What stands for an argument: a tokenizer by its model, everything else by itself."""
+    name = getattr(value, "name_or_path", None)
+    return name if isinstance(name, str) else value

@@ -1,0 +1,79 @@
+"""Calls that are made again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import tenacity
+
+from reward_loop.config import RetryConfig
+from reward_loop.scoring.transient import is_transient, retry_after
+
+__all__ = ["Retry"]
+
+T = TypeVar("T")
+
+
+class Retry:
+    """Makes a call again while it fails in a way that may pass: `tenacity`, with our conditions.
+
+    Args:
+        config: how often, for how long, and with which pauses.
+        sleep: how a pause is made.
+    """
+
+    def __init__(self, config: RetryConfig, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self.config = config
+        self._sleep = sleep
+        self._pause = tenacity.wait_random_exponential(multiplier=config.initial_wait, max=config.max_wait)
+
+    async def again(
+        self,
+        first: T,
+        attempt: Callable[[], Awaitable[T]],
+        error_of: Callable[[T], BaseException | None],
+        elapsed: float = 0.0,
+    ) -> T:
+        """Make further attempts for as long as they fail in a way that may pass.
+
+        Args:
+            first: what the first attempt gave.
+            attempt: makes one more.
+            error_of: why an attempt failed, if it did.
+            elapsed: seconds that the first attempt took.
+
+        Returns:
+            What the last attempt gave, success or not.
+        """
+
+        def passes(state: tenacity.RetryCallState) -> bool:
+            error = error_of(_given(state))
+            return error is not None and is_transient(error)
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            error = error_of(_given(state))
+            asked = None if error is None else retry_after(error)
+            own = float(self._pause(state))
+            # Never earlier than asked, and not all at the same moment.
+            return own if asked is None else asked + min(own, self.config.initial_wait)
+
+        async def make(attempts: Iterator[int]) -> T:
+            return first if next(attempts, None) is not None else await attempt()
+
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.config.max_attempts)
+            | tenacity.stop_before_delay(max(0.0, self.config.max_seconds - elapsed)),
+            wait=pause,
+            retry=passes,
+            retry_error_callback=_given,
+            sleep=self._sleep,
+        )
+        result: T = await retrying(make, iter([1]))
+        return result
+
+
+def _given(state: tenacity.RetryCallState) -> Any:
+    assert state.outcome is not None
+    return state.outcome.result()

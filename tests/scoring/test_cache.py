@@ -1,0 +1,126 @@
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from reward_loop import ConfigError, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+
+SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
+
+
+def cached(function, path=None, **more):
+    config = RewardLoopConfig(cache={"enabled": True, "path": path and str(path), **more})
+    return ScoringFunction(function, options=config)
+
+
+class Judge:
+    def __init__(self, answer=1.0):
+        self.calls = 0
+        self.answer = answer
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def compute_score(self, solution_str, ground_truth, extra_info):
+        self.calls += 1
+        await self.gate.wait()
+        return self.answer
+
+
+async def test_equal_calls_in_flight_are_made_once():
+    judge = Judge()
+    judge.gate.clear()
+    function = cached(judge)
+    tasks = [asyncio.create_task(function(RewardSample("4", uid=str(i)))) for i in range(10)]
+    other = asyncio.create_task(function(RewardSample("5")))
+    await asyncio.sleep(0)
+    judge.gate.set()
+    assert [(await task).score for task in tasks] == [1.0] * 10
+    await other
+    assert judge.calls == 2
+    await function(RewardSample("4"))
+    assert judge.calls == 3
+
+
+async def test_one_that_is_cancelled_does_not_take_the_others_with_it():
+    judge = Judge()
+    judge.gate.clear()
+    function = cached(judge)
+    first, second = (asyncio.create_task(function(SAMPLE)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    judge.gate.set()
+    assert (await second).score == 1.0
+    assert judge.calls == 1
+
+
+async def test_a_failure_names_each_sample():
+    async def judge(solution_str):
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    function = cached(judge)
+    results = await asyncio.gather(*(function(RewardSample("4", uid=f"u{i}")) for i in range(2)))
+    assert ["sample u0" in results[0].error, "sample u1" in results[1].error] == [True, True]
+
+
+async def test_scores_are_kept_in_a_file(tmp_path):
+    path = tmp_path / "folder" / "scores.db"
+    first, second = Judge({"score": 0.5, "why": "half"}), Judge()
+    made = await cached(first, path)(SAMPLE)
+    kept = await cached(second, path)(SAMPLE)
+    assert (kept.score, kept.extra_info, kept.attempts) == (0.5, {"score": 0.5, "why": "half"}, 0)
+    assert made.extra_info == kept.extra_info
+    assert second.calls == 0
+    # What the arguments do not say is part of the version.
+    await cached(second, path, version="another model")(SAMPLE)
+    await cached(second, path)(RewardSample("4", ground_truth="5"))
+    assert second.calls == 2
+
+
+@pytest.mark.parametrize("answer", [None, "no score", {"score": 1, "object": object()}, {"score": 1, "tuple": (1,)}])
+async def test_what_is_not_kept(tmp_path, answer):
+    path = tmp_path / "scores.db"
+    for judge in (Judge(answer), Judge(answer)):
+        await cached(judge, path)(SAMPLE)
+        assert judge.calls == 1
+
+
+async def test_arguments_that_cannot_be_written_down_are_not_cached():
+    judge = Judge()
+    function = cached(judge)
+    sample = RewardSample("4", extra_info={"object": object()})
+    results = await asyncio.gather(function(sample), function(sample))
+    assert [result.outcome for result in results] == [Outcome.SCORED] * 2
+    assert judge.calls == 2
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    (tmp_path / "scores.db").write_text("no database, but rather more than a few bytes of text" * 100)
+    with pytest.raises(ConfigError, match=r"reward_loop.cache.path=.*scores.db"):
+        cached(Judge(), tmp_path / "scores.db")
+
+
+PROCESS = """
+import asyncio, sys
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
+
+async def main():
+    config = RewardLoopConfig(cache={"enabled": True, "path": sys.argv[1]})
+    async def judge(solution_str): return int(solution_str)
+    function = ScoringFunction(judge, options=config)
+    results = await asyncio.gather(*(function(RewardSample(str(i))) for i in range(200)))
+    assert [result.score for result in results] == list(range(200)), results
+
+asyncio.run(main())
+"""
+
+
+def test_processes_share_the_file(tmp_path):
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "scores.db")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors

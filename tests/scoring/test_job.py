@@ -1,0 +1,239 @@
+import asyncio
+
+import pytest
+
+from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
+from reward_loop.config import RewardLoopConfig
+from reward_loop.scoring.job import JobState, SharedFailureBound, job_of
+from reward_loop.scoring.service import JobService, RemoteJob, serve_job
+from reward_loop.types import RewardResult
+
+FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
+
+
+def options(**judge):
+    return RewardLoopConfig(limits={"judge": judge})
+
+
+async def turns(condition):
+    """Give the other tasks turns until a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Judge:
+    """Counts its calls in flight."""
+
+    def __init__(self):
+        self.in_flight = self.peak = self.calls = 0
+
+    async def call(self, job, share="train"):
+        place = await job.enter("judge", 0, share)
+        self.in_flight += 1
+        self.calls += 1
+        self.peak = max(self.peak, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
+        place.leave()
+
+
+@pytest.fixture(params=["local", "remote"])
+async def kept(request):
+    """Makes a job of some options, in this process or behind a service; also its state."""
+    services, jobs = [], []
+
+    async def make(config):
+        if request.param == "local":
+            state = JobState(config)
+            return state, state
+        service = JobService(config)
+        services.append(service)
+        jobs.append(RemoteJob(await service.start(), config))
+        return jobs[-1], service.state
+
+    yield make
+    for job in jobs:
+        await job.close()
+    for service in services:
+        await service.stop()
+
+
+async def test_no_more_calls_in_flight_than_the_limit(kept):
+    job, state = await kept(options(max_concurrent=3))
+    judge = Judge()
+    await asyncio.gather(*(judge.call(job) for _ in range(100)))
+    assert (judge.peak, judge.calls) == (3, 100)
+    await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
+
+
+async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
+    job, state = await kept(options(max_concurrent=1))
+    place = await job.enter("judge", 0, "train")
+    waiting = asyncio.create_task(job.enter("judge", 0, "train"))
+    await turns(lambda: state.status()["limits"]["judge"]["waiting"] == 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    place.leave()
+    (await job.enter("judge", 0, "train")).leave()
+
+
+async def test_waiting_has_an_end(kept):
+    job, _ = await kept(options(max_concurrent=1, max_wait=0.01))
+    place = await job.enter("judge", 0, "train")
+    with pytest.raises(LimitError, match=r"limit 'judge': no place within max_wait=0.01 s"):
+        await job.enter("judge", 0, "train")
+    place.leave()
+    (await job.enter("judge", 0, "train")).leave()
+
+
+async def test_what_can_never_be(kept):
+    job, _ = await kept(options(tokens_per_minute=10))
+    with pytest.raises(LimitError, match="11 tokens"):
+        await job.enter("judge", 11, "train")
+    with pytest.raises(LimitError, match="no limit 'jugde'; did you mean 'judge'"):
+        await job.enter("jugde", 0, "train")
+
+
+async def test_the_budget_is_counted(kept):
+    job, state = await kept(RewardLoopConfig(budget={"max_cost": 1.0}))
+    job.spend(0.5, 100)
+    await turns(lambda: state.cost == 0.5)
+    assert job.spent is None
+    job.spend(0.6, 0)
+    await turns(lambda: job.spent is not None)
+    assert "1.1 of reward_loop.budget.max_cost=1" in job.spent
+
+
+def failing(**more):
+    return RewardLoopConfig(max_failed_share=0.5, min_samples_for_failed_share=4, **more)
+
+
+async def test_failures_of_all_workers_count_together():
+    service = JobService(failing())
+    address = await service.start()
+    workers = [RemoteJob(address) for _ in range(4)]
+    for worker in workers:
+        worker.count(True, "sample u7: judge raised")
+    await turns(lambda: all(worker.stopped for worker in workers))
+    with pytest.raises(TooManyFailuresError, match=r"4 of the last 4 samples failed.*u7"):
+        workers[0].count(False, None)
+    late = RemoteJob(address)
+    await late.status()
+    assert late.stopped
+    for worker in (*workers, late):
+        await worker.close()
+    await service.stop()
+
+
+async def test_a_manager_counts_over_the_whole_job():
+    service = JobService(failing())
+    config = failing(job=await service.start())
+    bound = SharedFailureBound(config)
+    for _ in range(4):
+        bound.count(FAILED)
+    await turns(lambda: job_of(config).stopped)
+    with pytest.raises(TooManyFailuresError, match="sample u7"):
+        bound.count(FAILED)
+    await job_of(config).close()
+    await service.stop()
+
+
+async def test_limits_are_changed_while_the_job_runs():
+    service = JobService(options(max_concurrent=1))
+    address = await service.start()
+    job, other = RemoteJob(address), RemoteJob(address)
+    first = await job.enter("judge", 0, "train")
+    second = asyncio.create_task(other.enter("judge", 0, "train"))
+    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 1)
+    await job.configure("judge", {"max_concurrent": 2})
+    first.leave()
+    (await second).leave()
+    with pytest.raises(ConfigError, match=r"limits.judge.max_concurent: unknown option; did you mean 'max_concurrent'"):
+        await job.configure("judge", {"max_concurent": 2})
+    await job.configure("search", {"requests_per_minute": 5})
+    await turns(lambda: "search" in other.limited)
+    for one in (job, other):
+        await one.close()
+    await service.stop()
+
+
+async def test_a_client_that_dies_frees_what_it_held():
+    service = JobService(options(max_concurrent=2))
+    address = await service.start()
+    dying, other = RemoteJob(address), RemoteJob(address)
+    for _ in range(2):
+        await dying.enter("judge", 0, "train")
+    queued = asyncio.create_task(dying.enter("judge", 0, "train"))
+    waiting = asyncio.create_task(other.enter("judge", 0, "train"))
+    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 2)
+    await dying.close()
+    await waiting
+    with pytest.raises(JobServiceError):
+        await queued
+    status = service.state.status()["limits"]["judge"]
+    assert (status["in_flight"], status["waiting"]) == (1, 0)
+    await other.close()
+    await turns(lambda: service.state.status()["limits"]["judge"]["in_flight"] == 0)
+    await service.stop()
+
+
+async def test_a_service_that_goes_is_an_error_and_not_a_hang():
+    service = JobService(options(max_concurrent=1))
+    job = RemoteJob(await service.start())
+    await job.enter("judge", 0, "train")
+    waiting = asyncio.create_task(job.enter("judge", 0, "train"))
+    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 1)
+    await service.stop()
+    with pytest.raises(JobServiceError, match=r"keeps the limits of all workers.*cannot be reached.*No call is made"):
+        await waiting
+    with pytest.raises(JobServiceError):
+        await job.enter("judge", 0, "train")
+    with pytest.raises(JobServiceError):
+        job.count(False, None)
+    await job.close()
+
+
+async def test_nobody_gets_in_without_the_token():
+    service = JobService(options(max_concurrent=1))
+    address = await service.start()
+    with pytest.raises(JobServiceError, match="does not accept the token"):
+        await RemoteJob(address[:-1] + "?").enter("judge", 0, "train")
+    host, port, _ = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    await reader.readline()
+    writer.write(b'[["status", 1]]\n')
+    assert await reader.read() == b"\n"
+    writer.close()
+    await service.stop()
+
+
+def test_a_job_address_that_is_none():
+    with pytest.raises(ConfigError, match="host:port:token"):
+        RemoteJob("here")
+
+
+async def test_one_job_for_all_functions_of_the_same_options():
+    assert job_of(options(max_concurrent=1)) is job_of(options(max_concurrent=1))
+    assert job_of(options(max_concurrent=1)) is not job_of(options(max_concurrent=2))
+
+
+def test_the_service_in_a_thread():
+    async def use(address):
+        job = RemoteJob(address)
+        (await job.enter("judge", 0, "train")).leave()
+        status = await job.status()
+        await job.close()
+        return status
+
+    with serve_job(options(max_concurrent=1)) as address:
+        assert asyncio.run(use(address))["limits"]["judge"]["max_concurrent"] == 1
+    with pytest.raises(JobServiceError):
+        asyncio.run(use(address))
+
+
+def test_budget_error_is_a_scoring_error():
+    from reward_loop.errors import ScoringError
+
+    assert issubclass(BudgetSpentError, ScoringError)

@@ -1,0 +1,303 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+import reward_loop
+from reward_loop import JobServiceError, Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
+from reward_loop.scoring.job import job_of
+from reward_loop.scoring.service import JobService
+
+SAMPLE = RewardSample("4", uid="u7")
+
+
+class Refused(Exception):
+    status = 429
+
+
+def scoring(function, **options):
+    config = RewardLoopConfig(**{"retry": {"max_attempts": 1}, **options})
+    return ScoringFunction(function, options=config), config
+
+
+async def test_the_default_limit_holds_for_every_call():
+    running = peak = 0
+
+    async def judge():
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 1
+
+    function, _ = scoring(judge, limits={"default": {"max_concurrent": 3}})
+    results = await asyncio.gather(*(function(SAMPLE) for _ in range(50)))
+    assert peak == 3
+    assert {result.outcome for result in results} == {Outcome.SCORED}
+    assert any(result.wait_seconds > 0 for result in results)
+
+
+async def test_a_limit_inside_an_async_function():
+    running = peak = 0
+
+    async def judge():
+        nonlocal running, peak
+        async with reward_loop.limit("judge", tokens=10) as lease:
+            running += 1
+            peak = max(peak, running)
+            await asyncio.sleep(0)
+            running -= 1
+            lease.used(tokens=5, cost=0.5)
+        return 1
+
+    function, config = scoring(judge, limits={"judge": {"max_concurrent": 2}})
+    results = await asyncio.gather(*(function(SAMPLE) for _ in range(20)))
+    assert peak == 2
+    assert {result.outcome for result in results} == {Outcome.SCORED}
+    assert (job_of(config).tokens, job_of(config).cost) == (100, 10)
+
+
+async def test_a_limit_inside_a_sync_function():
+    running = peak = 0
+    lock = threading.Lock()
+
+    def judge():
+        nonlocal running, peak
+        with reward_loop.limit("judge") as lease:
+            with lock:
+                running += 1
+                peak = max(peak, running)
+            time.sleep(0.001)
+            with lock:
+                running -= 1
+            lease.used(cost=1)
+        return 1
+
+    function, config = scoring(judge, limits={"judge": {"max_concurrent": 2}})
+    results = await asyncio.gather(*(function(SAMPLE) for _ in range(20)))
+    assert peak == 2
+    assert {result.outcome for result in results} == {Outcome.SCORED}
+    assert job_of(config).cost == 20
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
+    # Eight calls of a quarter of the deadline each, one at a time: the last waits for nearly twice the deadline.
+    timeout = 0.4
+
+    async def judge():
+        if inside:
+            async with reward_loop.limit("judge"):
+                await asyncio.sleep(timeout / 4)
+        else:
+            await asyncio.sleep(timeout / 4)
+        return 1
+
+    def sync_judge():
+        if inside:
+            with reward_loop.limit("judge"):
+                time.sleep(timeout / 4)
+        else:
+            time.sleep(timeout / 4)
+        return 1
+
+    limits = {"judge" if inside else "default": {"max_concurrent": 1}}
+    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=timeout)
+    results = await asyncio.gather(*(function(SAMPLE) for _ in range(8)))
+    assert [result.error for result in results] == [None] * 8
+    assert max(result.wait_seconds for result in results) > timeout
+    assert max(result.seconds for result in results) < timeout
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
+    release = threading.Event()
+
+    async def judge(solution_str):
+        async with reward_loop.limit("judge"):
+            if solution_str == "hang":
+                try:
+                    await asyncio.Event().wait()
+                except BaseException:
+                    await asyncio.Event().wait()
+        return 1
+
+    def sync_judge(solution_str):
+        with reward_loop.limit("judge"):
+            if solution_str == "hang":
+                release.wait()
+        return 1
+
+    limits = {"judge": {"max_concurrent": 1}, "default": {"max_concurrent": 1}}
+    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=0.2)
+    hung, fine = await asyncio.gather(function(RewardSample("hang")), function(RewardSample("4")))
+    release.set()
+    assert isinstance(hung.exception, RewardTimeoutError)
+    assert fine.score == 1
+
+
+async def test_a_name_that_is_not_configured():
+    async def judge():
+        async with reward_loop.limit("jugde"):
+            return 1
+
+    function, _ = scoring(judge, limits={"judge": {"max_concurrent": 1}})
+    assert "no limit 'jugde'; did you mean 'judge'" in (await function(SAMPLE)).error
+    # Where there are no limits at all, nothing is limited, and nothing is wrong.
+    function, _ = scoring(judge)
+    assert (await function(SAMPLE)).score == 1
+
+
+async def test_the_default_limit_is_not_taken_twice():
+    async def judge():
+        async with reward_loop.limit("default"):
+            return 1
+
+    function, _ = scoring(judge)
+    assert "holds for the whole function" in (await function(SAMPLE)).error
+
+
+async def test_a_function_can_be_tried_by_itself():
+    async def judge():
+        async with reward_loop.limit("judge", tokens=3) as lease:
+            lease.used(tokens=2)
+            return 1
+
+    assert await judge() == 1
+    with pytest.raises(RuntimeError, match="async with"), reward_loop.limit("judge"):
+        pass
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_a_refusal_shrinks_an_adaptive_limit(inside):
+    async def judge():
+        if not inside:
+            raise Refused
+        async with reward_loop.limit("judge"):
+            raise Refused
+
+    name = "judge" if inside else "default"
+    function, config = scoring(judge, limits={name: {"adaptive": True}})
+    assert job_of(config).status()["limits"][name]["max_in_flight"] == 20
+    await function(SAMPLE)
+    assert job_of(config).status()["limits"][name]["max_in_flight"] == 16
+
+
+async def test_transient_errors_are_tried_again_and_booked():
+    calls = 0
+
+    async def judge():
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise ConnectionResetError
+        return 1
+
+    function, _ = scoring(judge, retry={"initial_wait": 0.001})
+    result = await function(SAMPLE)
+    assert (result.score, result.attempts, calls) == (1, 3, 3)
+
+
+async def test_after_the_last_attempt_the_sample_has_failed():
+    async def judge():
+        raise ConnectionResetError("by peer")
+
+    function, _ = scoring(judge, retry={"initial_wait": 0.001})
+    result = await function(SAMPLE)
+    assert (result.outcome, result.attempts) == (Outcome.FAILED, 3)
+    assert "sample u7" in result.error
+    assert "was called 3 times, and at last raised" in result.error
+    assert "ConnectionResetError: by peer" in result.error
+
+
+async def test_a_deadline_is_not_tried_again():
+    calls = 0
+
+    async def hangs():
+        nonlocal calls
+        calls += 1
+        await asyncio.Event().wait()
+
+    function, _ = scoring(hangs, retry={"initial_wait": 0.001}, timeout=0.01)
+    result = await function(SAMPLE)
+    assert (result.outcome, result.attempts, calls) == (Outcome.FAILED, 1, 1)
+
+
+@pytest.mark.parametrize(("at_cap", "score"), [("default", -1.0), ("mask", 0.0)])
+async def test_a_budget_that_is_used_up(at_cap, score):
+    calls = 0
+
+    async def judge():
+        nonlocal calls
+        calls += 1
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=60)
+        return 1
+
+    config = RewardLoopConfig(budget={"max_tokens": 100, "at_cap": at_cap}, default_score=-1.0)
+    manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
+    rewards = [await manager.run_single(SAMPLE) for _ in range(4)]
+    assert [reward["reward_score"] for reward in rewards] == [1, 1, score, score]
+    info = rewards[-1]["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"]) == ("unscored", at_cap == "mask")
+    assert "sample u7" in info["reward_error"]
+    assert (
+        "was not called: the run's budget is used up: 120 of reward_loop.budget.max_tokens=100" in info["reward_error"]
+    )
+    assert calls == 2
+
+
+async def test_a_budget_that_stops_the_run():
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(cost=1)
+        return 1
+
+    manager = reward_loop.NaiveRewardLoopManager(RewardLoopConfig(budget={"max_cost": 1}), compute_score=judge)
+    await manager.run_single(SAMPLE)
+    with pytest.raises(reward_loop.BudgetSpentError, match="budget is used up"):
+        await manager.run_single(SAMPLE)
+
+
+async def test_eight_workers_keep_one_limit():
+    # In verl 0.9, each worker has the whole limit for itself.
+    limits = {"default": {"max_concurrent": 4}}
+    service = JobService(RewardLoopConfig(limits=limits))
+    address = await service.start()
+    running = peak = 0
+
+    async def judge():
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 1
+
+    # A default score of its own, that each has its own job: its own connection.
+    workers = []
+    for _ in range(8):
+        function, config = scoring(judge, limits=limits, job=address)
+        workers.append(function)
+    results = await asyncio.gather(*(worker(SAMPLE) for worker in workers for _ in range(10)))
+    assert peak == 4
+    assert {result.outcome for result in results} == {Outcome.SCORED}
+    await job_of(config).close()
+    await service.stop()
+
+
+async def test_without_its_service_a_run_stops():
+    limits = {"default": {"max_concurrent": 4}}
+    service = JobService(RewardLoopConfig(limits=limits))
+    address = await service.start()
+    await service.stop()
+
+    async def judge():
+        return 1
+
+    function, _ = scoring(judge, limits=limits, job=address)
+    with pytest.raises(JobServiceError):
+        await function(SAMPLE)

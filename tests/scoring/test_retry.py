@@ -1,0 +1,74 @@
+from reward_loop.config import RetryConfig
+from reward_loop.errors import TransientError
+from reward_loop.scoring.retry import Retry
+
+
+def asks(seconds):
+    return TransientError("later", retry_after=seconds)
+
+
+class Pauses:
+    def __init__(self):
+        self.seconds = []
+
+    async def __call__(self, seconds):
+        self.seconds.append(seconds)
+
+
+async def again(config, outcomes, elapsed=0.0):
+    """Errors and results of the attempts; what came of it, and the pauses made."""
+    pauses = Pauses()
+    outcomes = iter(outcomes)
+
+    async def attempt():
+        return next(outcomes)
+
+    def error_of(outcome):
+        return outcome if isinstance(outcome, BaseException) else None
+
+    result = await Retry(config, sleep=pauses).again(await attempt(), attempt, error_of, elapsed)
+    return result, pauses.seconds
+
+
+async def test_it_goes_on_until_it_succeeds():
+    result, pauses = await again(RetryConfig(), [TimeoutError(), TimeoutError(), 1.0])
+    assert result == 1.0
+    assert len(pauses) == 2
+    assert 0 <= pauses[0] <= 0.5
+    assert 0 <= pauses[1] <= 1.0
+
+
+async def test_after_the_last_attempt_there_is_a_defined_outcome():
+    # A retry loop of verl's has no last branch: its result is unbound when all attempts fail.
+    last = TimeoutError("the third")
+    result, pauses = await again(RetryConfig(max_attempts=3), [TimeoutError(), TimeoutError(), last, 1.0])
+    assert result is last
+    assert len(pauses) == 2
+
+
+async def test_an_error_that_will_not_pass_ends_it():
+    error = ValueError()
+    result, pauses = await again(RetryConfig(max_attempts=9), [TimeoutError(), error, 1.0])
+    assert result is error
+    assert len(pauses) == 1
+
+
+async def test_retry_after_is_waited_for_in_full():
+    config = RetryConfig(max_wait=1, initial_wait=0.5)
+    result, pauses = await again(config, [asks(30), 1.0])
+    assert result == 1.0
+    assert 30 <= pauses[0] <= 30.5
+
+
+async def test_no_pause_begins_that_ends_past_the_deadline():
+    error = asks(30)
+    assert await again(RetryConfig(max_seconds=20), [error, 1.0]) == (error, [])
+    assert await again(RetryConfig(max_seconds=100), [error, 1.0], elapsed=80) == (error, [])
+
+
+async def test_pauses_are_bounded_and_vary():
+    config = RetryConfig(max_attempts=50, max_wait=2, max_seconds=10_000)
+    _, pauses = await again(config, [TimeoutError()] * 60)
+    assert len(pauses) == 49
+    assert max(pauses) <= 2
+    assert len(set(pauses)) > 40
