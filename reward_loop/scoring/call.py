@@ -22,13 +22,13 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
+from reward_loop.processes.ended import Call, Ended, describe_exception
+from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.ended import Call, Ended, describe_exception
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job, job_of
 from reward_loop.scoring.limit import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.processes import WorkerProcesses
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads

@@ -10,7 +10,14 @@ from omegaconf import OmegaConf
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
-from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model, without_reward
+from reward_loop.verl.options import (
+    PipelineOptions,
+    pipeline_options,
+    reward_loop_options,
+    reward_model_options,
+    scores_by_model,
+    without_reward,
+)
 from tests.verl.configs import settled
 
 VLLM = [
@@ -37,6 +44,7 @@ def test_the_defaults_are_settled(name: str) -> None:
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
     assert reward_loop_options(settled()) == RewardLoopConfig()
+    assert pipeline_options(settled()) == PipelineOptions()
 
 
 @pytest.mark.parametrize(
@@ -274,12 +282,6 @@ def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
         ("def compute_scor(solution_str): return 1", "compute_scor"),
         ("import nonesuch_module", "nonesuch_module"),
         ("def compute_score(solution): return 1", "solution"),
-        (
-            "class compute_score:\n"
-            "    def compute_score(self, solution_str): return 1\n"
-            "    def post_process_scores(self, scores): return scores\n",
-            "post_process_scores",
-        ),
     ],
 )
 def test_a_bad_function_stops_the_command_before_anything_starts(
