@@ -303,6 +303,8 @@ class RewardWorkers:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
         actor = ray.remote(RewardWorker)
+        # Held here: an argument of more than 100 KB that nobody holds is gone when Ray restarts a worker.
+        self._config = ray.put(config)
         self.handles = [
             actor.options(
                 max_restarts=-1,
@@ -311,7 +313,7 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=nodes[i % len(nodes)], soft=True
                 ),
-            ).remote(config, reward_router_address)
+            ).remote(self._config, reward_router_address)
             for i in range(config.reward.num_workers)
         ]
         self.client = RewardClient(self.handles, config)
