@@ -21,12 +21,12 @@ from reward_loop.managers.policy import apply_policy
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
+from reward_loop.processes.pool import usable_cores
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.job import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.processes import usable_cores
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
@@ -308,6 +308,8 @@ class RewardWorkers:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
         actor = ray.remote(RewardWorker)
+        # Held here: an argument of more than 100 KB that nobody holds is gone when Ray restarts a worker.
+        self._config = ray.put(config)
         self.handles = [
             actor.options(
                 max_restarts=-1,
@@ -316,7 +318,7 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=nodes[i % len(nodes)], soft=True
                 ),
-            ).remote(config, reward_router_address)
+            ).remote(self._config, reward_router_address)
             for i in range(config.reward.num_workers)
         ]
         self.client = RewardClient(self.handles, config)

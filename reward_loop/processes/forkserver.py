@@ -3,7 +3,7 @@
 It stands between the trainer and the user's code, because neither can do this. The trainer has threads, so it must not
 fork; a worker may hold the interpreter's lock for ever (a regular expression does), so it cannot watch itself.
 
-- The pool sends one end of a socket pair; a worker is forked that answers on it (`reward_loop.scoring.worker`).
+- The pool sends one end of a socket pair; a worker is forked that answers on it (`reward_loop.processes.worker`).
 - The pool shuts its end down, wholly or for writing, and the worker is killed.
 - The pool's process dies, and with it the lifeline: all workers are killed.
 - A worker dies, however: everything that it started is killed, then the pool gets a `Report` on the worker's socket.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from reward_loop.scoring import worker
+from reward_loop.processes import worker
 
 __all__ = ["Report", "main"]
 
