@@ -142,14 +142,20 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
     """The samples a second of both workers: the best of some rounds."""
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
-    from reward_loop.verl.workers import RewardWorker
+    from reward_loop.verl.workers import RewardWorker, settle_gc
 
+    thresholds = gc.get_threshold()
     texts = answers()
     rows = rollouts(save_tokenizer([text for text, _ in texts], folder), texts)
     (folder / "nothing.py").write_text(NOTHING)
 
-    async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]]) -> float:
+    async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]], ours: bool) -> float:
+        # Each as in a process of its own: our worker settles the garbage collector when it starts, verl's does not.
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
         gc.collect()
+        if ours:
+            settle_gc()
         began = time.perf_counter()
         rewards = await asyncio.gather(*(asyncio.create_task(compute_score(row)) for row in rows))
         seconds = time.perf_counter() - began
@@ -165,7 +171,7 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
             workers[f"ours {name}"] = RewardWorker(config, None)
         for _ in range(rounds):
             for name, worker in workers.items():
-                best[name] = max(best.get(name, 0.0), await score(worker.compute_score))
+                best[name] = max(best.get(name, 0.0), await score(worker.compute_score, name.startswith("ours")))
         return best
 
     return asyncio.run(measure())

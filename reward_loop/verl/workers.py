@@ -37,6 +37,9 @@ __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
 logger = logging.getLogger(__name__)
 
+GC_THRESHOLD = 50_000
+"""New objects until the garbage collector looks at them; Python's 700 is a tenth of what a hundred samples make."""
+
 MAX_TASK_RETRIES = 3
 """How many deaths of its worker a sample survives: it is scored again each time, and then counts as failed."""
 
@@ -45,6 +48,17 @@ START_TIMEOUT_S = 300.0
 
 STATUS_TIMEOUT_S = 60.0
 """Seconds until a worker must have said how it is; a restart fits in."""
+
+
+def settle_gc() -> None:
+    """Keep the garbage collector from stopping the event loop, in a process whose work is rewards.
+
+    What is loaded by now stays: torch and verl are more than a million objects, which a full collection would look at
+    for half a second. Samples in flight are alive, too, and are looked at less often.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 class RewardWorker:
@@ -56,10 +70,7 @@ class RewardWorker:
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
-        # What is loaded by now stays: torch and verl are more than a million objects, which a full garbage collection
-        # would look at for half a second, with the event loop standing still.
-        gc.collect()
-        gc.freeze()
+        settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
         watch(self._options.watchdog_s)
         self._failures = failure_bound(self._options)
