@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop.scoring.processes import usable_cores
+from reward_loop.processes.pool import usable_cores
 
 __all__ = ["measure_process_efficiency"]
 

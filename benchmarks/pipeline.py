@@ -159,11 +159,12 @@ def verl_runs(report: Report, steps: int, chosen: list[str], keep: Path | None) 
             except training.TrainingFailedError as error:
                 sys.exit(str(error))
             report.progress.remove_task(task)
+            generation = "generation and judging" if key in ("verl", "verl_fair") else "generation"
+            waited = result.median("reward_pipeline/waiting_for_rewards_s")
             report.add(
                 mode.name,
-                f"{result.seconds:.2f} s a step, of them {result.median('timing_s/gen'):.2f} generation"
-                f"{'' if key not in ('verl', 'verl_fair') else ' and judging'}, {result.working:.2f} training, "
-                f"{result.median('timing_s/wait_reward'):.2f} waiting for rewards; reward {result.reward:.3f}",
+                f"{result.seconds:.2f} s a step: {result.median('timing_s/gen'):.2f} {generation}, "
+                f"{result.working:.2f} training, {waited:.2f} waiting for rewards; reward {result.reward:.3f}",
             )
     both, shipped, fair = (results[key] for key in ("both", "verl", "verl_fair"))
     reduction, reduction_fair = 1 - both.seconds / shipped.seconds, 1 - both.seconds / fair.seconds

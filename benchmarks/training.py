@@ -143,6 +143,7 @@ def run(mode: Mode, folder: Path, output: Path, steps: int, progress: Callable[[
         f"trainer.default_local_dir={output}/checkpoints",
         f"hydra.run.dir={output}",
         "ray_kwargs.ray_init.num_cpus=13",
+        "ray_kwargs.ray_init.num_gpus=1",
     ]
     log, metrics = output / "log", output / "metrics.jsonl"
     deadline = time.monotonic() + LONGEST_RUN_S

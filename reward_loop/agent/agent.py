@@ -17,10 +17,9 @@ from typing import Any, Self
 from reward_loop.agent.pending import PendingRewards
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError, ScoringError
-from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.post_process import PostProcess
 from reward_loop.scoring import ScoringFunction
-from reward_loop.scoring.failures import FailureBound
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import Reward, RewardSample
 
 __all__ = ["RewardAgent"]
 
@@ -69,10 +68,10 @@ class RewardAgent:
         self._options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
         function = getattr(manager, "function", None)
         self._function = function if isinstance(function, ScoringFunction) else None
-        self._post_process_failures = FailureBound(
-            self._options.max_failed_share,
-            self._options.min_samples_for_failed_share,
-            self._options.failed_share_window,
+        self._post_processor = (
+            PostProcess(self._function, self._options)
+            if self._function is not None and self._function.has_post_process
+            else None
         )
         self._batches: dict[int, PendingRewards] = {}
         self._waiting: list[tuple[float, int, PendingRewards]] = []
@@ -323,48 +322,25 @@ class RewardAgent:
 
     def _all_ended(self, batch: PendingRewards, group: int) -> None:
         assert self._loop is not None
-        if self._function is not None and self._function.has_post_process:
-            scored = [i for i in batch._members(group) if _is_scored(batch._rewards[i])]
-            if scored:
-                self._own(batch, self._loop.create_task(self._post_process(batch, group, scored)), self._released)
-                return
-        self._complete(batch, group)
+        if self._post_processor is not None:
+            self._own(batch, self._loop.create_task(self._post_process(batch, group)), self._released)
+        else:
+            self._complete(batch, group)
 
-    async def _post_process(self, batch: PendingRewards, group: int, scored: list[int]) -> None:
-        """Hand the scores of a group's scored members to the user's class, and put back what it returns."""
-        assert self._function is not None
-        rewards = [reward for i in scored if (reward := batch._rewards[i]) is not None]
+    async def _post_process(self, batch: PendingRewards, group: int) -> None:
+        """Hand the rewards of a group to the user's class, and put back what it returns."""
+        assert self._post_processor is not None
+        members = list(batch._members(group))
+        rewards = [reward for i in members if (reward := batch._rewards[i]) is not None]
+        names = [getattr(batch._samples[i], "uid", None) for i in members]
         try:
-            try:
-                scores = await self._function.post_process_scores([reward["reward_score"] for reward in rewards])
-            except ScoringError as error:
-                for i, reward in zip(scored, rewards, strict=True):
-                    batch._rewards[i] = self._failed(batch._samples[i], reward, error)
-            else:
-                for i, reward, score in zip(scored, rewards, scores, strict=True):
-                    self._post_process_failures.count(RewardResult(Outcome.SCORED, score))
-                    batch._rewards[i] = {**reward, "reward_score": score}
+            for i, reward in zip(members, await self._post_processor(rewards, names), strict=True):
+                batch._rewards[i] = reward
         except RewardLoopError as error:
             batch._fail(error)
         else:
             if batch._error is None:
                 self._complete(batch, group)
-
-    def _failed(self, sample: Any, reward: Reward, error: ScoringError) -> Reward:
-        info = reward.get("reward_extra_info") or {}
-        uid = getattr(sample, "uid", None)
-        failure = type(error)(f"{'a sample' if uid is None else f'sample {uid}'}: {error}")
-        failure.__cause__ = error
-        result = RewardResult(
-            Outcome.FAILED,
-            None,
-            extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
-            error=str(failure),
-            seconds=info.get("reward_seconds", 0.0),
-            exception=failure,
-        )
-        self._post_process_failures.count(result)
-        return apply_policy(result, self._options)
 
     def _complete(self, batch: PendingRewards, group: int) -> None:
         batch._complete(group)
@@ -413,14 +389,6 @@ def _sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> 
     if size < 1 or count % size:
         raise ConfigError(f"{count} samples do not divide into groups of {size}: name the sizes, as groups=[...]")
     return [size] * (count // size)
-
-
-def _is_scored(reward: Reward | None) -> bool:
-    """Whether a reward has a score of its own; a manager that states no outcome has scored."""
-    if reward is None:
-        return False
-    info = reward.get("reward_extra_info") or {}
-    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def _fault(manager: Any, error: BaseException) -> RewardLoopError:

@@ -63,7 +63,7 @@ class RewardLoopManagerBase:
             FunctionLoadError: the function cannot be called with what the reward loop provides.
         """
         self.config = config
-        self.options = _options(config)
+        self.options = self.read_options(config)
         self.tokenizer = tokenizer
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
@@ -75,6 +75,20 @@ class RewardLoopManagerBase:
         self.records = records(self.options.log_dir) if self.options.log_dir else None
         watch(self.options.watchdog_s)
         self.failures = failure_bound(self.options)
+
+    @classmethod
+    def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
+        """Return the options in what the constructor takes as ``config``.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        if isinstance(config, Mapping):
+            if "reward_loop" in config:
+                config = config["reward_loop"]
+            elif _VERL_GROUPS & set(config):
+                config = None
+        return parse(RewardLoopConfig, config, "reward_loop")
 
     async def run_single(self, data: Any) -> Reward:
         """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts.
@@ -209,15 +223,6 @@ def verl_options(config: Any, path: str) -> Any:
             return None
         config = config.get(part)
     return config
-
-
-def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
-    if isinstance(config, Mapping):
-        if "reward_loop" in config:
-            config = config["reward_loop"]
-        elif _VERL_GROUPS & set(config):
-            config = None
-    return parse(RewardLoopConfig, config, "reward_loop")
 
 
 def last_row(data: Any) -> dict[str, Any]:

@@ -291,6 +291,8 @@ class RewardModelManager:
         before, worker.url = worker.url, url
         await asyncio.shield(self._supervisors["router"].started)
         await self._tell_router("add", worker)
+        if worker.asleep:
+            await self._tell_router("sleep", worker)
         if before:
             await self._ask_router("DELETE", f"/workers?url={quote(before)}")
 
@@ -332,7 +334,8 @@ class RewardModelManager:
             logger.warning("the router was not told to %s %s: %r", method, path, error)
 
     async def _post(self, url: str, path: str, *, router: bool = False) -> None:
-        timeout = aiohttp.ClientTimeout(total=_SLEEPS_WITHIN_S)
+        # The requests in work are finished first.
+        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s + _SLEEPS_WITHIN_S)
         try:
             async with (
                 aiohttp.ClientSession(url, timeout=timeout, headers=_credentials() if router else None) as session,
@@ -340,6 +343,9 @@ class RewardModelManager:
             ):
                 if response.status >= 400:
                     raise ServerError(f"{url}{path} was answered with {response.status}: {await response.text()}")
+        except aiohttp.ClientConnectorError as error:
+            # A server that is down is told when it is back.
+            logger.warning("%s%s: %r", url, path, error)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"{url}{path} was not answered: {error!r}") from error
 

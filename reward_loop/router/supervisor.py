@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
+from reward_loop.errors import ServerDiedError, ServerError
 
 __all__ = ["RestartPolicy", "Server", "Supervisor"]
 
@@ -75,7 +75,7 @@ class Supervisor:
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
     ) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server is ready for the first time, or raises the ServerStartError of its first start."""
+        """Done when the server is ready for the first time, or raises the ServerError of its first start."""
         self._new_process = new_process
         self._policy = policy
         self._starts = starts
@@ -95,7 +95,8 @@ class Supervisor:
         while True:
             try:
                 error = await self._live()
-            except ServerStartError as failed:
+            # Of the start, or of what is to be done when it has started.
+            except ServerError as failed:
                 if not self.started.done():
                     self.started.set_exception(failed)
                     return

@@ -22,13 +22,13 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
+from reward_loop.processes.ended import Call, Ended, describe_exception
+from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.ended import Call, Ended, describe_exception
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job, job_of
 from reward_loop.scoring.limit import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.processes import WorkerProcesses
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
@@ -59,6 +59,7 @@ class ScoringFunction:
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
         options: RewardLoopConfig | None = None,
+        limit: str = DEFAULT,
     ) -> None:
         """Read the signature.
 
@@ -72,6 +73,7 @@ class ScoringFunction:
             max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
             max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
             options: these five options, and limits, retries, cache and budget beside them.
+            limit: which of the limits holds for each call, if it is configured.
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
@@ -85,6 +87,7 @@ class ScoringFunction:
                 max_memory_mb=max_memory_mb,
             )
         self._options = options
+        self._limit = limit
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
@@ -277,11 +280,11 @@ class ScoringFunction:
         if job.spent is not None:
             return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
         limits = CallLimits(job, share, asyncio.get_running_loop())
-        if DEFAULT not in job.limited:
+        if self._limit not in job.limited:
             return await self._run(arguments, limits)
         limits.begin_wait()
         try:
-            place = await job.enter(DEFAULT, 0, share)
+            place = await job.enter(self._limit, 0, share)
         except LimitError as error:
             return _not_called(LimitError(f"was not called: {error}"))
         finally:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from reward_loop.errors import FunctionLoadError
-from reward_loop.scoring import worker
-from reward_loop.scoring.processes import WorkerProcesses
+from reward_loop.processes import worker
+from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
 
 __all__ = ["Isolation", "SplitSemaphore", "in_processes", "is_isolated", "isolated"]
@@ -91,6 +92,7 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
     return WorkerProcesses(
         target.call,
         name=target.name,
+        files=file_modules(),
         max_processes=mark.max_processes or options.max_processes,
         max_memory_mb=mark.max_memory_mb or options.max_memory_mb,
     )

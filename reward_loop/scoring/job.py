@@ -106,7 +106,7 @@ class JobState:
                 f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
                 f"reward_loop.limits: {listing(self._limiters) or 'none'}"
             )
-        ticket = Ticket(tokens, share, admit)
+        ticket = Ticket(tokens or limiter.config.estimated_tokens_per_request, share, admit)
         take(ticket)
         limiter.enter(time.monotonic(), ticket)
         self._advance(name)

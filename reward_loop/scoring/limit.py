@@ -10,7 +10,7 @@ from typing import Any
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import LimitError
-from reward_loop.scoring import worker
+from reward_loop.processes import worker
 from reward_loop.scoring.job import DEFAULT, Job, Place
 from reward_loop.scoring.transient import is_refusal, retry_after
 

@@ -8,6 +8,8 @@ A session still lasts until its reward is in: verl's own prompt statuses keep th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import defaultdict
 from typing import Any
 
 import ray
@@ -15,10 +17,16 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from reward_loop.types import Outcome
+from reward_loop.verl.progress import Event
+
 __all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
 
 GENERATED = "generated"
 """Tags a prompt whose sessions have all been generated. It is no status: verl refuses those that it does not know."""
+
+NEWS_S = 30.0
+"""Seconds after which a worker answers although it has no news, so that no call is open for ever."""
 
 Session = tuple[str, int]
 """A prompt's uid, and the number of the session."""
@@ -31,16 +39,44 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         super().__init__(*args, **kwargs)
         self._generating: dict[str, set[int]] = {}
         self._judging: dict[Session, asyncio.Task[None] | None] = {}
+        self._news: list[Event] = []
+        self._told = asyncio.Event()
+
+    async def news(self) -> list[Event]:
+        """What happened since the last call. Waits until there is something, or for `NEWS_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                await self._told.wait()
+        self._told.clear()
+        news, self._news = self._news, []
+        return news
+
+    async def in_work(self) -> dict[str, str]:
+        """What the sessions of each prompt that has not ended are at."""
+        judged: dict[str, list[int]] = defaultdict(list)
+        for (uid, session), task in self._judging.items():
+            if task is not None:
+                judged[uid].append(session)
+        return {
+            uid: f"sessions {sorted(sessions)} are being generated, and {sorted(judged[uid])} judged"
+            for uid, sessions in self._generating.items()
+        }
+
+    def _tell(self, event: Event) -> None:
+        self._news.append(event)
+        self._told.set()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid = prompt["uid"]
-        if not trajectory["validate"]:
-            n = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
-            self._generating[uid] = set(range(n))
+        if trajectory["validate"]:
+            return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
+        self._generating[uid] = set(range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)))
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         finally:
-            self._generating.pop(uid, None)
+            del self._generating[uid]
+            self._tell(("over", uid))
+        return None
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         try:
@@ -59,18 +95,19 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             await self._note_generated(*session)
             judging = self._judging[session]
             if judging is not None:
-                await judging
-                await self._publish_reward(output if isinstance(output, list) else [output], session)
+                await self._await_reward(output if isinstance(output, list) else [output], session, judging)
         finally:
             judging = self._judging.pop(session)
             if judging is not None:
                 judging.cancel()
+                self._tell(("judged", session[0]))
         return None
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         session = (kwargs["uid"], kwargs["session_id"])
-        if session in self._judging:
+        if session in self._judging and outputs[-1].reward_score is None:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
+            self._tell(("judging", session[0]))
         else:
             # Only training is judged beside generation: the limits of a service share their turns by this.
             await super()._compute_score(outputs, {**kwargs, "__validate__": True})
@@ -81,11 +118,28 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             left.discard(session_id)
             if not left:
                 await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
+                self._tell(("generated", uid))
+
+    async def _await_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
+        """Publishes the reward when it comes. A trajectory that gets none, the run going on, is left out of training:
+        it has been published already, and its group is not to lose the others."""
+        final = outputs[-1]
+        try:
+            await judging
+        except Exception as error:
+            final.reward_score = 0.0
+            final.extra_fields["reward_extra_info"] = {
+                "reward_outcome": str(Outcome.FAILED),
+                "reward_masked": True,
+                "reward_seconds": 0.0,
+                "reward_error": f"{type(error).__name__}: {error}",
+            }
+            await self._publish_reward(outputs, session)
+            raise
+        await self._publish_reward(outputs, session)
 
     async def _publish_reward(self, outputs: list[Any], session: Session) -> None:
         final = outputs[-1]
-        if final.reward_score is None:
-            return
         keys, fields = [], []
         for index, output in enumerate(outputs):
             output.reward_score = final.reward_score

@@ -103,23 +103,18 @@ def _check_function(config: DictConfig) -> None:
     name = config.reward.reward_manager.name
     if custom.path:
         function = load_function(custom.path, custom.name)
-        _refuse_post_process(function, "custom_reward_function")
         if not isinstance(function, type) and name in manager_names():
             scoring_function(get_manager(name), function, options, reward_kwargs=custom.get("reward_kwargs"))
     for key, component in options.components.items():
         if component.path:
             function = load_function(component.path, component.name)
-            _refuse_post_process(function, f"reward_loop.components.{key}")
+            if hasattr(function, "post_process_scores"):
+                raise ConfigError(
+                    f"reward_loop.components.{key}: its post_process_scores would not be called: only "
+                    "custom_reward_function's is. Remove the method, or normalise in compute_score"
+                )
             if not isinstance(function, type):
                 ScoringFunction(function, reward_kwargs=component.reward_kwargs)
-
-
-def _refuse_post_process(function: object, option: str) -> None:
-    if hasattr(function, "post_process_scores"):
-        raise ConfigError(
-            f"{option}: it has post_process_scores, which needs the scores of a whole group; samples are scored one by "
-            "one here. Remove the method, or normalise in compute_score"
-        )
 
 
 def _check_manager(config: DictConfig) -> None:

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import Field
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.rate_limited import RateLimitedConfig
+from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.models import ENGINES
 
 __all__ = [
@@ -169,6 +174,10 @@ class PipelineOptions(Config):
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
 
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
+    begun or ended; ``None`` waits for ever."""
+
 
 def pipeline_options(config: DictConfig) -> PipelineOptions:
     """The ``trainer.v1.reward_pipeline`` group."""
@@ -176,8 +185,10 @@ def pipeline_options(config: DictConfig) -> PipelineOptions:
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
-    """The ``reward_loop`` group."""
-    return parse(RewardLoopConfig, config.reward_loop, "reward_loop")
+    """The ``reward_loop`` group, and what the configured manager makes of options that verl has for it."""
+    name = config.reward.reward_manager.name
+    cls = get_manager(name) if name in manager_names() else RewardLoopManagerBase
+    return cls.read_options(config)
 
 
 def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
@@ -269,25 +280,16 @@ def _check_pipeline(config: DictConfig) -> None:
     Raises:
         ConfigError: an option contradicts the mode; the message names it and what to set instead.
     """
-    options = pipeline_options(config)
+    pipeline_options(config)
+    sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
     refused = {
-        "reward_model.use_reward_loop=False": not config.reward_model.use_reward_loop,
-        "algorithm.filter_groups.enable=True": config.algorithm.filter_groups.enable,
-        "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
-        "skip.rollout_tq.enable=True": OmegaConf.select(config, "skip.rollout_tq.enable"),
+        "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
+        "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
+        f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
     }
-    if options.mini_batch_pipeline:
-        for role in ("actor_rollout_ref.actor", "critic"):
-            optim = OmegaConf.select(config, f"{role}.optim") or {}
-            constant = optim.get("lr_scheduler_type", "constant") == "constant"
-            warms_up = (optim.get("lr_warmup_steps") or 0) > 0 or (optim.get("lr_warmup_steps_ratio") or 0) > 0
-            # verl moves the schedule on once an update call, of which there are several in a step here.
-            refused[f"{role}.optim with a warm-up or a schedule beside mini_batch_pipeline=True"] = (
-                not constant or warms_up
-            )
-    for what, given in refused.items():
+    for what, (given, instead) in refused.items():
         if given:
-            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}")
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
@@ -316,7 +318,11 @@ def _defaults() -> DictConfig:
         {
             "reward_model": {"reward_kwargs": None},
             "custom_reward_function": {"reward_kwargs": None},
-            "reward": {"reward_kwargs": None, "custom_reward_function": {"reward_kwargs": None}},
+            "reward": {
+                "reward_kwargs": None,
+                "custom_reward_function": {"reward_kwargs": None},
+                **dict.fromkeys(RateLimitedConfig.model_fields),
+            },
         },
         OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
         {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
@@ -378,6 +384,13 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         )
     if options.components and not composite:
         raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
+    if config.reward.reward_manager.name not in ("rate_limited", "limited"):
+        for key in RateLimitedConfig.model_fields:
+            if config.reward.get(key) is not None:
+                raise ConfigError(
+                    f"reward.{key} has an effect with reward_model.reward_manager=rate_limited alone; for others, set "
+                    "reward_loop.limits and reward_loop.timeout"
+                )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
     if scores_by_model(config) and config.reward.reward_manager.name != "naive":

@@ -8,49 +8,75 @@ the weights before the last update generated. Each works alone or with the other
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
+import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.debug import marked_timer
 
+from reward_loop.agent.schedule import Action, Generate, Prepare, Schedule, Train, Wait
+from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
+from reward_loop.verl.batches import MASKS, copy, select, zero
+from reward_loop.verl.news import Listener
 from reward_loop.verl.options import PIPELINE_MODE, pipeline_options
+from reward_loop.verl.progress import Progress, StepTimes
 from reward_loop.verl.trainer import NothingToLearnError
+from reward_loop.verl.training import PipelineActorWorker, PipelineTrainingWorker
 
-__all__ = ["AGENT_LOOP_MANAGER", "RewardPipelineTrainer"]
+__all__ = ["AGENT_LOOP_MANAGER", "MINI_BATCH_ESTIMATORS", "RewardPipelineTrainer"]
 
 logger = logging.getLogger(__name__)
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop.PipelineAgentLoopManager"
 """What publishes trajectories before their rewards are in."""
 
-MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
-"""Estimators that look at nothing outside a sample's group. The others whiten, or count, over the whole batch."""
+MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
+"""Estimators that look at nothing outside a sample's group. The others whiten over the whole batch, or count in it, as
+``gpg`` does its scores that are not zero."""
 
-MASKS = ("response_mask", "loss_mask")
-
-POLL_S = 0.05
-"""Seconds between two looks at TransferQueue while something is awaited."""
-
-SLOWER_THAN_POLL = 10
-"""A look at a large queue takes a while: the pause is this many times as long, at least."""
+RESYNC_S = 2.0
+"""Seconds without news after which the trainer looks at TransferQueue's tags, which are the truth."""
 
 REPORT_S = 60.0
 """Seconds of waiting after which the log says for what."""
 
 
+@dataclass
+class _Batch:
+    """The batch of a step, once it is generated."""
+
+    uids: list[str]
+    """Its prompts."""
+    whole: KVBatchMeta
+    """All rows, padding included."""
+    groups: dict[str, list[int]]
+    """The groups that were not trained on: prompt -> its rows."""
+    padding: list[int]
+    rows: list[int] = field(default_factory=list)
+    """Rows that have their advantage, and wait for a mini-batch to be full."""
+    barren: set[int] = field(default_factory=set)
+    """Rows of parts in which there was nothing to learn."""
+    metrics: MetricsAggregator = field(default_factory=MetricsAggregator)
+    updates: int = 0
+    nothing: NothingToLearnError | None = None
+
+
 @register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
-    """verl's synchronous, colocated trainer, with the order of a step changed."""
+    """verl's synchronous, colocated trainer, in the order of a `Schedule`."""
 
     def __init__(self, config: DictConfig) -> None:
         self.options = pipeline_options(config)
@@ -58,8 +84,33 @@ class RewardPipelineTrainer(PPOTrainerSync):
             # verl compares the name: buffer and loader are to be the synchronous ones.
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
-        self._submitted: list[list[str]] = []
-        """The uids of the batches that were handed to the rollout and not trained on, oldest first."""
+        self._progress = Progress()
+        self._submitted: list[str] = []
+        """The prompts that were handed to the rollout and not trained on, oldest first."""
+        self._schedule = self._make_schedule()
+        self._actions: Iterator[Action] | None = None
+        self._batch: _Batch | None = None
+        self._seconds: dict[str, float] = {}
+        self._filters = self.replay_buffer.filter_groups_metric is not None
+        self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
+
+    def _build_replay_buffer(self) -> Any:
+        """verl's buffer, which validation waits in, with an eye on the agent loop workers."""
+        buffer = super()._build_replay_buffer()
+        wait = buffer._wait_for_next_poll
+
+        def watch_and_wait(*args: Any) -> Any:
+            self._listener.raise_error()
+            return wait(*args)
+
+        buffer._wait_for_next_poll = watch_and_wait
+        return buffer
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            worker = PipelineTrainingWorker if role is Role.Critic else PipelineActorWorker
+            self.role_worker_mapping[role] = ray.remote(worker)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -70,136 +121,231 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         prompts, trajectories = self._look()
-        done = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
-        stale = [key for key in trajectories if key.split("_")[0] not in prompts]
+        stale = [key for key in trajectories if _uid(key) not in prompts]
         if stale:
             # The checkpoint was written before its own batch was cleared.
             tq.kv_clear(keys=stale, partition_id="train")
-        again = [uid for uid in prompts if uid not in done]
+        again = [uid for uid, tag in prompts.items() if tag["status"] in ("pending", "running")]
         if again:
             # They are generated once more, so that what they were tagged with is no longer true.
             tq.kv_batch_put(keys=again, partition_id="train", tags=[{GENERATED: False} for _ in again])
-        if prompts:
-            self._submitted = [list(prompts)]
+        self._submitted = list(prompts)
+        self._progress.submit(again)
 
-    def _submit(self) -> None:
-        batch = self._next_train_batch()
-        self._submit_batch_to_rollout(batch)
-        self._submitted.append(list(batch["uid"]))
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Trains."""
+        with Listener(agent_loop_manager.agent_loop_workers, self._progress) as self._listener:
+            super().fit(agent_loop_manager)
+
+    def _make_schedule(self) -> Schedule:
+        by_mini_batch = self.options.mini_batch_pipeline
+        estimator = self.config.algorithm.adv_estimator
+        if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
+            logger.warning(
+                "algorithm.adv_estimator=%s looks at the whole batch, so that mini_batch_pipeline waits for all its "
+                "rewards; by mini-batch work %s",
+                estimator,
+                ", ".join(sorted(MINI_BATCH_ESTIMATORS)),
+            )
+            by_mini_batch = False
+        count = math.ceil(self.config.data.train_batch_size / self._mini_batch_groups) if by_mini_batch else 1
+        return Schedule(count, by_mini_batch, self.options.one_step_off_policy)
+
+    @property
+    def _mini_batch_groups(self) -> int:
+        """How many groups make a mini-batch, of the actor and of the critic."""
+        sizes = [self.config.actor_rollout_ref.actor.ppo_mini_batch_size]
+        if self.use_critic:
+            sizes.append(self.config.critic.ppo_mini_batch_size)
+        return math.lcm(*sizes)
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """One training step."""
-        step_began = time.monotonic()
-        last = self.global_steps >= self.total_training_steps
-        ahead = self.options.one_step_off_policy and not last
-        with marked_timer("gen", timing_raw, color="red"):
-            self.on_sample_begin()
-            while len(self._submitted) < 1 + ahead:
-                self._submit()
-            waiting_for = [uid for uids in self._submitted for uid in uids]
-            self._wait("generation", lambda prompts: all(map(_is_generated, map(prompts.get, waiting_for))))
-            self.on_sample_end()
-        uids = self._submitted.pop(0)
-        batch = self._balance_batch(self._trajectories(uids), metrics=metrics)
-        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        whole = _copy(batch)
-        self._forward(batch, metrics, timing_raw)
-
-        aggregator = MetricsAggregator()
-        waited = 0.0
-        updates, empty = 0, None
-        for rows, seconds in self._complete_parts(whole, uids, timing_raw):
-            waited += seconds
-            part_metrics: dict = {}
-            try:
-                self._train(rows, part_metrics, timing_raw)
-            except NothingToLearnError as error:
-                empty = error
-                _zero(rows.keys, "advantages", "returns", *MASKS)
+        """One training step: what the schedule says, to the last update."""
+        self._seconds = {"generation": 0.0, "rewards": 0.0}
+        self._batch = None
+        self._progress.start_step()
+        if self._actions is None:
+            self._actions = self._schedule.actions(
+                self.total_training_steps - self.global_steps + 1,
+                self._ready,
+                first_step=self.global_steps,
+                generated=len(self._submitted) >= self.config.data.train_batch_size,
+            )
+        for action in self._actions:
+            if isinstance(action, Generate):
+                with self._timed("generation", timing_raw, "gen"):
+                    self.on_sample_begin()
+                    self._submit_up_to(len(self._submitted) + self.config.data.train_batch_size)
                 continue
-            updates += 1
-            aggregator.add_step_metrics(part_metrics, sample_count=len(rows))
-        if empty is not None and not updates:
-            raise empty
-        metrics.update(aggregator.get_aggregated_metrics())
-        tq.kv_clear(keys=uids, partition_id="train")
-        metrics["reward_pipeline/update_calls"] = updates
-        metrics["reward_pipeline/waiting_for_rewards_s"] = waited
-        metrics["reward_pipeline/waiting_share"] = waited / max(time.monotonic() - step_began, 1e-9)
-        metrics["reward_pipeline/off_policy_steps"] = self._staleness(whole)
-        return whole
+            if self._batch is None:
+                self._batch = self._finish_generation(metrics, timing_raw)
+            match action:
+                case Prepare():
+                    self._prepare(self._batch, metrics, timing_raw)
+                case Wait(mini_batches=count):
+                    with self._timed("rewards", timing_raw, "wait_reward"):
+                        self._wait("rewards", self._are_ready(count))
+                case Train(first=first, count=count):
+                    last = first + count == self._schedule.mini_batches
+                    self._train(self._batch, None if last else count * self._mini_batch_groups, timing_raw)
+                    if last:
+                        break
+        assert self._batch is not None
+        return self._finish_step(self._batch, metrics)
 
-    def _forward(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        """The passes that need no reward, over the whole batch."""
-        with marked_timer("old_log_prob", timing_raw, color="blue"):
-            self._compute_old_log_prob(_copy(batch), metrics=metrics)
-        if self.use_reference_policy:
-            with marked_timer("ref", timing_raw, color="olive"):
-                self._compute_ref_log_prob(_copy(batch), metrics=metrics)
-        if self.use_critic:
-            with marked_timer("values", timing_raw, color="cyan"):
-                self._compute_values(_copy(batch), metrics=metrics)
+    def _ready(self, step: int) -> int:
+        """How many mini-batches of the step have all their rewards, those that were trained on included."""
+        if self._batch is None:
+            return 0
+        size, total = self.config.data.train_batch_size, self._schedule.mini_batches
+        missing = sum(uid in self._progress.unfinished for uid in self._batch.groups)
+        return min(total - 1, (size - missing) // self._mini_batch_groups) if missing else total
 
-    def _train(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        """Advantage and updates for some of the mini-batches of a step."""
-        with _added_timer("adv", timing_raw):
-            self._compute_advantage(_copy(rows), metrics=metrics)
-        if self.use_critic:
-            with _added_timer("update_critic", timing_raw):
-                self._update_critic(_copy(rows), metrics=metrics)
-        if self.config.trainer.critic_warmup <= self.global_steps:
-            with _added_timer("update_actor", timing_raw):
-                self._update_actor(_copy(rows), metrics=metrics)
+    def _are_ready(self, count: int) -> Callable[[], bool]:
+        return lambda: self._ready(self.global_steps) >= count
 
-    def _complete_parts(
-        self, whole: KVBatchMeta, uids: list[str], timing_raw: dict
-    ) -> Iterator[tuple[KVBatchMeta, float]]:
-        """The batch in parts of whole mini-batches, each as soon as its rewards are in, with the seconds waited."""
+    def _submit_up_to(self, count: int) -> None:
+        """Hands prompts to the rollout until so many are there."""
+        missing = count - len(self._submitted)
+        if missing <= 0:
+            return
+        batch = self._next_train_batch(missing)
+        uids = list(batch["uid"])
+        with self._listener.lock:
+            self._progress.submit(uids)
+        self._submitted += uids
+        self._submit_batch_to_rollout(batch)
+
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+        """Waits until all that was submitted is generated; the rollout engine sleeps from then on."""
+        count = len(self._submitted)
+        size = self.config.data.train_batch_size
+        generating, unfinished = self._progress.generating, self._progress.unfinished
+        if self._replaces and self._throw_out(metrics):
+            self._submit_up_to(count)
+        while True:
+            with self._timed("generation", timing_raw, "gen"):
+                self._wait("rollouts", lambda: not generating)
+            if not self._replaces:
+                break
+            if self._filters:
+                # Which groups are kept is known when they are judged, and the engine must be awake to replace them.
+                with self._timed("rewards", timing_raw, "wait_reward"):
+                    self._wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
+            if not self._throw_out(metrics):
+                break
+            with self._timed("generation", timing_raw, "gen"):
+                self._submit_up_to(count)
+        with self._timed("generation", timing_raw, "gen"):
+            self.on_sample_end()
+        uids, self._submitted = self._submitted[:size], self._submitted[size:]
+        whole = copy(self._balance_batch(self._trajectories(uids), metrics=metrics))
+        whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         padding = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):
             if tag.get("is_padding"):
                 padding.append(position)
             else:
-                groups[key.split("_")[0]].append(position)
-        n = self.config.actor_rollout_ref.rollout.n
-        even = not padding and all(len(rows) == n for rows in groups.values())
-        by_mini_batch = (
-            self.options.mini_batch_pipeline and even and self.config.algorithm.adv_estimator in MINI_BATCH_ESTIMATORS
-        )
-        multiple = self._get_required_batch_multiple(1) // n if by_mini_batch else len(uids)
-        left = dict(groups)
-        while left:
-            began = time.monotonic()
-            wanted = min(multiple, len(left))
-            prompts = self._wait_for_groups(left, wanted)
-            waited = time.monotonic() - began
-            timing_raw["wait_reward"] = timing_raw.get("wait_reward", 0.0) + waited
-            over = [uid for uid in left if _is_over(prompts.get(uid))]
-            over = over[: len(over) // wanted * wanted]
-            positions = sorted(position for uid in over for position in left.pop(uid))
-            if not left:
-                positions += padding
-            failed = [uid for uid in over if prompts[uid]["status"] == "failure"]
-            part = _select(whole, positions)
-            self._fill_in(part, failed)
-            yield self._balance_batch(part, metrics={}), waited
+                groups[_uid(key)].append(position)
+        return _Batch(uids, whole, groups, padding)
 
-    def _fill_in(self, part: KVBatchMeta, failed: list[str]) -> None:
-        """Gives the rows that will have no reward a zero one, and leaves them out of training."""
-        rows = [
-            key
-            for key, tag in zip(part.keys, part.tags, strict=True)
-            if tag.get("is_padding") or key.split("_")[0] in failed
-        ]
-        _zero(rows, "rm_scores", *MASKS)
+    def _throw_out(self, metrics: dict) -> bool:
+        """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did."""
+        buffer = self.replay_buffer
+        buffer._sync_metadata_from_transfer_queue()
+        reasons = buffer._terminal_eviction_reasons(self.global_steps, "train")
+        thrown, stale, _, why = buffer._evict_terminal_groups(self.global_steps, "train", reasons)
+        _accumulate_eviction_metrics(metrics, why, stale)
+        self._submitted = [uid for uid in self._submitted if uid not in thrown]
+        with self._listener.lock:
+            self._progress.forget(thrown)
+        return bool(thrown)
+
+    def _prepare(self, batch: _Batch, metrics: dict, timing_raw: dict) -> None:
+        """The passes that need no reward, over the whole batch."""
+        with marked_timer("old_log_prob", timing_raw, color="blue"):
+            self._compute_old_log_prob(copy(batch.whole), metrics=metrics)
+        if self.use_reference_policy:
+            with marked_timer("ref", timing_raw, color="olive"):
+                self._compute_ref_log_prob(copy(batch.whole), metrics=metrics)
+        if self.use_critic:
+            with marked_timer("values", timing_raw, color="cyan"):
+                self._compute_values(copy(batch.whole), metrics=metrics)
+
+    def _train(self, batch: _Batch, count: int | None, timing_raw: dict) -> None:
+        """Advantages of the next ``count`` complete groups, or of all that are left; updates on the mini-batches that
+        are full then.
+
+        Groups may have more rows than ``n``, or fewer. As in verl, a mini-batch is a number of rows.
+        """
+        uids = [uid for uid in batch.groups if uid not in self._progress.unfinished][:count]
+        rows = sorted(position for uid in uids for position in batch.groups.pop(uid))
+        if count is None:
+            rows += batch.padding
+        part_metrics: dict = {}
+        if rows:
+            part = select(batch.whole, rows)
+            try:
+                with _added_timer("adv", timing_raw):
+                    self._compute_advantage(part, metrics=part_metrics)
+            except NothingToLearnError as error:
+                batch.nothing = error
+                zero(part.keys, *self._advantage_fields(), *MASKS)
+                batch.barren.update(rows)
+        batch.rows += rows
+        multiple = self._get_required_batch_multiple(self._data_parallel_size())
+        full = len(batch.rows) // multiple * multiple
+        now, batch.rows = batch.rows[:full], batch.rows[full:]
+        if not batch.barren.issuperset(now):
+            self._update(select(batch.whole, now), part_metrics, timing_raw)
+            batch.updates += 1
+        batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        rows = self._balance_batch(rows, metrics={})
+        if self.use_critic:
+            with _added_timer("update_critic", timing_raw):
+                self._update_critic(copy(rows), metrics=metrics)
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with _added_timer("update_actor", timing_raw):
+                self._update_actor(copy(rows), metrics=metrics)
+
+    def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
+        if not batch.updates and batch.nothing is not None:
+            raise batch.nothing
+        metrics.update(batch.metrics.get_aggregated_metrics())
+        metrics.update(self._reward_metrics())
+        if self.use_critic:
+            metrics["critic/lr"] = self.critic_wg.lr_scheduler_step()[0]
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
+        tq.kv_clear(keys=batch.uids, partition_id="train")
+        with self._listener.lock:
+            self._seconds["judging"] = self._progress.finish(batch.uids)
+            metrics["reward_pipeline/rewards_pending"] = self._progress.pending
+            metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
+        metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
+        metrics["reward_pipeline/update_calls"] = batch.updates
+        metrics["reward_pipeline/off_policy_steps"] = self._staleness(batch.whole)
+        return batch.whole
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+        step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
+        generation, waiting = self._seconds["generation"], self._seconds["rewards"]
+        training = step - generation - waiting
+        metrics.update(StepTimes(step, generation, waiting, training, self._seconds["judging"]).metrics())
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         wanted = set(uids)
         _, trajectories = self._look()
-        rows = {key: tag for key, tag in trajectories.items() if key.split("_")[0] in wanted}
+        rows = {key: tag for key, tag in trajectories.items() if _uid(key) in wanted}
         if not rows:
-            raise RuntimeError("not one rollout of the batch was generated: see the errors of the agent loop workers")
+            raise RewardLoopError(
+                "not one rollout of the batch was generated: see the errors of the agent loop workers. "
+                "trainer.v1.sampler.sync_refill_failed_groups=True replaces groups that failed"
+            )
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
 
     def _staleness(self, batch: KVBatchMeta) -> float:
@@ -207,70 +353,71 @@ class RewardPipelineTrainer(PPOTrainerSync):
         versions = [tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding")]
         return float(max(self.global_steps - 1 - version for version in versions))
 
+    def _data_parallel_size(self) -> int:
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
     def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
         """The tags of the prompts and of the trajectories that are in TransferQueue."""
         items = (tq.kv_list("train") or {}).get("train", {})
         prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
         return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
-    def _wait_for_groups(self, uids: Collection[str], count: int) -> dict[str, dict]:
-        return self._wait("rewards", lambda prompts: sum(_is_over(prompts.get(uid)) for uid in uids) >= count)
+    def _wait(self, what: str, arrived: Callable[[], bool]) -> None:
+        """Waits until ``arrived`` says yes.
 
-    def _wait(self, what: str, arrived: Callable[[dict[str, dict]], bool]) -> dict[str, dict]:
-        """Looks at the prompts until ``arrived`` says yes. A reward has its own deadline; generation is verl's."""
-        report = time.monotonic() + REPORT_S
-        while True:
-            began = time.monotonic()
-            prompts, _ = self._look()
-            if arrived(prompts):
-                return prompts
-            now = time.monotonic()
-            if now > report:
-                statuses = [tag["status"] for tag in prompts.values()]
-                counts = {status: statuses.count(status) for status in sorted(set(statuses))}
-                logger.info("still waiting for %s: prompts are %s", what, counts)
-                report = now + REPORT_S
-            time.sleep(max(POLL_S, SLOWER_THAN_POLL * (now - began)))
+        Raises:
+            RewardLoopError: an agent loop worker died, or nothing happened for ``stall_timeout_s``.
+        """
+        events = self._progress.events
+        began = last_news = last_report = time.monotonic()
+        try:
+            while not self._listener.wait(arrived, RESYNC_S):
+                now = time.monotonic()
+                if self._progress.events == events:
+                    self._resync()
+                if self._progress.events != events:
+                    events, last_news = self._progress.events, now
+                elif self.options.stall_timeout_s is not None and now - last_news > self.options.stall_timeout_s:
+                    raise RewardLoopError(
+                        f"nothing happened for {now - last_news:.0f} s while the trainer waited for {what} "
+                        f"(trainer.v1.{PIPELINE_MODE}.stall_timeout_s={self.options.stall_timeout_s:g})"
+                    )
+                if now - last_report > REPORT_S:
+                    generating, unfinished = len(self._progress.generating), len(self._progress.unfinished)
+                    logger.info(
+                        "still waiting for %s after %.0f s: %d prompts are being generated, %d have no reward yet",
+                        *(what, now - began, generating, unfinished - generating),
+                    )
+                    last_report = now
+        except RewardLoopError as error:
+            with self._listener.lock:
+                missing = set(self._progress.unfinished)
+            raise RewardLoopError(f"{error}. Missing:\n  {self._listener.at_work_on(missing)}") from error
+
+    def _resync(self) -> None:
+        """Takes from TransferQueue's tags what no worker told."""
+        prompts, _ = self._look()
+        with self._listener.lock:
+            for uid, tag in prompts.items():
+                if uid in self._progress.unfinished and tag["status"] in ("finished", "failure"):
+                    self._progress.happened(("over", uid), time.monotonic())
+                elif uid in self._progress.generating and tag.get(GENERATED):
+                    self._progress.happened(("generated", uid), time.monotonic())
+
+    @contextmanager
+    def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:
+        """Adds the seconds to a part of the step, and to verl's timing of that name."""
+        began = time.monotonic()
+        with _added_timer(name, timing_raw):
+            try:
+                yield
+            finally:
+                self._seconds[part] += time.monotonic() - began
 
 
-def _zero(keys: list[str], *fields: str) -> None:
-    """Writes zeros, one for each token of the response, to fields of some rows."""
-    if not keys:
-        return
-    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["response_mask"])
-    masks = data["response_mask"].unbind()
-    zeros = {
-        field: torch.nested.as_nested_tensor(
-            [mask.new_zeros(mask.shape, dtype=None if field in MASKS else torch.float32) for mask in masks],
-            layout=torch.jagged,
-        )
-        for field in fields
-    }
-    tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(zeros, batch_size=len(keys)))
-
-
-def _is_generated(tag: dict | None) -> bool:
-    return tag is not None and (bool(tag.get(GENERATED)) or _is_over(tag))
-
-
-def _is_over(tag: dict | None) -> bool:
-    return tag is not None and tag["status"] in ("finished", "failure")
-
-
-def _copy(batch: KVBatchMeta) -> KVBatchMeta:
-    """verl adds to the ``extra_info`` of what it is given, and remembers fields that only some rows have."""
-    return KVBatchMeta(
-        partition_id=batch.partition_id, keys=list(batch.keys), tags=list(batch.tags), extra_info=dict(batch.extra_info)
-    )
-
-
-def _select(batch: KVBatchMeta, positions: list[int]) -> KVBatchMeta:
-    return KVBatchMeta(
-        partition_id=batch.partition_id,
-        keys=[batch.keys[i] for i in positions],
-        tags=[batch.tags[i] for i in positions],
-        extra_info=dict(batch.extra_info),
-    )
+def _uid(key: str) -> str:
+    """The prompt of a trajectory's key, ``{uid}_{session}_{index}``."""
+    return key.split("_")[0]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward
+from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.options import without_reward
 from reward_loop.verl.placement import has_parts, place
@@ -27,7 +28,10 @@ from reward_loop.verl.workers import RewardClient, RewardWorkers
 __all__ = ["NothingToLearnError", "with_reward_loop"]
 
 GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", GDPO}
+    {
+        *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+        *("reinforce_plus_plus_baseline", GDPO),
+    }
 )
 """verl's advantage estimators whose baseline is the group's mean or the like."""
 
@@ -81,6 +85,8 @@ class RewardLoopTrainer(PPOTrainer):
         self._full_config = config
         self._reward_router_address = reward_router_address
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
+        self._infos: dict[str, dict[str, Any]] = {}
+        """``reward_extra_info`` of the step's trajectories that have their advantage."""
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
@@ -91,6 +97,7 @@ class RewardLoopTrainer(PPOTrainer):
         self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
         super()._setup()
         self.reward_workers.wait_until_ready()
+        self._post_processes = self.reward_workers.have_post_process()
         self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
         if self.reward_workers.client.by_group:
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -103,6 +110,7 @@ class RewardLoopTrainer(PPOTrainer):
         return batch
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
+        self._infos = {}
         with self._told_by_workers():
             return super().step(metrics, timing_raw)
 
@@ -148,24 +156,61 @@ class RewardLoopTrainer(PPOTrainer):
             keys, pending = self._pending_rewards
             self._pending_rewards = None
             _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
+        if self._post_processes:
+            self._post_process(batch)
         infos = _reward_infos(batch)
         _place_parts(batch, infos)
+        self._infos.update(infos)
         metrics.update(_reward_metrics(infos))
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= _without_baseline(infos, masked)
-        if len(masked) == len(infos):
+        learning = [i for i, key in enumerate(batch.keys) if key in infos and key not in masked]
+        if not learning:
             info = next(info for info in infos.values() if info.get("reward_masked"))
             raise NothingToLearnError(
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
-        _leave_out(batch, sorted(masked))
+        rows = select(batch, learning)
         with ExitStack() as stack:
             if self.config.algorithm.adv_estimator == GDPO:
                 names = self.config.algorithm.gdpo_reward_keys
-                stack.enter_context(use_rewards(component_rewards(batch.keys, infos, names)))
-            return super()._compute_advantage(batch, metrics)
+                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names)))
+            super()._compute_advantage(rows, metrics)
+        learned = {batch.keys[i] for i in learning}
+        zero(
+            [key for key in batch.keys if key not in learned],
+            *(*self._advantage_fields(), *MASKS),
+            partition_id=batch.partition_id,
+        )
+        return copy(batch)
+
+    def _advantage_fields(self) -> list[str]:
+        """What verl writes beside the masks when it computes the advantage. Rows without one need zeros there: verl
+        reads the fields that all rows have."""
+        fields = ["advantages", "returns"]
+        if self.config.algorithm.use_kl_in_reward:
+            fields.append("token_level_rewards")
+        correction = self.config.algorithm.get("rollout_correction")
+        if (
+            correction is not None
+            and correction.get("rollout_is") is not None
+            and not correction.get("bypass_mode")
+            and self.config.actor_rollout_ref.rollout.calculate_log_probs
+        ):
+            fields.append("rollout_is_weights")
+        return fields
+
+    def _reward_metrics(self) -> dict[str, float]:
+        """The metrics of the step so far, for where the advantage is computed part by part."""
+        return _reward_metrics(self._infos)
+
+    def _post_process(self, batch: Any) -> None:
+        """Hands the rewards of each group to the function's ``post_process_scores``, and takes what it returns."""
+        keys, groups = _groups(batch)
+        processed = self.reward_workers.post_process(groups, keys)
+        _write_rewards(batch, [key for group in keys for key in group], [r for group in processed for r in group])
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
@@ -218,6 +263,30 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
     column = np.empty(len(items), dtype=object)
     column[:] = items
     return column
+
+
+def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
+    """The rewards of a batch by group, members in order of their session, and the key of each one's last output."""
+    last: dict[str, tuple[int, str]] = {}
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        session, index = _session_of(key)
+        if not tag.get("is_padding") and last.get(session, (-1, ""))[0] < index:
+            last[session] = (index, key)
+    members: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for session, (_, key) in last.items():
+        group, number = session.rsplit("_", 1)
+        members[group].append((int(number), key))
+    keys = [[key for _, key in sorted(group)] for group in members.values()]
+    flat = [key for group in keys for key in group]
+    data = tq.kv_batch_get(keys=flat, partition_id=batch.partition_id, select_fields=["rm_scores", "extra_fields"])
+    rewards = {
+        key: Reward(
+            reward_score=float(scores.sum()),
+            reward_extra_info=getattr(extra, "data", extra).get("reward_extra_info") or {},
+        )
+        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), data["extra_fields"], strict=True)
+    }
+    return keys, [[rewards[key] for key in group] for group in keys]
 
 
 def _write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -> None:
@@ -326,20 +395,3 @@ def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
             left[group].add(session)
     lone = {next(iter(sessions)) for group, sessions in left.items() if len(sessions) == 1 < len(members[group])}
     return {key for key in keys if _session_of(key)[0] in lone}
-
-
-def _leave_out(batch: Any, keys: Sequence[str]) -> None:
-    """Takes trajectories out of their group's baseline, the advantage and the loss: each gets a group of its own, and
-    no token of it counts."""
-    if not keys:
-        return
-    keys = list(keys)
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-    empty = torch.nested.as_nested_tensor(
-        [torch.zeros_like(mask) for mask in data["response_mask"].unbind()], layout=torch.jagged
-    )
-    fields = TensorDict(
-        {"response_mask": empty, "loss_mask": empty.clone(), "uid": NonTensorStack(*(f"masked:{key}" for key in keys))},
-        batch_size=len(keys),
-    )
-    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -16,14 +17,15 @@ from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import last_row, uid_of
 from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
+from reward_loop.processes.pool import usable_cores
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.job import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
-from reward_loop.scoring.processes import usable_cores
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
@@ -50,6 +52,8 @@ class RewardWorker:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         self._options = reward_loop_options(config)
         self._manager = _build_manager(config, reward_router_address)
+        function = _post_processing(self._manager)
+        self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
         self._records = records(self._options.log_dir) if self._options.log_dir else None
         watch(self._options.watchdog_s)
@@ -78,6 +82,23 @@ class RewardWorker:
         if self._fatal is None and self._options.job:
             self._fatal = await job_of(self._options).why_stopped()
         return self._fatal
+
+    async def has_post_process(self) -> bool:
+        """Whether the user's class has ``post_process_scores``."""
+        return self._post_process is not None
+
+    async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
+        """The rewards of a group after the user's ``post_process_scores``.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        assert self._post_process is not None
+        try:
+            return await self._post_process(rewards, names)
+        except RewardLoopError as error:
+            self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+            raise
 
     async def needs_group(self) -> bool:
         """Whether one worker must see all samples of a prompt. Also says that the worker is up."""
@@ -146,10 +167,25 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
     else:
         cls = None
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
-        return cls(config=config, compute_score=_scoring_function(cls, config, function), **keywords)
-    from verl.trainer.ppo.reward import load_reward_manager
+        built = cls(config=config, compute_score=_scoring_function(cls, config, function), **keywords)
+    else:
+        from verl.trainer.ppo.reward import load_reward_manager
 
-    return load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
+        built = load_reward_manager(config, keywords.pop("tokenizer"), **keywords)
+    if hasattr(function, "post_process_scores") and _post_processing(built) is None:
+        custom = config.reward.custom_reward_function
+        raise ConfigError(
+            f"custom_reward_function {custom.path}:{custom.name} has post_process_scores, which reward manager "
+            f"{manager.name} would not lead to: use the manager `naive`, or one of your own that inherits from "
+            "RewardLoopManagerBase"
+        )
+    return built
+
+
+def _post_processing(manager: Any) -> ScoringFunction | None:
+    """The manager's function, if it has ``post_process_scores``."""
+    function = getattr(manager, "function", None)
+    return function if isinstance(function, ScoringFunction) and function.has_post_process else None
 
 
 def _user_function(config: DictConfig) -> Any:
@@ -206,7 +242,7 @@ class RewardClient:
 
     def __init__(self, workers: Sequence[Any], config: DictConfig) -> None:
         self._workers = list(workers)
-        self._options = reward_loop_options(config)
+        self.options = reward_loop_options(config)
         self._turn = 0
         self.by_group = False
 
@@ -251,7 +287,7 @@ class RewardClient:
         )
         logger.error("%s", failure)
         result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
-        return apply_policy(result, self._options)
+        return apply_policy(result, self.options)
 
 
 class RewardWorkers:
@@ -267,7 +303,7 @@ class RewardWorkers:
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
         actor = ray.remote(RewardWorker)
-        # An object of ours, as Ray would delete its own: a worker that is restarted is made with it again.
+        # Held here: an argument of more than 100 KB that nobody holds is gone when Ray restarts a worker.
         self._config = ray.put(config)
         self.handles = [
             actor.options(
@@ -308,18 +344,61 @@ class RewardWorkers:
         """Waits for the rewards of a batch, in the order of its rows.
 
         Raises:
-            RewardLoopError: the run must stop.
+            RewardLoopError: the run must stop; no reward came for longer than the function's deadline allows; a worker
+                gives no sign of life.
         """
+        self._wait_for(pending)
         rewards = []
         for reward in pending:
             try:
-                rewards.append(ray.get(reward))
+                rewards.append(self._get(reward))
             except RayActorError as error:
                 rewards.append(self.client.died(error))
-            except RayTaskError as error:
-                self.raise_fatal_error()
-                raise RewardLoopError(f"a reward worker failed: {error}") from error
         return rewards
+
+    def _wait_for(self, pending: list[Any]) -> None:
+        """Waits until all rewards are there. Whoever waits for a thread or for a limit does so while another sample is
+        in work, so that one of them ends within a function's deadline, and the time in which it may be tried again."""
+        options = self.client.options
+        left, last_news = list(pending), time.monotonic()
+        while left:
+            done, left = ray.wait(left, num_returns=len(left), timeout=STATUS_TIMEOUT_S)
+            quiet = time.monotonic() - last_news
+            if done:
+                last_news += quiet
+            elif left:
+                self.raise_fatal_error()  # also asks for a sign of life
+                if options.timeout is not None and quiet > options.timeout + options.retry.max_seconds:
+                    raise RewardLoopError(
+                        f"{len(left)} of {len(pending)} rewards are missing, and none came for {quiet:.0f} s, although "
+                        f"reward_loop.timeout={options.timeout:g} and reward_loop.retry.max_seconds="
+                        f"{options.retry.max_seconds:g}: does the reward manager keep samples waiting?"
+                    )
+
+    def have_post_process(self) -> bool:
+        """Whether the user's class has ``post_process_scores``."""
+        return any(self._ask_all("has_post_process", STATUS_TIMEOUT_S))
+
+    def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
+        """The rewards of groups after the user's ``post_process_scores``, all by the instance of one worker.
+
+        Raises:
+            RewardLoopError: the run must stop, or that worker keeps dying.
+        """
+        worker = self.handles[0]
+        pending = [worker.post_process.remote(rewards, of) for rewards, of in zip(groups, names, strict=True)]
+        self._wait_for(pending)
+        try:
+            return [self._get(group) for group in pending]
+        except RayActorError as error:
+            raise RewardLoopError(f"a reward worker kept dying in post_process_scores: {error}") from error
+
+    def _get(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer)
+        except RayTaskError as error:
+            self.raise_fatal_error()
+            raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     def _ask_all(self, question: str, timeout: float) -> list[Any]:
         try:

@@ -28,7 +28,7 @@ from examples.arithmetic.models import (
     make_models,
     make_problems,
     make_tokenizer,
-    near_miss,
+    near_misses,
     write_data,
     wrong_answer,
 )
@@ -66,9 +66,13 @@ def test_wrong_answers_are_wrong_short_and_of_many_kinds() -> None:
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
 
 
-def test_near_misses_are_wrong_in_the_last_digit_alone() -> None:
+@pytest.mark.parametrize(("problem", "right"), [(Problem(37, 85), "122"), (Problem(12, 34), "46")])
+def test_near_misses_are_wrong_in_one_of_the_last_two_digits(problem: Problem, right: str) -> None:
     rng = random.Random(0)
-    assert {near_miss(Problem(37, 85), rng) for _ in range(300)} == {f"12{digit}" for digit in "013456789"}
+    drawn = [near_misses(problem, rng) for _ in range(300)]
+    digits = "0123456789"
+    assert {last for last, _ in drawn} == {right[:-1] + digit for digit in digits} - {right}
+    assert {before for _, before in drawn} == {right[:-2] + digit + right[-1] for digit in digits} - {right}
 
 
 @pytest.mark.integration

@@ -1,25 +1,25 @@
-"""Servers in Ray actors, on one node without GPUs."""
+"""Servers in Ray actors, on one node without GPUs. (A real engine runs in one in tests/verl/test_vllm.py.)"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ConfigError, ServerStartError
+from reward_loop.router import RewardModelManager
+from reward_loop.router.servers.models import ENGINES
+from tests.router.serving import STUB_COMMAND, Watched, post
+
 ray = pytest.importorskip("ray")
-
-from ray.util import placement_group_table  # noqa: E402
-
-from reward_loop.config import RewardModelConfig  # noqa: E402
-from reward_loop.errors import ConfigError, ServerStartError  # noqa: E402
-from reward_loop.router import RewardModelManager  # noqa: E402
-from reward_loop.router.servers.ray_server import GpuReservation  # noqa: E402
-from tests.router.serving import Watched  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -31,59 +31,74 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes configurations for stub servers in Ray."""
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    # On the instance: that goes to the actor, the class does not.
+    monkeypatch.setattr(ENGINES["transformers"], "command", lambda *_: STUB_COMMAND)
+
+    def make(**options: Any) -> RewardModelConfig:
+        return RewardModelConfig(model_path=str(tmp_path), placement="ray", start_timeout_s=60, **options)
+
+    return make
+
+
 @pytest.mark.usefixtures("cluster")
-async def test_a_server_comes_back_after_its_own_death_and_its_actors(
-    tiny_discriminative_model: Path, tmp_path: Path
-) -> None:
-    config = RewardModelConfig(model_path=str(tiny_discriminative_model), placement="ray", log_dir=str(tmp_path))
-    async with RewardModelManager(config) as models:
-        async with aiohttp.ClientSession(f"http://{models.reward_router_address}") as session:
+async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: Any) -> None:
+    from ray.util import placement_group_table
 
-            async def logit() -> float:
-                async with session.post("/classify", json={"input": "four", "use_activation": False}) as response:
-                    assert response.status == 200, await response.text()
-                    return (await response.json())["data"][0]["probs"][0]
-
-            expected = await logit()
-            server = models.pids()["server 1"]
-            actor = psutil.Process(server).ppid()
-            assert actor != os.getpid()
-            os.kill(server, signal.SIGKILL)
-            assert await logit() == pytest.approx(expected, abs=1e-5)
-            second = models.pids()["server 1"]
-            watched = Watched([second])
-            os.kill(psutil.Process(second).ppid(), signal.SIGKILL)
-            assert watched.left_after(10) == 0
-            watched.close()
-            assert await logit() == pytest.approx(expected, abs=1e-5)
-            third = models.pids()["server 1"]
-            assert len({server, second, third}) == 3
-            async with session.get("/workers") as response:
-                assert len(await response.json()) == 1
-        watched = Watched([third])
+    async with RewardModelManager(config()) as models:
+        url = f"http://{models.reward_router_address}"
+        assert await post(url, "/echo", b"x") == (200, b"x")
+        first = models.pids()["server 1"]
+        assert psutil.Process(first).ppid() != os.getpid()
+        os.kill(first, signal.SIGKILL)
+        assert await post(url, "/echo", b"y") == (200, b"y")
+        second = models.pids()["server 1"]
+        watched = Watched([second])
+        os.kill(psutil.Process(second).ppid(), signal.SIGKILL)
+        assert watched.left_after(10) == 0
+        watched.close()
+        assert await post(url, "/echo", b"z") == (200, b"z")
+        third = models.pids()["server 1"]
+        assert len({first, second, third}) == 3
+        # Asleep, it comes back asleep, wherever that is.
+        await models.sleep()
+        os.kill(third, signal.SIGKILL)
+        async with aiohttp.ClientSession(url) as session, asyncio.timeout(60):
+            states: list[str] = []
+            while models.pids().get("server 1") in (None, third) or states != ["asleep"]:
+                async with session.get("/workers") as response:
+                    states = [worker["state"] for worker in await response.json()]
+        await models.wake()
+        assert await post(url, "/echo", b"x") == (200, b"x")
+        watched = Watched([models.pids()["server 1"]])
     assert watched.left_after(0) == 0
     watched.close()
     assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_a_start_that_fails_shows_the_log_of_the_server(tiny_generative_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text((tiny_generative_model / "config.json").read_text())
-    with pytest.raises(ServerStartError, match=r"on [\d.]+ exited with status 1 before it was ready") as raised:
-        await RewardModelManager(RewardModelConfig(model_path=str(model), placement="ray")).__aenter__()
-    assert "Traceback" in str(raised.value)
+async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> None:
+    with pytest.raises(ServerStartError, match=r"on [\d.]+ exited with status 4 before it was ready") as raised:
+        await RewardModelManager(config(env={"STUB_EXIT": "4"})).__aenter__()
+    assert "the stub is told to fail" in str(raised.value)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_more_gpus_than_a_node_has_are_refused() -> None:
+async def test_resources_that_there_are_not(config: Any) -> None:
+    from reward_loop.router.servers.ray_server import GpuReservation
+
     with pytest.raises(ConfigError, match="a server needs 2 GPUs on one node, and the largest node has 0"):
         GpuReservation().reserve(2, 1)
+    scarce = config(threads=3).model_copy(update={"start_timeout_s": 1.0})
+    with pytest.raises(ServerStartError, match=r"found no node with 0 GPU\(s\) and 3 CPU\(s\) free after 1 s"):
+        await RewardModelManager(scarce).__aenter__()
 
 
-async def test_without_ray_it_is_refused(tiny_generative_model: Path) -> None:
+async def test_without_ray_it_is_refused(config: Any) -> None:
     if ray.is_initialized():
         ray.shutdown()
     with pytest.raises(ConfigError, match="Ray is not initialised"):
-        await RewardModelManager(RewardModelConfig(model_path=str(tiny_generative_model), placement="ray")).__aenter__()
+        await RewardModelManager(config()).__aenter__()

@@ -1,6 +1,6 @@
 import pickle
 
-from reward_loop.scoring import worker
+from reward_loop.processes import worker
 from reward_loop.scoring.isolation import SplitSemaphore
 
 

@@ -25,8 +25,13 @@ def number(solution_str: str) -> int:
     return zlib.crc32(solution_str.encode())
 
 
+def halve_all_but_the_best(scores: list[float]) -> list[float]:
+    return [score if score == max(scores) else score / 2 for score in scores]
+
+
 class Mixed:
-    """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ."""
+    """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ. In
+    training, who is not the best of the group gets half."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
         value = number(solution_str)
@@ -44,11 +49,18 @@ class Mixed:
             return None
         return {"score": score, f"key_{value % 3}": value % 10, "text": "seen"}
 
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return halve_all_but_the_best(scores)
+
 
 class Slow(Mixed):
-    """As :class:`Mixed`, after thinking for up to a second."""
+    """As :class:`Mixed`, after up to a second, and after much longer for the first response of training."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+        first = Path(os.environ["REWARD_LOG"]).with_name("first")
+        if extra_info["split"] == "train" and not first.exists():
+            first.touch()
+            await asyncio.sleep(5)
         await asyncio.sleep(number(solution_str) % 11 / 10)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
@@ -92,6 +104,11 @@ def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     score = (number(solution_str) % 100) / 100
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
     return score
+
+
+def rare(solution_str: str) -> float:
+    """Rewards one response in four or so, so that many groups get no reward at all."""
+    return float(number(solution_str) % 4 == 0)
 
 
 def _kill_once(pid: int, marker: str) -> None:

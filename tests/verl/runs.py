@@ -13,8 +13,17 @@ from typing import Any
 
 import pandas as pd
 
+REPOSITORY = Path(__file__).parents[2]
+
 TIMEOUT_S = 600
 """A run takes about one minute on two quiet cores; a run that hangs must not hang the tests."""
+
+
+def agent_loop(name: str) -> tuple[str, ...]:
+    """The overrides that choose one of the agent loops in loops.yaml."""
+    agent = "actor_rollout_ref.rollout.agent"
+    path = Path(__file__).with_name("loops.yaml")
+    return (f"{agent}.agent_loop_config_path={path}", f"{agent}.default_agent_loop={name}")
 
 
 @dataclass
@@ -49,7 +58,8 @@ class Run:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # Not `splitlines`: a text may have characters that it takes for the end of a line.
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def write_data(directory: Path, prompts: int = 16, validation: int = 8) -> None:
@@ -102,6 +112,8 @@ def train(
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
         "HF_HUB_OFFLINE": "1",
+        # Ray's workers import the agent loops.
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     with subprocess.Popen(
         command,

@@ -10,7 +10,14 @@ from omegaconf import OmegaConf
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
-from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model, without_reward
+from reward_loop.verl.options import (
+    PipelineOptions,
+    pipeline_options,
+    reward_loop_options,
+    reward_model_options,
+    scores_by_model,
+    without_reward,
+)
 from tests.verl.configs import settled
 
 VLLM = [
@@ -37,6 +44,7 @@ def test_the_defaults_are_settled(name: str) -> None:
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
     assert reward_loop_options(settled()) == RewardLoopConfig()
+    assert pipeline_options(settled()) == PipelineOptions()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,12 @@ def test_the_yaml_defaults_are_those_of_the_options() -> None:
 )
 def test_the_keys_that_users_write_take_effect(override: str, key: str, value: object) -> None:
     assert OmegaConf.select(settled(override), key) == value
+
+
+def test_verls_limits_reach_whoever_keeps_them_for_all_workers() -> None:
+    config = settled("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
+    limit = reward_loop_options(config).limits["default"]
+    assert (limit.max_concurrent, limit.requests_per_minute) == (6, 500)
 
 
 def test_a_module_path_alone_means_importlib() -> None:
@@ -203,6 +217,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
             ["reward_model.rollout.name"],
         ),
+        (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
         (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
         (
             [
@@ -267,12 +282,6 @@ def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
         ("def compute_scor(solution_str): return 1", "compute_scor"),
         ("import nonesuch_module", "nonesuch_module"),
         ("def compute_score(solution): return 1", "solution"),
-        (
-            "class compute_score:\n"
-            "    def compute_score(self, solution_str): return 1\n"
-            "    def post_process_scores(self, scores): return scores\n",
-            "post_process_scores",
-        ),
     ],
 )
 def test_a_bad_function_stops_the_command_before_anything_starts(

@@ -7,17 +7,31 @@ from pathlib import Path
 import pytest
 
 from reward_loop.errors import ConfigError
-from tests.verl import rewards
-from tests.verl.checks import expected_advantages, signature
+from tests.verl.checks import check_scores, expected_advantages, groups, texts
 from tests.verl.configs import configuration, settled
-from tests.verl.runs import Run, train
+from tests.verl.runs import Run, agent_loop, train
 
 MODE = "trainer.v1.trainer_mode=reward_pipeline"
+PARTS = (
+    "generation_s",
+    "training_s",
+    "waiting_for_rewards_s",
+    "waiting_share",
+    "judging_s",
+    "hidden_share",
+    "floor_s",
+    "over_floor",
+    "update_calls",
+)
+
+
+CORRECTION = "algorithm.rollout_correction"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Both overlaps, four mini-batches a step, and a judge that takes its time."""
+    """Both overlaps, two ranks, four mini-batches a step, a judge that takes its time and scores whole groups, two
+    epochs, a warm-up, and verl's correction for off-policy rollouts."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
@@ -25,7 +39,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "trainer.total_training_steps=4",
         "trainer.save_freq=2",
         "trainer.test_freq=4",
+        "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=4",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        f"{CORRECTION}.rollout_is=token",
         function="Slow",
     )
 
@@ -36,20 +56,53 @@ def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:
     seen = [row for step in range(1, 5) for row in run.rollouts(step)]
     assert len(seen) == 4 * 8 * 4
     assert len({row["uid"] for row in seen}) == len(seen)
-    assert signature([call for call in run.calls if call["split"] == "train"]) == signature(seen)
+    assert texts([call for call in run.calls if call["split"] == "train"]) == texts(seen)
 
 
 @pytest.mark.integration
 def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
     for step in range(1, 5):
+        check_scores(run.rollouts(step))
         advantages = expected_advantages(run.rollouts(step))
         assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
 
 
 @pytest.mark.integration
-def test_it_is_off_policy_by_exactly_one_step(run: Run) -> None:
-    assert [run.steps[step]["reward_pipeline/off_policy_steps"] for step in range(1, 5)] == [0, 1, 1, 1]
+def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run) -> None:
+    steps = [run.steps[step] for step in range(1, 5)]
+    assert [metrics["reward_pipeline/off_policy_steps"] for metrics in steps] == [0, 1, 1, 1]
+    deviations = [abs(metrics["rollout_corr/rollout_is_mean"] - 1) for metrics in steps]
+    assert deviations[0] < 1e-4 < max(deviations[1:])
+
+
+@pytest.mark.integration
+def test_the_learning_rate_moves_on_once_a_step(run: Run) -> None:
+    rates = [run.steps[step]["actor/lr"] for step in range(1, 5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+
+
+@pytest.mark.integration
+def test_every_step_says_where_its_seconds_went(run: Run) -> None:
+    for step in range(1, 5):
+        metrics = run.steps[step]
+        part = {name: metrics[f"reward_pipeline/{name}"] for name in PARTS}
+        whole = metrics["timing_s/step"] - metrics.get("timing_s/save_checkpoint", 0.0)
+        assert part["generation_s"] + part["training_s"] + part["waiting_for_rewards_s"] == pytest.approx(whole)
+        assert part["floor_s"] == max(part["generation_s"] + part["training_s"], part["judging_s"])
+        assert part["over_floor"] == pytest.approx(whole / part["floor_s"] - 1)
+        assert part["waiting_share"] == pytest.approx(part["waiting_for_rewards_s"] / whole)
+        assert 0 <= part["hidden_share"] <= 1
+        assert part["judging_s"] >= 0
+        assert 1 <= part["update_calls"] <= 4
+        assert metrics["reward_loop/scored"] + metrics["reward_loop/unscored"] + metrics["reward_loop/failed"] == 32
+    # One reward of the first step takes so long that the trainer updates on the other groups, and waits.
+    assert run.steps[1]["reward_pipeline/update_calls"] > 1
+    assert run.steps[1]["reward_pipeline/waiting_for_rewards_s"] > 0
+    assert run.steps[1]["reward_pipeline/judging_s"] >= 5
+    assert [run.steps[step]["reward_pipeline/prompts_ahead"] for step in range(1, 5)] == [8, 8, 8, 0]
+    assert run.steps[4]["reward_pipeline/rewards_pending"] == 0
+    assert all(run.steps[step]["reward_pipeline/rewards_pending_max"] >= 1 for step in range(1, 4))
 
 
 @pytest.mark.integration
@@ -62,6 +115,7 @@ def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(
         MODE,
         "trainer.total_training_steps=4",
         "trainer.val_before_train=False",
+        "trainer.n_gpus_per_node=2",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={run.directory}/checkpoints/global_step_2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -72,9 +126,7 @@ def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(
     for step in (3, 4):
         rollouts = resumed.rollouts(step)
         assert len(rollouts) == 8 * 4
-        for row in rollouts:
-            value = rewards.number(row["output"])
-            assert row["score"] == pytest.approx((value % 100) / 100 if value % 7 > 1 else 0.0)
+        check_scores(rollouts)
         advantages = expected_advantages(rollouts)
         assert resumed.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
     # The prompts of step 3 were in the checkpoint; nothing was drawn from the data twice.
@@ -86,13 +138,60 @@ def signature_of_prompts(run: Run, step: int) -> list[str]:
     return sorted(row["input"] for row in run.rollouts(step))
 
 
+@pytest.fixture(scope="module")
+def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`."""
+    return train(
+        tmp_path_factory.mktemp("picky"),
+        tiny_generative_model,
+        MODE,
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=False",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "algorithm.filter_groups.enable=True",
+        "trainer.v1.sampler.sync_refill_failed_groups=True",
+        *agent_loop("uneven"),
+        function="rare",
+    )
+
+
+@pytest.mark.integration
+def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) -> None:
+    assert picky_run.returncode == 0, picky_run.output[-5000:]
+    trained: set[str] = set()
+    for step in range(1, 4):
+        rollouts = groups(picky_run.rollouts(step))
+        rollouts = {uid: group for uid, group in rollouts.items() if not uid.startswith("pad")}
+        assert len(rollouts) == 8
+        assert not trained & rollouts.keys()
+        trained |= rollouts.keys()
+        for group in rollouts.values():
+            # verl filters finished groups alone, and not those of which a rollout failed.
+            assert len(group) < 4 or {row["score"] for row in group} == {0.0, 1.0}
+        assert picky_run.steps[step]["reward_pipeline/off_policy_steps"] <= 1
+    thrown = [picky_run.steps[step].get("training/filter_groups/evicted_samples", 0) for step in range(1, 4)]
+    assert sum(thrown) > 0
+    failed = [picky_run.steps[step].get("training/rollout_failure/evicted_samples", 0) for step in range(1, 4)]
+    assert sum(failed) > 0
+
+
+@pytest.mark.integration
+def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
+    sizes = [len(group) for step in range(1, 4) for group in groups(picky_run.rollouts(step)).values()]
+    assert {3, 4, 5} <= set(sizes)
+    for step in range(1, 4):
+        assert picky_run.steps[step]["reward_pipeline/update_calls"] >= 1
+        assert picky_run.steps[step]["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
         ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False"),
-        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable=True"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps=5", "actor_rollout_ref.actor.optim"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "actor_rollout_ref.actor.optim"),
+        ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
+        ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
+        ("trainer.v1.reward_pipeline.stall_timeout_s=0", "trainer.v1.reward_pipeline.stall_timeout_s"),
         ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
     ],
 )

@@ -11,10 +11,26 @@ import pandas as pd
 import pytest
 
 from tests.verl import rewards
-from tests.verl.checks import expected_advantages, signature
-from tests.verl.runs import Run, train
+from tests.verl.checks import check_scores, expected_advantages, signature, texts
+from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
+
+EQUAL = (
+    "critic/advantages/max",
+    "critic/advantages/mean",
+    "critic/advantages/min",
+    "critic/score/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/kl_loss",
+    "actor/loss",
+    "actor/lr",
+    "actor/pg_loss",
+    "reward_loop/scored",
+    "training/global_step",
+)
+"""Metrics that say whether two runs made the same updates."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +46,9 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
         "trainer.test_freq=3",
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
+        *agent_loop("seeded"),
         function="Mixed",
     )
 
@@ -40,13 +58,14 @@ def test_every_sample_is_scored_exactly_once(mixed_run: Run) -> None:
     seen = [row for step in (1, 2, 3) for row in mixed_run.rollouts(step)]
     assert len(seen) == 3 * 8 * 4
     calls = [call for call in mixed_run.calls if call["split"] == "train"]
-    assert signature(calls) == signature(seen)
+    assert texts(calls) == texts(seen)
     validated = [row for step in (0, 3) for row in mixed_run.validation(step)]
     assert signature([call for call in mixed_run.calls if call["split"] == "val"]) == signature(validated)
 
 
 def test_the_advantage_is_that_of_the_returned_scores(mixed_run: Run) -> None:
     for step in (1, 2, 3):
+        check_scores(mixed_run.rollouts(step))
         metrics = mixed_run.steps[step]
         advantages = expected_advantages(mixed_run.rollouts(step))
         assert metrics["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
@@ -112,12 +131,42 @@ def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run,
     assert max(batch_run.steps) == 4
     seen = [row for step in (3, 4) for row in batch_run.rollouts(step)]
     assert len(seen) == 2 * 8 * 4
-    for row in seen:
-        value = rewards.number(row["output"])
-        assert row["score"] == pytest.approx((value % 100) / 100 if value % 7 > 1 else 0.0)
     for step in (3, 4):
+        check_scores(batch_run.rollouts(step))
         advantages = expected_advantages(batch_run.rollouts(step))
         assert batch_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pipeline_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """What :func:`mixed_run` does, in the mode `reward_pipeline` with both overlaps off."""
+    return train(
+        tmp_path_factory.mktemp("equal"),
+        tiny_generative_model,
+        "trainer.v1.trainer_mode=reward_pipeline",
+        "trainer.v1.reward_pipeline.mini_batch_pipeline=False",
+        "trainer.v1.reward_pipeline.one_step_off_policy=False",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=3",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "reward.num_workers=2",
+        *agent_loop("seeded"),
+        function="Mixed",
+    )
+
+
+def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_run: Run, pipeline_run: Run) -> None:
+    assert pipeline_run.returncode == 0, pipeline_run.output[-5000:]
+    for step in (1, 2, 3):
+        assert signature(pipeline_run.rollouts(step)) == signature(mixed_run.rollouts(step))
+        for name in EQUAL:
+            ours, verls = pipeline_run.steps[step][name], mixed_run.steps[step][name]
+            assert ours == pytest.approx(verls, rel=1e-4, abs=1e-6), f"step {step}, {name}"
+    # The weights after the last update.
+    assert signature(pipeline_run.validation(3)) == signature(mixed_run.validation(3))
 
 
 @pytest.fixture(scope="module")

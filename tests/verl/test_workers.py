@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
+from reward_loop.verl.options import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
 from tests.verl.configs import settled
@@ -194,6 +195,55 @@ async def test_an_empty_response_and_a_missing_ground_truth(policy: str, tmp_pat
     assert "ground_truth" in info["reward_error"]
 
 
+POST_PROCESSES = """
+class compute_score:
+    def compute_score(self, solution_str):
+        return None if solution_str == "?" else float(solution_str)
+
+    def post_process_scores(self, scores):
+        if 9 in scores:
+            raise ValueError("nine is too much")
+        return [score - max(scores) for score in scores]
+"""
+
+
+async def test_the_scores_of_a_group_are_post_processed(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(POST_PROCESSES)
+    worker = RewardWorker(settled(policy, f"custom_reward_function.path={function}"), None)
+    assert await worker.has_post_process()
+    rewards = [await worker.compute_score(rollout(text)) for text in ("1", "?", "3")]
+    processed = await worker.post_process(rewards, ["x_0_0", "x_1_0", "x_2_0"])
+    assert [reward["reward_score"] for reward in processed] == [-2, 0, 0]
+    assert [reward["reward_extra_info"]["reward_outcome"] for reward in processed] == ["scored", "unscored", "scored"]
+    rewards = [await worker.compute_score(rollout(text)) for text in ("9", "?")]
+    failed, unscored = await worker.post_process(rewards, ["y_0_0", "y_1_0"])
+    assert failed["reward_extra_info"]["reward_masked"]
+    assert "sample y_0_0" in failed["reward_extra_info"]["reward_error"]
+    assert "nine is too much" in failed["reward_extra_info"]["reward_error"]
+    assert unscored == rewards[1]
+    assert await worker.fatal_error() is None
+
+
+async def test_a_failure_of_post_processing_stops_the_run_if_the_policy_says_so(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(POST_PROCESSES)
+    worker = RewardWorker(
+        settled(policy, f"custom_reward_function.path={function}", "reward_loop.on_failed=raise"), None
+    )
+    with pytest.raises(RewardLoopError, match="nine is too much"):
+        await worker.post_process([await worker.compute_score(rollout("9"))], ["y_0_0"])
+    assert "nine is too much" in str(await worker.fatal_error())
+
+
+def test_post_processing_beside_a_manager_written_for_verl_is_refused(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(POST_PROCESSES)
+    overrides = verl_manager("Length", f"custom_reward_function.path={function}")
+    with pytest.raises(ConfigError, match=r"post_process_scores.*Length"):
+        RewardWorker(settled(policy, *overrides), None)
+
+
 async def test_the_policy_raise_is_remembered_as_fatal(policy: str) -> None:
     worker = RewardWorker(settled(policy, *verl_manager("Raises", "reward_loop.on_failed=raise")), None)
     with pytest.raises(RewardLoopError, match="the sandbox is gone"):
@@ -258,6 +308,33 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+HANGS = """
+import threading
+def compute_score(solution_str):
+    if solution_str == "hang":
+        threading.Event().wait()
+    return 1.0
+"""
+
+
+def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
+    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(HANGS)
+    overrides = (f"custom_reward_function.path={function}", "reward.num_workers=1")
+    patient = settled(policy, *overrides, "reward_loop.timeout=null")
+    workers = RewardWorkers(patient, None)
+    workers.wait_until_ready()
+    pending = workers.start_batch([rollout("1"), rollout("hang")])
+    # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
+    impatient = ("reward_loop.timeout=0.1", "reward_loop.retry.max_seconds=0.1")
+    workers.client.options = reward_loop_options(settled(policy, *overrides, *impatient))
+    monkeypatch.setattr("reward_loop.verl.workers.STATUS_TIMEOUT_S", 5.0)
+    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
+        workers.finish_batch(pending)
 
 
 RANKS = """

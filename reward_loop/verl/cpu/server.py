@@ -79,6 +79,7 @@ class CPURolloutServer:
             top_p=float(sampling_params.get("top_p", 1.0)),
             top_k=int(sampling_params.get("top_k", -1)),
             repetition_penalty=float(sampling_params.get("repetition_penalty", 1.0)),
+            seed=sampling_params.get("seed"),
         )
         request = asyncio.ensure_future(self._engine.generate(list(prompt_ids), params))
         self._in_flight.add(request)

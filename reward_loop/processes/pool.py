@@ -24,10 +24,9 @@ import cloudpickle
 
 from reward_loop._lifeline import Lifeline
 from reward_loop.errors import FunctionLoadError, RewardCrashedError
-from reward_loop.scoring.ended import Call, Ended
-from reward_loop.scoring.forkserver import Report
-from reward_loop.scoring.load import file_modules
-from reward_loop.scoring.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
+from reward_loop.processes.ended import Call, Ended
+from reward_loop.processes.forkserver import Report
+from reward_loop.processes.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
 
 __all__ = ["WorkerProcesses", "usable_cores"]
 
@@ -48,12 +47,13 @@ class WorkerProcesses:
 
     The processes are kept from call to call. One is killed, with all that it started, when its call passes the
     deadline, is cancelled or takes too much memory, and when this process or this object is gone; another takes its
-    place with the next call. They are forked by a light process in between (`reward_loop.scoring.forkserver`), and
+    place with the next call. They are forked by a light process in between (`reward_loop.processes.forkserver`), and
     import nothing but what the function needs.
 
     Args:
         function: what all calls call. It is found again by module and name, or goes by value if it has none.
         name: the function's name in messages.
+        files: modules that were loaded from files, and cannot be imported by name: name -> path.
         max_processes: by default, as many as there are cores.
         max_memory_mb: megabytes (2^20 bytes) of a process and what it started; by default no bound.
 
@@ -66,13 +66,14 @@ class WorkerProcesses:
         function: Callable[..., Any],
         *,
         name: str,
+        files: Mapping[str, str] | None = None,
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
     ) -> None:
         self.max_processes = max_processes or usable_cores()
         self.max_memory_mb = max_memory_mb
         try:
-            setup = pickle.dumps(Setup(file_modules(), cloudpickle.dumps(function), self.max_processes))
+            setup = pickle.dumps(Setup(files or {}, cloudpickle.dumps(function), self.max_processes))
         except Exception as error:
             raise FunctionLoadError(
                 f"{name} cannot run in a process of its own, as it cannot be pickled: {type(error).__name__}: {error}. "
@@ -180,7 +181,7 @@ class _ForkServerProcess:
         self._control, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._lifeline.child_fd)
         code = (
-            f"import sys; sys.path[:] = {path!r}; from reward_loop.scoring.forkserver import main; "
+            f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.forkserver import main; "
             f"main(*{fds!r}, {max_memory_mb!r})"
         )
         with theirs:
@@ -307,7 +308,7 @@ def _framed(content: bytes) -> bytes:
 
 def _death(content: bytes) -> str:
     if not content:
-        return "lost its process"
+        return "lost its process, or could not get one"
     report: Report = pickle.loads(content)
     if report.memory_mb is not None:
         return f"was killed: its process had {report.memory_mb:.0f} MB, and max_memory_mb is {report.max_memory_mb}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reward_loop.scoring.ended import Call, Ended, describe_exception
+from reward_loop.processes.ended import Call, Ended, describe_exception
 
 __all__ = [
     "CALL",
@@ -42,8 +42,8 @@ died, which the fork server sends in its place."""
 
 EXIT_BROKEN = 70
 """The exit status of a worker that lost its socket."""
-STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a worker write down where it is: a signal that is in nobody's way."""
+STACK_SIGNAL = 41
+"""Makes a worker write down where it is: one of the real-time signals, which nobody else uses."""
 
 processes = 1
 """How many processes share the calls of the function that runs here."""

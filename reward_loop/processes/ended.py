@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from reward_loop.errors import ScoringError
 
 __all__ = ["Call", "Ended", "describe_exception"]
 
+_OURS = tuple(str(Path(__file__).parent.with_name(part)) + os.sep for part in ("processes", "scoring"))
+"""Where the lines lie that a traceback leaves out."""
 _TRACEBACK_FRAMES = 3
 _MESSAGE_CHARACTERS = 500
 
@@ -63,7 +66,6 @@ def describe_exception(error: BaseException) -> str:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
     return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")

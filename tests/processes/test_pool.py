@@ -14,15 +14,16 @@ from reward_loop import (
     Outcome,
     RewardCrashedError,
     RewardFunctionError,
+    RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
     isolated,
     load_function,
 )
-from reward_loop.scoring.ended import Call
-from reward_loop.scoring.processes import WorkerProcesses
-from tests.scoring.misbehaving import act, process_id
+from reward_loop.processes.ended import Call
+from reward_loop.processes.pool import WorkerProcesses
+from tests.processes.misbehaving import act, process_id
 
 
 def sample(does, **arguments):
@@ -31,8 +32,10 @@ def sample(does, **arguments):
 
 @pytest.fixture(scope="module")
 def one():
-    """Yield a function that runs in one process."""
-    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    """Yield a function that runs in one process, and is called again where a failure may pass."""
+    retry = {"max_attempts": 4, "initial_wait": 0.01}
+    options = RewardLoopConfig(isolation="process", max_processes=1, timeout=120, retry=retry)
+    scoring = ScoringFunction(act, options=options)
     yield scoring
     scoring.close()
 
@@ -93,7 +96,7 @@ async def test_a_call_past_its_deadline_is_killed_once_and_leaves_its_slot(one, 
     assert isinstance(result.exception, RewardTimeoutError)
     assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 0.3 s, at\n")
     assert "in hangs" in result.error
-    assert "scoring/worker.py" not in result.error
+    assert "processes/worker.py" not in result.error
     (pid,) = path.read_text().split()  # it was not tried again
     assert not is_alive(pid)
     assert (await one(sample("works"))).score == 1.0
@@ -162,7 +165,7 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
     assert isinstance(result.exception, RewardFunctionError)
     assert f"act (misbehaving.py) {message}" in result.error
     assert f"in {does}" in result.error
-    assert "scoring/ended.py" not in result.error
+    assert "processes/ended.py" not in result.error
     assert isinstance(result.exception.__cause__, cause or type(None))
     assert (await one(sample("works"))).score == 1.0
 
@@ -289,7 +292,7 @@ def test_workers_end_with_their_parent(tmp_path):
     code = """
 import asyncio, os, signal, sys, threading
 from reward_loop import RewardSample, ScoringFunction
-from tests.scoring.misbehaving import act
+from tests.processes.misbehaving import act
 
 path = sys.argv[1]
 hang = RewardSample("starts_others", extra_info={"path": path, "then": "hangs"})
@@ -345,7 +348,7 @@ def test_a_forked_copy_of_the_parent_has_processes_of_its_own(tmp_path):
     code = """
 import asyncio, os, sys
 from reward_loop import RewardSample, ScoringFunction
-from tests.scoring.misbehaving import act
+from tests.processes.misbehaving import act
 
 scoring = ScoringFunction(act, isolation="process", max_processes=1)
 score = lambda: asyncio.run(scoring(RewardSample("process_id"))).score

@@ -3,7 +3,7 @@
 It stands between the trainer and the user's code, because neither can do this. The trainer has threads, so it must not
 fork; a worker may hold the interpreter's lock for ever (a regular expression does), so it cannot watch itself.
 
-- The pool sends one end of a socket pair; a worker is forked that answers on it (`reward_loop.scoring.worker`).
+- The pool sends one end of a socket pair; a worker is forked that answers on it (`reward_loop.processes.worker`).
 - The pool shuts its end down, wholly or for writing, and the worker is killed.
 - The pool's process dies, and with it the lifeline: all workers are killed.
 - A worker dies, however: everything that it started is killed, then the pool gets a `Report` on the worker's socket.
@@ -25,11 +25,12 @@ import select
 import signal
 import socket
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from reward_loop.scoring import worker
+from reward_loop.processes import worker
 
 __all__ = ["Report", "main"]
 
@@ -76,6 +77,8 @@ def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoRetu
     server = _ForkServer(socket.socket(fileno=control_fd), lifeline_fd, max_memory_mb)
     try:
         server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         server.end()
         os._exit(0)
@@ -147,7 +150,12 @@ class _ForkServer:
         channel = socket.socket(fileno=fds[0])
         channel.set_inheritable(False)
         stack_fd = os.memfd_create("reward-function-stack")
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # No more processes. The pool learns it from the end of the stream.
+            channel.close()
+            os.close(stack_fd)
+            return True
         if pid == 0:
             try:
                 self._become_worker()

@@ -1,0 +1,47 @@
+"""Rows of a batch, and what is written to TransferQueue about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+__all__ = ["MASKS", "copy", "select", "zero"]
+
+MASKS = ("response_mask", "loss_mask")
+"""What says which tokens of a response count."""
+
+
+def copy(batch: KVBatchMeta) -> KVBatchMeta:
+    """The same rows. verl adds to the ``extra_info`` of what it is given, and remembers fields that only some have."""
+    return select(batch, range(len(batch.keys)))
+
+
+def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
+    """Some rows of a batch, in this order."""
+    return KVBatchMeta(
+        partition_id=batch.partition_id,
+        keys=[batch.keys[i] for i in positions],
+        tags=[batch.tags[i] for i in positions],
+        extra_info=dict(batch.extra_info or {}),
+    )
+
+
+def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:
+    """Writes zeros, one for each token of the response, to fields of some rows."""
+    if not keys:
+        return
+    keys = list(keys)
+    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["response_mask"])
+    masks = data["response_mask"].unbind()
+    zeros = {
+        field: torch.nested.as_nested_tensor(
+            [mask.new_zeros(mask.shape, dtype=None if field in MASKS else torch.float32) for mask in masks],
+            layout=torch.jagged,
+        )
+        for field in fields
+    }
+    tq.kv_batch_put(keys=keys, partition_id=partition_id, fields=TensorDict(zeros, batch_size=len(keys)))

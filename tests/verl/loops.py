@@ -1,0 +1,29 @@
+"""Agent loops for runs of verl's trainer, named in loops.yaml."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+
+class Seeded(SingleTurnAgentLoop):
+    """Samples the same response wherever prompt, session, training step and weights are the same."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
+        name = f"{kwargs['raw_prompt']} {kwargs['session_id']} {kwargs['global_steps']}"
+        return await super().run({**sampling_params, "seed": zlib.crc32(name.encode())}, priority, **kwargs)
+
+
+class Uneven(Seeded):
+    """Fails wholly on some prompts; on others in one session; and on yet others one session has two outputs."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
+        kind, first = kwargs["index"] % 5, kwargs["session_id"] == 0
+        if kind == 0 or (kind == 1 and first):
+            raise RuntimeError("this rollout fails, as it should")
+        output = await super().run(sampling_params, priority, **kwargs)
+        if kind == 2 and first:
+            return [output, await super().run(sampling_params, priority, **kwargs)]
+        return output

@@ -1,0 +1,76 @@
+"""Which of verl's advantage estimators give the same by mini-batches of whole groups as on the whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+from reward_loop.verl.gdpo import GDPO
+from reward_loop.verl.pipeline import MINI_BATCH_ESTIMATORS
+
+GROUPS, N, LENGTH = 6, 4, 7
+CONFIG = OmegaConf.create({"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 0.95, "use_pf_ppo": False})
+
+
+def batch() -> tuple[DataProto, list[str]]:
+    """Groups of several sizes, responses of several lengths, a reward on each one's last token."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [N, N - 1, N, N + 1, N, 2]
+    uids = [f"u{group}" for group, size in enumerate(sizes) for _ in range(size)]
+    keys = [f"u{group}_{session}_0" for group, size in enumerate(sizes) for session in range(size)]
+    lengths = torch.randint(1, LENGTH + 1, (len(uids),), generator=draw)
+    mask = (torch.arange(LENGTH) < lengths[:, None]).float()
+    rewards = torch.zeros(len(uids), LENGTH)
+    rewards[torch.arange(len(uids)), lengths - 1] = torch.rand(len(uids), generator=draw).round(decimals=1)
+    values = torch.rand(len(uids), LENGTH, generator=draw) * mask
+    data = DataProto.from_dict(
+        {"token_level_rewards": rewards, "response_mask": mask, "values": values},
+        {"uid": np.array(uids, dtype=object)},
+    )
+    return data, keys
+
+
+def advantages(data: DataProto, keys: list[str], estimator: str) -> torch.Tensor:
+    computed = compute_advantage_for_multi_trajectories(
+        data, keys, estimator, gamma=1.0, lam=0.95, num_repeat=N, config=CONFIG
+    )
+    return computed.batch["advantages"]
+
+
+def by_mini_batch(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The advantages of the whole batch, and those of two groups at a time, in another order."""
+    data, keys = batch()
+    uids = data.non_tensor_batch["uid"]
+    whole = advantages(data, keys, estimator)
+    parts = torch.full_like(whole, torch.nan)
+    for pair in (("u3", "u0"), ("u5", "u1"), ("u2", "u4")):
+        rows = [row for uid in pair for row in np.flatnonzero(uids == uid)]
+        data, keys = batch()
+        parts[rows] = advantages(data.select_idxs(rows), [keys[row] for row in rows], estimator)
+    return whole, parts
+
+
+@pytest.mark.parametrize("estimator", sorted(MINI_BATCH_ESTIMATORS))
+def test_by_mini_batch_is_what_verl_computes_for_the_whole_batch(estimator: str) -> None:
+    whole, parts = by_mini_batch(estimator)
+    assert whole.abs().max() > 0.1
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_the_others_depend_on_the_whole_batch(estimator: str) -> None:
+    whole, parts = by_mini_batch(estimator)
+    assert (parts - whole).abs().max() > 1e-3
+
+
+def test_no_estimator_of_verl_is_forgotten() -> None:
+    # Those left out need what a batch of the V1 trainer does not have, or whiten.
+    assert {*core_algos.ADV_ESTIMATOR_REGISTRY} - MINI_BATCH_ESTIMATORS - {GDPO} == {
+        *("gae", "gdpo", "gpg", "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("remax", "reward_loop_gdpo", "tir_optimal_token_baseline"),
+    }

@@ -1,0 +1,176 @@
+"""The order of a step in the mode ``reward_pipeline``, with all that verl does in it left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+
+from reward_loop.agent.schedule import Schedule
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl import pipeline
+from reward_loop.verl.options import PipelineOptions
+from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
+from reward_loop.verl.progress import Progress
+from reward_loop.verl.trainer import NothingToLearnError
+
+ROWS = 8
+"""Rows of a mini-batch: two groups of four."""
+
+
+class Judges:
+    """Stands where the listener is. Groups end one after the other, and only while the trainer waits."""
+
+    def __init__(self, progress: Progress, order: str) -> None:
+        self.progress = progress
+        self.order = list(order)
+        self.lock = threading.Lock()
+
+    def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
+        while not arrived() and self.order:
+            self.progress.happened(("over", self.order.pop(0)), 0.0)
+        return arrived()
+
+    def at_work_on(self, uids: Collection[str]) -> str:
+        return f"prompts {sorted(uids)}"
+
+
+class Trainer(RewardPipelineTrainer):
+    """Takes down what it would do. `sizes` says how many rows each group has; nothing is learnt from `barren` ones."""
+
+    def __init__(self, schedule: Schedule, sizes: dict[str, int], order: str, barren: str = "") -> None:
+        self.config = OmegaConf.create(
+            {
+                "data": {"train_batch_size": len(sizes)},
+                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
+            }
+        )
+        self.options = PipelineOptions(stall_timeout_s=0.01)
+        self.use_critic = self.use_reference_policy = False
+        self.global_steps = self.total_training_steps = 1
+        self.sizes, self.barren = sizes, barren
+        self.done: list[str] = []
+        self._schedule, self._actions, self._submitted = schedule, None, []
+        self._progress = Progress()
+        self._listener = Judges(self._progress, order)  # type: ignore[assignment]
+
+    def on_sample_begin(self) -> None:
+        self.done.append("generate")
+
+    def _submit_up_to(self, count: int) -> None:
+        self._progress.submit(self.sizes)
+
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+        keys = [f"{uid}_{row}_0" for uid, size in self.sizes.items() for row in range(size)]
+        groups = {uid: [i for i, key in enumerate(keys) if key.startswith(uid)] for uid in self.sizes}
+        padding = list(range(len(keys), len(keys) + -len(keys) % ROWS))
+        keys += [f"pad_{row}_0" for row in padding]
+        return _Batch(list(self.sizes), KVBatchMeta(keys=keys, tags=[{} for _ in keys]), groups, padding)
+
+    def _prepare(self, batch: _Batch, metrics: dict, timing_raw: dict) -> None:
+        self.done.append("prepare")
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> None:
+        uids = sorted({key.split("_")[0] for key in batch.keys} - {"pad"})
+        self.done.append(f"advantage of {''.join(uids)}")
+        if set(uids) <= set(self.barren):
+            raise NothingToLearnError(f"nothing in {uids}")
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        self.done.append(f"update on {len(rows.keys)} rows")
+
+    def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
+        assert not batch.groups
+        assert not batch.rows
+        if not batch.updates and batch.nothing is not None:
+            raise batch.nothing
+        return batch.whole
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        return ROWS
+
+    def _data_parallel_size(self) -> int:
+        return 1
+
+    def _advantage_fields(self) -> list[str]:
+        return []
+
+    def _resync(self) -> None:
+        """There is no TransferQueue."""
+
+
+@pytest.fixture(autouse=True)
+def _without_transfer_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "zero", lambda *args: None)
+
+
+def done(*args: Any, **kwargs: Any) -> list[str]:
+    trainer = Trainer(*args, **kwargs)
+    trainer.step({}, {})
+    return trainer.done
+
+
+EVEN = dict.fromkeys("abcd", 4)
+PIPELINE = Schedule(2, mini_batch_pipeline=True)
+
+
+def test_without_overlaps_all_rewards_are_awaited_first() -> None:
+    assert done(Schedule(), EVEN, "dcba") == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
+
+
+def test_a_mini_batch_is_trained_on_when_its_groups_are_complete() -> None:
+    assert done(PIPELINE, EVEN, "cadb") == [
+        *("generate", "prepare"),
+        *("advantage of ac", "update on 8 rows"),
+        *("advantage of bd", "update on 8 rows"),
+    ]
+
+
+def test_all_mini_batches_that_are_complete_are_taken_at_once() -> None:
+    trainer = Trainer(PIPELINE, EVEN, "")
+    generate = trainer._finish_generation
+
+    def and_judge(metrics: dict, timing_raw: dict) -> _Batch:
+        for uid in "abcd":
+            trainer._progress.happened(("over", uid), 0.0)
+        return generate(metrics, timing_raw)
+
+    trainer._finish_generation = and_judge  # type: ignore[method-assign]
+    trainer.step({}, {})
+    assert trainer.done == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
+
+
+def test_rows_that_fill_no_mini_batch_wait_for_the_next_groups() -> None:
+    # 3 + 4 rows are too few; with 6 + 2 more there are 15, and one of padding.
+    assert done(PIPELINE, {"a": 3, "b": 4, "c": 6, "d": 2}, "badc") == [
+        *("generate", "prepare"),
+        *("advantage of ab",),
+        *("advantage of cd", "update on 16 rows"),
+    ]
+
+
+def test_a_group_without_a_single_rollout_holds_nothing_up() -> None:
+    assert done(PIPELINE, {"a": 0, "b": 4, "c": 4, "d": 4}, "abcd") == [
+        *("generate", "prepare"),
+        *("advantage of b",),
+        *("advantage of cd", "update on 16 rows"),
+    ]
+
+
+def test_a_mini_batch_in_which_nothing_has_a_score_is_passed_over() -> None:
+    assert done(PIPELINE, EVEN, "abcd", barren="ab") == [
+        *("generate", "prepare"),
+        *("advantage of ab",),
+        *("advantage of cd", "update on 8 rows"),
+    ]
+    with pytest.raises(NothingToLearnError):
+        done(PIPELINE, EVEN, "abcd", barren="abcd")
+
+
+def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> None:
+    with pytest.raises(RewardLoopError, match=r"(?s)nothing happened.*waited for rewards.*stall_timeout_s.*\['d'\]"):
+        done(PIPELINE, EVEN, "abc")
