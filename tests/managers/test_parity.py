@@ -131,7 +131,7 @@ OVERLONG = {"enable": True, "len": 64, "penalty_factor": 0.7, "log": True}
             {"reward_kwargs": {"max_resp_len": 256, "overlong_buffer_cfg": {**OVERLONG, "enable": False}}},
         ),
         ("gdpo", managers.GDPORewardLoopManager, "several", {}),
-        ("rate_limited", managers.RateLimitedRewardLoopManager, "number", {"max_concurrent": 8}),
+        # Once only: verl's keeps its limits on the class, bound to the first event loop.
         ("rate_limited", managers.RateLimitedRewardLoopManager, "several", {"max_rpm": 100_000, "max_concurrent": 3}),
     ],
 )
