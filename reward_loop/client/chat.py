@@ -9,6 +9,7 @@ from typing import Any
 from reward_loop._text import shorten
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.scoring.limit import current_lease
 from reward_loop.watch import current
 
 __all__ = ["Reply", "Usage", "chat_complete", "messages_of"]
@@ -106,9 +107,11 @@ def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
 
 
 def usage_of(answer: Mapping[str, Any]) -> Usage:
-    """The tokens that an answer says it took; they are booked to the call of the reward function, too."""
+    """The tokens that an answer says it took; they are booked to the sample, and to the limit that is held."""
     counts = answer.get("usage") or {}
     usage = Usage(counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0)
+    if (lease := current_lease.get()) is not None:
+        lease.add(usage.total_tokens)
     if (call := current()) is not None:
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens

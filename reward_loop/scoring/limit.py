@@ -14,7 +14,7 @@ from reward_loop.processes import worker
 from reward_loop.scoring.job import DEFAULT, Job, Place
 from reward_loop.scoring.transient import is_refusal, retry_after
 
-__all__ = ["CallLimits", "Lease", "current_limits", "limit"]
+__all__ = ["CallLimits", "Lease", "current_lease", "current_limits", "limit"]
 
 
 class CallLimits:
@@ -81,6 +81,10 @@ class Lease:
         """
         self._on_loop(self._used, tokens, cost)
 
+    def add(self, tokens: float) -> None:
+        """Say that one more request took so many tokens; `reward_loop.client` does so by itself."""
+        self._on_loop(self._add, tokens)
+
     def refused(self, retry_after: float | None = None) -> None:
         """Say that the service answered 429, where the function does not raise that.
 
@@ -110,6 +114,9 @@ class Lease:
         self._counted = (before[0] if tokens is None else tokens, before[1] if cost is None else cost)
         self._call.job.spend(self._counted[1] - before[1], self._counted[0] - before[0])
 
+    def _add(self, tokens: float) -> None:
+        self._used(self._counted[0] + tokens, None)
+
     def _on_loop(self, function: Any, *arguments: Any) -> None:
         if self._call is None:
             return
@@ -118,6 +125,10 @@ class Lease:
             function(*arguments)
         elif not loop.is_closed():
             loop.call_soon_threadsafe(function, *arguments)
+
+
+current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
+"""The innermost place that the running code holds."""
 
 
 def _current() -> CallLimits | None:
@@ -153,28 +164,25 @@ class limit:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
-        return await self._enter(_current())
+        return self._hold(await self._enter(_current()))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._lease is not None
-        self._lease.end(error)
+        self._leave(error)
 
     def __enter__(self) -> Lease:
         call = _current()
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
         if call is None:
-            self._lease = Lease(None, None)
-            return self._lease
-        return asyncio.run_coroutine_threadsafe(self._enter(call), call.loop).result()
+            return self._hold(Lease(None, None))
+        return self._hold(asyncio.run_coroutine_threadsafe(self._enter(call), call.loop).result())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._lease is not None
-        self._lease.end(error)
+        self._leave(error)
 
     async def _enter(self, call: CallLimits | None) -> Lease:
         place = None
@@ -184,10 +192,19 @@ class limit:
                 place = await call.job.enter(self._name, self._tokens, call.share)
             finally:
                 call.end_wait()
-        self._lease = Lease(call, place)
+        lease = Lease(call, place)
         if call is not None:
-            call.leases.add(self._lease)
-        return self._lease
+            call.leases.add(lease)
+        return lease
+
+    def _hold(self, lease: Lease) -> Lease:
+        self._lease, self._token = lease, current_lease.set(lease)
+        return lease
+
+    def _leave(self, error: BaseException | None) -> None:
+        assert self._lease is not None
+        current_lease.reset(self._token)
+        self._lease.end(error)
 
     def _is_limited(self, job: Job) -> bool:
         if self._name == DEFAULT:

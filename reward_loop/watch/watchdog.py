@@ -48,7 +48,8 @@ def report() -> dict[str, Any]:
     calls = in_work()
     return {
         "pid": os.getpid(),
-        "command": " ".join(sys.orig_argv)[:200],
+        # Not sys.argv: Ray gives its workers titles that say what they do.
+        "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
         "in_work": len(calls),
         "oldest": [call.describe() for call in calls[:_LISTED]],
         "threads": dict(_stacks()),

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from reward_loop import RewardSample
+import reward_loop
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.testing import Answer, FakeJudge, NoChoices
+from reward_loop.scoring.job import job_of
+from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, NoChoices, Status
 from reward_loop.watch import Call
 
 
@@ -56,6 +59,37 @@ async def test_tokens_are_booked_to_the_sample() -> None:
             replies = [await chat_complete(judge.address, "?") for _ in range(3)]
     assert call.completion_tokens == 6
     assert call.prompt_tokens == sum(reply.usage.prompt_tokens for reply in replies) > 0
+
+
+async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:
+    async def compute_score(reward_router_address: str) -> float:
+        async with reward_loop.limit("judge", tokens=1000):
+            for _ in range(2):
+                await chat_complete(reward_router_address, "?")
+        await chat_complete(reward_router_address, "outside of the limit")
+        return 1.0
+
+    options = RewardLoopConfig(limits={"judge": {"tokens_per_minute": 10_000}})  # type: ignore[dict-item]
+    async with FakeJudge("two words") as judge:
+        function = ScoringFunction(compute_score, options=options)
+        assert (await function(RewardSample("x"), reward_router_address=judge.address)).score == 1.0
+        each = len(json.dumps(judge.requests[0].body).split()) + 2
+    assert job_of(options).tokens == 2 * each
+
+
+async def test_a_busy_judge_is_asked_again() -> None:
+    async def compute_score(reward_router_address: str) -> float:
+        return float((await chat_complete(reward_router_address, "?")).text)
+
+    options = RewardLoopConfig(retry={"initial_wait": 0.001, "max_attempts": 5})  # type: ignore[arg-type]
+    async with FakeJudge("0.5") as judge:
+        judge.script(Status(429, retry_after=0.001), BadJson(), Drop(), NoChoices(), Status(400))
+        function = ScoringFunction(compute_score, options=options)
+        result = await function(RewardSample("x"), reward_router_address=judge.address)
+        assert (result.outcome, result.attempts) == ("failed", 5)
+        assert "status 400" in (result.error or "")
+        result = await function(RewardSample("x"), reward_router_address=judge.address)
+        assert (result.score, result.attempts) == (0.5, 1)
 
 
 @pytest.mark.integration
