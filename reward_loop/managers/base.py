@@ -242,11 +242,13 @@ def _response(batch: Any, length: int | None) -> Any:
         length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
             different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
     """
-    responses, mask = batch["responses"], batch["attention_mask"]
+    responses = batch["responses"]
     if responses.ndim == 2:
-        responses, mask = responses[-1], mask[-1]
+        responses = responses[-1]
     width = responses.shape[-1]
     if length is None:
+        mask = batch["attention_mask"]
+        mask = mask[-1] if mask.ndim == 2 else mask
         length = int(mask[-width:].sum()) if width else 0
     return responses[: int(length)]
 

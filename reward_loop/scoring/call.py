@@ -187,7 +187,7 @@ class ScoringFunction:
             failure.__cause__ = ended.exception
             result = ended_badly(failure, ended.seconds)
         else:
-            result = to_result(ended.value, where, ended.seconds)
+            return to_result(ended.value, where, ended.seconds, ended.attempts, ended.waited)
         if ended.attempts == 1 and not ended.waited:
             return result
         return replace(result, attempts=ended.attempts, wait_seconds=ended.waited)
@@ -282,15 +282,12 @@ class ScoringFunction:
         limits = CallLimits(job, share, asyncio.get_running_loop())
         if self._limit not in job.limited:
             return await self._run(arguments, limits)
-        limits.begin_wait()
+        asked = time.monotonic()
         try:
             place = await job.enter(self._limit, 0, share)
         except LimitError as error:
             return _not_called(LimitError(f"was not called: {error}"))
-        finally:
-            limits.end_wait()
-        queued = limits.waited(time.monotonic())
-        limits = CallLimits(job, share, limits.loop)
+        queued = time.monotonic() - asked
         failure: BaseException | None = None
         try:
             ended = await self._run(arguments, limits)
@@ -395,16 +392,25 @@ def _not_called(reason: ScoringError) -> Ended:
     return Ended(None, None, 0.0, attempts=0, cut_short=reason)
 
 
-def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:
+def to_result(
+    returned: Any, where: str, seconds: float = 0.0, attempts: int = 1, wait_seconds: float = 0.0
+) -> RewardResult:
     """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
     try:
         score, extra_info = normalise(returned)
     except InvalidScoreError as error:
-        return ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
-    if score is None:
-        unscored = UnscoredError(f"{where} gave no score")
-        return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=seconds, exception=unscored)
-    return RewardResult(Outcome.SCORED, score, extra_info, seconds=seconds)
+        failed = ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
+        return replace(failed, attempts=attempts, wait_seconds=wait_seconds)
+    unscored = None if score is not None else UnscoredError(f"{where} gave no score")
+    return RewardResult(
+        Outcome.SCORED if unscored is None else Outcome.UNSCORED,
+        score,
+        extra_info,
+        seconds=seconds,
+        attempts=attempts,
+        wait_seconds=wait_seconds,
+        exception=unscored,
+    )
 
 
 def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
