@@ -46,6 +46,9 @@ class LimitConfig(Config):
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Tokens of the calls that begin in any 60 seconds: first as estimated, then as used."""
 
+    estimated_tokens_per_request: float = Field(default=0, ge=0)
+    """Tokens that a call counts with if it gives no estimate of its own."""
+
     adaptive: bool = False
     """Find the concurrency: it grows while all is well, up to `max_concurrent`, and shrinks when the service answers
     429."""
@@ -153,6 +156,9 @@ class ComponentConfig(Config):
 
     max_memory_mb: int | None = Field(default=None, ge=16)
     """Megabytes that such a process may use."""
+
+    limit: str = "default"
+    """Which of ``reward_loop.limits`` holds for its calls."""
 
     on_failed: Policy | None = None
     """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``

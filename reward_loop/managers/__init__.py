@@ -10,6 +10,7 @@ from reward_loop.managers.gdpo import GDPORewardLoopManager
 from reward_loop.managers.group import GroupRewardLoopManager
 from reward_loop.managers.naive import NaiveRewardLoopManager
 from reward_loop.managers.prime import PrimeRewardLoopManager
+from reward_loop.managers.rate_limited import RateLimitedRewardLoopManager
 from reward_loop.managers.registry import get, register
 from reward_loop.managers.remote import RemoteRewardLoopManager
 from reward_loop.scoring.failures import FailureBound
@@ -23,6 +24,7 @@ __all__ = [
     "GroupRewardLoopManager",
     "NaiveRewardLoopManager",
     "PrimeRewardLoopManager",
+    "RateLimitedRewardLoopManager",
     "RemoteRewardLoopManager",
     "RewardLoopManagerBase",
     "get",

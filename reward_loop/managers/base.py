@@ -63,7 +63,7 @@ class RewardLoopManagerBase:
             FunctionLoadError: the function cannot be called with what the reward loop provides.
         """
         self.config = config
-        self.options = _options(config)
+        self.options = self.read_options(config)
         self.tokenizer = tokenizer
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
@@ -75,6 +75,20 @@ class RewardLoopManagerBase:
         self.records = records(self.options.log_dir) if self.options.log_dir else None
         watch(self.options.watchdog_s)
         self.failures = failure_bound(self.options)
+
+    @classmethod
+    def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
+        """Return the options in what the constructor takes as ``config``.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        if isinstance(config, Mapping):
+            if "reward_loop" in config:
+                config = config["reward_loop"]
+            elif _VERL_GROUPS & set(config):
+                config = None
+        return parse(RewardLoopConfig, config, "reward_loop")
 
     async def run_single(self, data: Any) -> Reward:
         """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts.
@@ -211,15 +225,6 @@ def verl_options(config: Any, path: str) -> Any:
     return config
 
 
-def _options(config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
-    if isinstance(config, Mapping):
-        if "reward_loop" in config:
-            config = config["reward_loop"]
-        elif _VERL_GROUPS & set(config):
-            config = None
-    return parse(RewardLoopConfig, config, "reward_loop")
-
-
 def last_row(data: Any) -> dict[str, Any]:
     """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
     columns: Mapping[str, Any] = data.non_tensor_batch
@@ -237,11 +242,13 @@ def _response(batch: Any, length: int | None) -> Any:
         length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
             different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
     """
-    responses, mask = batch["responses"], batch["attention_mask"]
+    responses = batch["responses"]
     if responses.ndim == 2:
-        responses, mask = responses[-1], mask[-1]
+        responses = responses[-1]
     width = responses.shape[-1]
     if length is None:
+        mask = batch["attention_mask"]
+        mask = mask[-1] if mask.ndim == 2 else mask
         length = int(mask[-width:].sum()) if width else 0
     return responses[: int(length)]
 

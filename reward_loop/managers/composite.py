@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from reward_loop._text import listing
+from reward_loop._text import did_you_mean, listing
 from reward_loop.config import ComponentConfig, RewardLoopConfig
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
@@ -14,11 +14,12 @@ from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
 from reward_loop.scoring.call import describe, ended_badly
 from reward_loop.scoring.failures import FailureBound
+from reward_loop.scoring.job import DEFAULT
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
 
-_OF_THE_FUNCTION = {"name", "reward_kwargs", "timeout", "isolation", "max_processes", "max_memory_mb"}
+_OF_THE_FUNCTION = {"limit", "name", "reward_kwargs", "timeout", "isolation", "max_processes", "max_memory_mb"}
 """Options of a component that are not its own, where its function is that of the run."""
 
 
@@ -107,6 +108,11 @@ class _Component:
     def __init__(self, name: str, config: ComponentConfig, options: RewardLoopConfig, default: Any) -> None:
         where = f"reward_loop.components.{name}"
         own = {key: value for key in config.model_fields_set if (value := getattr(config, key)) is not None}
+        if config.limit != DEFAULT and config.limit not in options.limits:
+            raise ConfigError(
+                f"{where}.limit: there is no {config.limit!r} among reward_loop.limits"
+                f"{did_you_mean(config.limit, options.limits) or '.'} Known: {listing(options.limits)}"
+            )
         self.config = config
         self.options = options.model_copy(
             update={key: value for key, value in own.items() if key in RewardLoopConfig.model_fields}
@@ -114,7 +120,11 @@ class _Component:
         if config.path is not None:
             function = load_function(config.path, config.name)
             self.function = scoring_function(
-                RewardLoopManagerBase, function, self.options, reward_kwargs=config.reward_kwargs
+                RewardLoopManagerBase,
+                function,
+                self.options,
+                reward_kwargs=config.reward_kwargs,
+                limit=config.limit,
             )
         elif default is None:
             raise ConfigError(f"{where}.path: which function this is; there is none besides that it could be")

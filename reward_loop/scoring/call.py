@@ -59,6 +59,7 @@ class ScoringFunction:
         max_processes: int | None = None,
         max_memory_mb: int | None = None,
         options: RewardLoopConfig | None = None,
+        limit: str = DEFAULT,
     ) -> None:
         """Read the signature.
 
@@ -72,6 +73,7 @@ class ScoringFunction:
             max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
             max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
             options: these five options, and limits, retries, cache and budget beside them.
+            limit: which of the limits holds for each call, if it is configured.
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
@@ -85,6 +87,7 @@ class ScoringFunction:
                 max_memory_mb=max_memory_mb,
             )
         self._options = options
+        self._limit = limit
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
@@ -184,7 +187,7 @@ class ScoringFunction:
             failure.__cause__ = ended.exception
             result = ended_badly(failure, ended.seconds)
         else:
-            result = to_result(ended.value, where, ended.seconds)
+            return to_result(ended.value, where, ended.seconds, ended.attempts, ended.waited)
         if ended.attempts == 1 and not ended.waited:
             return result
         return replace(result, attempts=ended.attempts, wait_seconds=ended.waited)
@@ -277,17 +280,14 @@ class ScoringFunction:
         if job.spent is not None:
             return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
         limits = CallLimits(job, share, asyncio.get_running_loop())
-        if DEFAULT not in job.limited:
+        if self._limit not in job.limited:
             return await self._run(arguments, limits)
-        limits.begin_wait()
+        asked = time.monotonic()
         try:
-            place = await job.enter(DEFAULT, 0, share)
+            place = await job.enter(self._limit, 0, share)
         except LimitError as error:
             return _not_called(LimitError(f"was not called: {error}"))
-        finally:
-            limits.end_wait()
-        queued = limits.waited(time.monotonic())
-        limits = CallLimits(job, share, limits.loop)
+        queued = time.monotonic() - asked
         failure: BaseException | None = None
         try:
             ended = await self._run(arguments, limits)
@@ -392,16 +392,25 @@ def _not_called(reason: ScoringError) -> Ended:
     return Ended(None, None, 0.0, attempts=0, cut_short=reason)
 
 
-def to_result(returned: Any, where: str, seconds: float = 0.0) -> RewardResult:
+def to_result(
+    returned: Any, where: str, seconds: float = 0.0, attempts: int = 1, wait_seconds: float = 0.0
+) -> RewardResult:
     """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
     try:
         score, extra_info = normalise(returned)
     except InvalidScoreError as error:
-        return ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
-    if score is None:
-        unscored = UnscoredError(f"{where} gave no score")
-        return RewardResult(Outcome.UNSCORED, None, extra_info, seconds=seconds, exception=unscored)
-    return RewardResult(Outcome.SCORED, score, extra_info, seconds=seconds)
+        failed = ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
+        return replace(failed, attempts=attempts, wait_seconds=wait_seconds)
+    unscored = None if score is not None else UnscoredError(f"{where} gave no score")
+    return RewardResult(
+        Outcome.SCORED if unscored is None else Outcome.UNSCORED,
+        score,
+        extra_info,
+        seconds=seconds,
+        attempts=attempts,
+        wait_seconds=wait_seconds,
+        exception=unscored,
+    )
 
 
 def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:

@@ -106,7 +106,7 @@ class JobState:
                 f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
                 f"reward_loop.limits: {listing(self._limiters) or 'none'}"
             )
-        ticket = Ticket(tokens, share, admit)
+        ticket = Ticket(tokens or limiter.config.estimated_tokens_per_request, share, admit)
         take(ticket)
         limiter.enter(time.monotonic(), ticket)
         self._advance(name)
@@ -172,7 +172,10 @@ class JobState:
         return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
 
     def _advance(self, name: str) -> None:
-        at = self._limiters[name].advance(time.monotonic())
+        limiter = self._limiters[name]
+        if not limiter.has_queue:
+            return
+        at = limiter.advance(time.monotonic())
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
@@ -204,16 +207,18 @@ class _Here:
         assert self._ticket is not None
         if self._ticket.state == "in flight":
             return
-        self._turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn = self._turn = loop.create_future()
+        # By hand: `asyncio.timeout` costs several times as much, with thousands that wait.
+        timer = None if max_wait is None else loop.call_later(max_wait, _give_up, turn, self._name, max_wait)
         try:
-            async with asyncio.timeout(max_wait):
-                await self._turn
-        except TimeoutError:
-            self.leave()
-            raise LimitError(f"limit {self._name!r}: no place within max_wait={max_wait:g} s") from None
+            await turn
         except BaseException:
             self.leave()
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def used(self, tokens: float) -> None:
         assert self._ticket is not None
@@ -222,6 +227,11 @@ class _Here:
     def leave(self, refused: bool = False, retry_after: float | None = None) -> None:
         assert self._ticket is not None
         self._job.leave(self._name, self._ticket, refused, retry_after)
+
+
+def _give_up(turn: asyncio.Future[None], name: str, max_wait: float) -> None:
+    if not turn.done():
+        turn.set_exception(LimitError(f"limit {name!r}: no place within max_wait={max_wait:g} s"))
 
 
 _jobs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Job]] = weakref.WeakKeyDictionary()

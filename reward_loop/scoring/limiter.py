@@ -20,15 +20,14 @@ PERIOD_S = 60.0
 class Ticket:
     """One call's place: in the queue, then among those in flight, then nowhere."""
 
-    __slots__ = ("admit", "request", "share", "state", "tokens", "tokens_charge")
+    __slots__ = ("admit", "charge", "share", "state", "tokens")
 
     def __init__(self, tokens: float, share: str, admit: Callable[[], None]) -> None:
         self.tokens = tokens
         self.share = share
         self.admit = admit
         self.state = "waiting"
-        self.request: Charge | None = None
-        self.tokens_charge: Charge | None = None
+        self.charge: Charge | None = None
 
 
 class Limiter:
@@ -73,6 +72,11 @@ class Limiter:
         return window
 
     @property
+    def has_queue(self) -> bool:
+        """Whether `advance` may have something to do."""
+        return bool(self._queues)
+
+    @property
     def waiting(self) -> int:
         """How many calls wait."""
         return sum(ticket.state == "waiting" for queue in self._queues.values() for ticket in queue)
@@ -85,7 +89,7 @@ class Limiter:
         return math.inf if self.config.max_concurrent is None else self.config.max_concurrent
 
     def enter(self, now: float, ticket: Ticket) -> None:
-        """Queue a call. Its ``admit`` is called when it may begin, perhaps at once.
+        """Admit a call, or queue it until `advance` does.
 
         Raises:
             LimitError: it asks for more tokens than a whole minute has.
@@ -96,8 +100,10 @@ class Limiter:
                 f"limit {self.name!r}: a call asks for {ticket.tokens:g} tokens, and tokens_per_minute is {limit}: "
                 "raise it, or make smaller calls"
             )
-        self._queues.setdefault(ticket.share, deque()).append(ticket)
-        self.advance(now)
+        if not self._queues and self._room_at(now, ticket) <= now:
+            self._admit(now, ticket)
+        else:
+            self._queues.setdefault(ticket.share, deque()).append(ticket)
 
     def advance(self, now: float) -> float | None:
         """Admit whoever may begin now. Return when to look again, if time alone will let someone in."""
@@ -110,15 +116,18 @@ class Limiter:
             queue.popleft()
             if queue:
                 self._queues[ticket.share] = queue
-            ticket.state = "in flight"
-            self.in_flight += 1
-            assert self._requests is not None
-            assert self._tokens is not None
-            ticket.request = self._requests.add(now, 1)
-            if ticket.tokens:
-                ticket.tokens_charge = self._tokens.add(now, ticket.tokens)
-            ticket.admit()
+            self._admit(now, ticket)
         return None
+
+    def _admit(self, now: float, ticket: Ticket) -> None:
+        ticket.state = "in flight"
+        self.in_flight += 1
+        assert self._requests is not None
+        assert self._tokens is not None
+        self._requests.add(now, 1)
+        if ticket.tokens:
+            ticket.charge = self._tokens.add(now, ticket.tokens)
+        ticket.admit()
 
     def _next(self) -> Ticket | None:
         for share, queue in list(self._queues.items()):
@@ -140,10 +149,10 @@ class Limiter:
     def used(self, now: float, ticket: Ticket, tokens: float) -> None:
         """Correct the estimate of a call by what it really used."""
         assert self._tokens is not None
-        if ticket.tokens_charge is None:
-            ticket.tokens_charge = self._tokens.add(now, tokens)
+        if ticket.charge is None:
+            ticket.charge = self._tokens.add(now, tokens)
         else:
-            self._tokens.correct(now, ticket.tokens_charge, tokens)
+            self._tokens.correct(now, ticket.charge, tokens)
 
     def leave(self, now: float, ticket: Ticket, *, refused: bool = False, retry_after: float | None = None) -> None:
         """A call has ended, or will not be made. Afterwards, `advance`.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._text import shorten
-from reward_loop.errors import InvalidScoreError, RewardFunctionError, ScoringError
+from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
 from reward_loop.scoring.call import ScoringFunction, copied, describe, ended_badly, to_result
 from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
@@ -49,7 +49,10 @@ class ListScoringFunction:
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides.
+            ConfigError: its calls are to be cached; they are hardly ever equal.
         """
+        if (given := options.get("options")) is not None and given.cache.enabled:
+            raise ConfigError("reward_loop.cache.enabled: calls of a function of lists are not cached; leave it off")
         target = resolve(function, reward_kwargs, (*_FIELDS, *_CONTEXT))
         # As a function of one sample, which carries the others.
         call = functools.partial(_call, target)

@@ -7,9 +7,11 @@ from collections import deque
 __all__ = ["MARGIN", "Charge", "SlidingWindow"]
 
 MARGIN = 0.01
-"""A charge counts for this share of the period longer than the period. A call reaches its service a little later than
-it is let through, some later than others: so that a window of the *service's* clock holds no more than its limit
-either, two windows are kept apart by more than that difference. It costs one percent of the rate."""
+MARGIN_S = 0.25
+"""A charge counts for longer than the period: by this share of it, and by these seconds at least. A call reaches its
+service a little later than it is let through, some later than others: so that a window of the *service's* clock holds
+no more than its limit either, two windows are kept apart by more than that difference. Of a minute, it costs one
+percent of the rate."""
 
 
 class Charge:
@@ -35,7 +37,7 @@ class SlidingWindow:
 
     def __init__(self, limit: float, period: float) -> None:
         self.limit = limit
-        self._lifetime = period * (1 + MARGIN)
+        self._lifetime = period + max(period * MARGIN, MARGIN_S)
         self._charges: deque[Charge] = deque()
         self.total: float = 0.0
 

@@ -18,6 +18,10 @@ from pydantic import Field
 from reward_loop._text import did_you_mean, listing
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.rate_limited import RateLimitedConfig
+from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers.registry import names as manager_names
 from reward_loop.router.servers.models import ENGINES
 
 __all__ = [
@@ -181,8 +185,10 @@ def pipeline_options(config: DictConfig) -> PipelineOptions:
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
-    """The ``reward_loop`` group."""
-    return parse(RewardLoopConfig, config.reward_loop, "reward_loop")
+    """The ``reward_loop`` group, and what the configured manager makes of options that verl has for it."""
+    name = config.reward.reward_manager.name
+    cls = get_manager(name) if name in manager_names() else RewardLoopManagerBase
+    return cls.read_options(config)
 
 
 def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
@@ -312,7 +318,11 @@ def _defaults() -> DictConfig:
         {
             "reward_model": {"reward_kwargs": None},
             "custom_reward_function": {"reward_kwargs": None},
-            "reward": {"reward_kwargs": None, "custom_reward_function": {"reward_kwargs": None}},
+            "reward": {
+                "reward_kwargs": None,
+                "custom_reward_function": {"reward_kwargs": None},
+                **dict.fromkeys(RateLimitedConfig.model_fields),
+            },
         },
         OmegaConf.load(CONFIG_DIR / "reward_loop_trainer.yaml"),
         {"reward_model": {"server": dict.fromkeys(RewardModelConfig.model_fields)}},
@@ -374,6 +384,13 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         )
     if options.components and not composite:
         raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
+    if config.reward.reward_manager.name not in ("rate_limited", "limited"):
+        for key in RateLimitedConfig.model_fields:
+            if config.reward.get(key) is not None:
+                raise ConfigError(
+                    f"reward.{key} has an effect with reward_model.reward_manager=rate_limited alone; for others, set "
+                    "reward_loop.limits and reward_loop.timeout"
+                )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
     if scores_by_model(config) and config.reward.reward_manager.name != "naive":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 import zlib
@@ -55,6 +56,10 @@ class RewardWorker:
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
+        # What is loaded by now stays: torch and verl are more than a million objects, which a full garbage collection
+        # would look at for half a second, with the event loop standing still.
+        gc.collect()
+        gc.freeze()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
         watch(self._options.watchdog_s)
         self._failures = failure_bound(self._options)

@@ -1,4 +1,6 @@
 import asyncio
+import sys
+import types
 
 import pytest
 
@@ -83,9 +85,6 @@ async def test_components_run_at_the_same_time():
             await both.wait()
             return 1.0
 
-    import sys
-    import types
-
     module = types.ModuleType("meeting")
     module.first, module.second = Meet(), Meet()
     sys.modules["meeting"] = module
@@ -169,6 +168,35 @@ async def test_a_component_without_path_is_the_function_of_the_run(path):
     assert manager.requires == {"solution_str", "ground_truth"}
 
 
+async def test_each_component_has_its_own_limit():
+    peaks = {"free": 0, "tight": 0}
+    running = dict.fromkeys(peaks, 0)
+
+    def judge(name):
+        async def compute_score():
+            running[name] += 1
+            peaks[name] = max(peaks[name], running[name])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            running[name] -= 1
+            return 1.0
+
+        return compute_score
+
+    module = types.ModuleType("judges_with_limits")
+    module.free, module.tight = judge("free"), judge("tight")
+    sys.modules[module.__name__] = module
+    components = {name: {"path": f"{module.__name__}:{name}", "limit": limit} for name, limit in LIMIT_OF.items()}
+    limits = {"service": {"max_concurrent": 2}, "default": {"max_concurrent": 5}}
+    manager = CompositeRewardLoopManager({"reward_loop": {"components": components, "limits": limits}})
+    rewards = await asyncio.gather(*(manager.run_single(RewardSample("x")) for _ in range(20)))
+    assert {reward["reward_score"] for reward in rewards} == {2.0}
+    assert peaks == {"free": 5, "tight": 2}
+
+
+LIMIT_OF = {"free": "default", "tight": "service"}
+
+
 def test_wrong_options_are_named(path):
     def make(components):
         return CompositeRewardLoopManager({"reward_loop": {"components": components}})
@@ -181,6 +209,8 @@ def test_wrong_options_are_named(path):
         make({"a": {"path": f"{path}:form", "wieght": 1}})
     with pytest.raises(ConfigError, match="score is a name of another meaning"):
         make({"score": {"path": f"{path}:form"}})
+    with pytest.raises(ConfigError, match=r"components\.a\.limit: there is no 'judge' among reward_loop\.limits"):
+        make({"a": {"path": f"{path}:form", "limit": "judge"}})
     with pytest.raises(ConfigError, match=r"components\.a\.timeout: has an effect only beside"):
         CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"timeout": 3}}}}, compute_score=lambda: 1)
 

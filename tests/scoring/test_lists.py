@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from reward_loop import FunctionLoadError, Outcome, RewardFunctionError, RewardSample
+from reward_loop import ConfigError, FunctionLoadError, Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
 from reward_loop.scoring import ListScoringFunction, isolated
 
 SAMPLES = [
@@ -115,6 +115,11 @@ async def test_broken_samples_fail_by_themselves():
 def test_a_function_of_one_sample_is_refused():
     with pytest.raises(FunctionLoadError, match=r"requires solution_str,.*solution_strs"):
         ListScoringFunction(lambda solution_str: 1)
+
+
+def test_its_calls_are_not_cached():
+    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
+        ListScoringFunction(lambda solution_strs: [], options=RewardLoopConfig(cache={"enabled": True}))
 
 
 def test_what_it_requires():

@@ -72,5 +72,5 @@ def test_no_estimator_of_verl_is_forgotten() -> None:
     # Those left out need what a batch of the V1 trainer does not have, or whiten.
     assert {*core_algos.ADV_ESTIMATOR_REGISTRY} - MINI_BATCH_ESTIMATORS - {GDPO} == {
         *("gae", "gdpo", "gpg", "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        *("remax", "tir_optimal_token_baseline"),
+        *("remax", "reward_loop_gdpo", "tir_optimal_token_baseline"),
     }

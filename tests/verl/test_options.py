@@ -65,6 +65,12 @@ def test_the_keys_that_users_write_take_effect(override: str, key: str, value: o
     assert OmegaConf.select(settled(override), key) == value
 
 
+def test_verls_limits_reach_whoever_keeps_them_for_all_workers() -> None:
+    config = settled("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
+    limit = reward_loop_options(config).limits["default"]
+    assert (limit.max_concurrent, limit.requests_per_minute) == (6, 500)
+
+
 def test_a_module_path_alone_means_importlib() -> None:
     config = settled("reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine")
     manager = config.reward.reward_manager
@@ -211,6 +217,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
             ["reward_model.rollout.name"],
         ),
+        (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
         (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
         (
             [

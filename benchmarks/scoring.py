@@ -1,0 +1,329 @@
+"""What scoring costs, and whether limits hold, beside verl 0.9.1's reward worker in the same run.
+
+    python benchmarks/scoring.py [--quick]
+
+- Samples a second of one reward worker, for functions that do nothing, sync and async: 4,096 real answers to GSM8K as
+  verl's agent loop hands them over, decoded by a BPE tokenizer. Ours has limits, retries and records on. Rounds of the
+  two alternate in one process, and the best of each counts, as a busy machine only adds time.
+- How well worker processes use the cores, for checkers that need the CPU.
+- Eight worker processes that share one limit: the greatest number of calls in flight and the most requests of any
+  window, both counted by the judge, and how much of the limits was used. The window is that of the limit, 60 seconds;
+  with ``--quick`` it is 6.
+
+Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import reward_loop  # noqa: E402
+from benchmarks._processes import measure_process_efficiency  # noqa: E402
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
+from reward_loop.scoring.job import job_of  # noqa: E402
+from reward_loop.scoring.service import serve_job  # noqa: E402
+
+DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+SAMPLES = 4096
+WORKERS = 8
+CONCURRENT = 32
+JUDGE_SECONDS = 0.4
+WINDOWS = 2
+
+NOTHING = """
+def sync(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+async def asynchronous(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+"""
+
+
+def answers() -> list[tuple[str, str]]:
+    """Real solutions, with the reference answer."""
+    if not DATA.exists():
+        sys.exit(
+            f"no GSM8K data in {DATA}: set REWARD_LOOP_GSM8K to a folder with train.jsonl and model_solutions.jsonl"
+        )
+    found = []
+    for line in (DATA / "model_solutions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found += [(row[model]["solution"], row["ground_truth"]) for model in row if isinstance(row[model], dict)]
+    for line in (DATA / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.append((row["answer"], row["answer"]))
+    return found[:SAMPLES]
+
+
+def save_tokenizer(texts: list[str], folder: Path) -> Any:
+    """A byte-level BPE tokenizer of 8,192 tokens, trained on the answers, as a model directory has it."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(texts, vocab_size=8192, special_tokens=["<|end|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
+    """One ``DataProto`` a rollout, as verl's agent loop makes them."""
+    import numpy as np
+    import torch
+    from verl import DataProto
+
+    def column(value: Any) -> Any:
+        array = np.empty(1, dtype=object)
+        array[0] = value
+        return array
+
+    rows = []
+    for i, (text, truth) in enumerate(texts):
+        responses = torch.tensor([tokenizer.encode(text)])
+        prompts = torch.ones(1, 64, dtype=torch.long)
+        rows.append(
+            DataProto.from_dict(
+                tensors={
+                    "prompts": prompts,
+                    "responses": responses,
+                    "attention_mask": torch.ones(1, 64 + responses.shape[1], dtype=torch.long),
+                },
+                non_tensors={
+                    "data_source": column("openai/gsm8k"),
+                    "reward_model": column({"ground_truth": truth}),
+                    "extra_info": column({"index": i}),
+                    "uid": column(str(i)),
+                    "response_len": column(responses.shape[1]),
+                },
+            )
+        )
+    return rows
+
+
+def configuration(folder: Path, name: str) -> Any:
+    """verl's configuration with our options: limits, retries and records are on."""
+    from hydra import compose, initialize_config_dir
+
+    from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+
+    overrides = [
+        f"hydra.searchpath=[file://{verl_config_dir()}]",
+        f"actor_rollout_ref.model.path={folder}",
+        f"custom_reward_function.path={folder}/nothing.py",
+        f"custom_reward_function.name={name}",
+        "+reward_loop.limits.default.max_concurrent=4096",
+        "+reward_loop.limits.default.requests_per_minute=100000000",
+        f"reward_loop.log_dir={folder}/records",
+    ]
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        config = compose("reward_loop_trainer", overrides)
+    settle(config)
+    return config
+
+
+def throughput(folder: Path, rounds: int) -> dict[str, float]:
+    """The samples a second of both workers: the best of some rounds."""
+    from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+
+    from reward_loop.verl.workers import RewardWorker
+
+    texts = answers()
+    rows = rollouts(save_tokenizer([text for text, _ in texts], folder), texts)
+    (folder / "nothing.py").write_text(NOTHING)
+
+    async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]]) -> float:
+        gc.collect()
+        began = time.perf_counter()
+        rewards = await asyncio.gather(*(asyncio.create_task(compute_score(row)) for row in rows))
+        seconds = time.perf_counter() - began
+        assert all(reward["reward_score"] == 1.0 for reward in rewards)
+        return len(rows) / seconds
+
+    async def measure() -> dict[str, float]:
+        best: dict[str, float] = {}
+        workers = {}
+        for name in ("asynchronous", "sync"):
+            config = configuration(folder, name)
+            workers[f"verl {name}"] = RewardLoopWorker(config)
+            workers[f"ours {name}"] = RewardWorker(config, None)
+        for _ in range(rounds):
+            for name, worker in workers.items():
+                best[name] = max(best.get(name, 0.0), await score(worker.compute_score))
+        return best
+
+    return asyncio.run(measure())
+
+
+class Judge:
+    """Answers after a while, and notes when it was asked and how many requests were in work."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+        self.in_work = self.peak = 0
+        self.busy = 0.0
+        self._since = time.monotonic()
+        self._clients: set[asyncio.StreamWriter] = set()
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        self.busy += self.in_work * (now - self._since)
+        self._since = now
+        self.in_work += change
+        self.peak = max(self.peak, self.in_work)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(writer)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            while await reader.readline():
+                self.begun.append(time.monotonic())
+                self._count(+1)
+                await asyncio.sleep(JUDGE_SECONDS)
+                self._count(-1)
+                writer.write(b"1\n")
+        self._clients.discard(writer)
+        writer.close()
+
+    def reset(self) -> None:
+        self._count(0)
+        self.begun.clear()
+        self.peak, self.busy = self.in_work, 0.0
+
+    def most_in_a_window(self, period: float) -> int:
+        """The most requests that any half-open window has seen."""
+        return max(bisect_left(self.begun, start + period) - i for i, start in enumerate(self.begun))
+
+
+async def work(job: str, judge: str, limit: str) -> None:
+    """A worker process: calls without end, more at a time than the limit lets through."""
+    options = RewardLoopConfig(limits={limit: {}}, job=job)
+    host, _, port = judge.rpartition(":")
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask() -> float:
+        async with reward_loop.limit(limit):
+            reader, writer = idle.pop()
+            writer.write(b"?\n")
+            answer = float(await reader.readline())
+            idle.append((reader, writer))
+        return answer
+
+    for _ in range(2 * CONCURRENT):  # so that opening connections does not delay requests
+        idle.append(await asyncio.open_connection(host, int(port)))
+    function = ScoringFunction(ask, options=options)
+    await job_of(options).why_stopped()
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+    async def call() -> None:
+        while True:
+            result = await function(RewardSample(""))
+            assert result.score == 1.0, result.error
+
+    await asyncio.gather(*(call() for _ in range(2 * CONCURRENT)))
+
+
+@contextlib.contextmanager
+def workers(job: str, judge: str, limit: str) -> Iterator[list[subprocess.Popen[str]]]:
+    command = [sys.executable, __file__, "--work", job, judge, limit]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(WORKERS)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+async def keep_limits(period: float, seconds: float) -> dict[str, float]:
+    """Eight processes under one limit on concurrency, then under one on requests."""
+    per_window = int(period * CONCURRENT / JUDGE_SECONDS / 4)
+    limits = {"calls": {"max_concurrent": CONCURRENT}, "rate": {"requests_per_minute": per_window}}
+    judge = Judge()
+    server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    result: dict[str, float] = {"limit": CONCURRENT, "window_limit": per_window, "window_s": period}
+    with serve_job(RewardLoopConfig(limits=limits), period=period) as job:
+        for limit in limits:
+            with workers(job, address, limit) as processes:
+                for process in processes:
+                    assert process.stdout is not None
+                    await asyncio.to_thread(process.stdout.readline)
+                judge.reset()
+                for process in processes:
+                    assert process.stdin is not None
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                if limit == "calls":
+                    await asyncio.sleep(1.0)  # until all are at work; what follows is a measurement of a fixed length
+                    judge.reset()
+                    await asyncio.sleep(seconds)
+                    judge._count(0)
+                    result["limit_peak"] = judge.peak
+                    result["limit_concurrency_utilisation"] = judge.busy / seconds / CONCURRENT
+                else:
+                    await asyncio.sleep(WINDOWS * period + 0.5)
+                    result["limit_window_peak"] = judge.most_in_a_window(period)
+                    # Whole periods only: each begins with the first request.
+                    first = judge.begun[0]
+                    made = bisect_left(judge.begun, first + WINDOWS * period)
+                    result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
+    server.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and a shorter window, under 50 s")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        asyncio.run(work(*options.work))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        speed = throughput(Path(folder), 3 if options.quick else 8)
+    print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}")
+    line: dict[str, Any] = {}
+    for name, key in (("asynchronous", "async"), ("sync", "sync")):
+        verl, ours = speed[f"verl {name}"], speed[f"ours {name}"]
+        print(f"{name:46}{verl:>9,.0f}{ours:>9,.0f}{ours / verl:>7.1f}", flush=True)
+        line |= {f"vs_verl_{key}": round(ours / verl, 2), f"samples_per_s_{key}": round(ours)}
+    processes = measure_process_efficiency(options.quick)
+    print(f"{'process efficiency':46}{processes['process_efficiency']:>25.1%}", flush=True)
+    limits = asyncio.run(keep_limits(*((6.0, 4.0) if options.quick else (60.0, 30.0))))
+    print(
+        f"{WORKERS} workers, {limits['limit']} at a time: at most {limits['limit_peak']} in flight, "
+        f"{limits['limit_concurrency_utilisation']:.1%} used"
+    )
+    print(
+        f"{WORKERS} workers, {limits['window_limit']} in {limits['window_s']:g} s: at most "
+        f"{limits['limit_window_peak']} in any such window, {limits['limit_rate_utilisation']:.1%} used"
+    )
+    used = min(limits["limit_concurrency_utilisation"], limits["limit_rate_utilisation"])
+    line |= {key: round(value, 4) for key, value in (processes | limits).items()}
+    print(json.dumps(line | {"limit_utilisation": round(used, 4), "workers": WORKERS}))
+
+
+if __name__ == "__main__":
+    main()

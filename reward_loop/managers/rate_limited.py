@@ -1,0 +1,76 @@
+"""verl's limits on a function that calls a service, held by the whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from reward_loop.config import Config, LimitConfig, RewardLoopConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.managers.base import RewardLoopManagerBase, verl_options
+from reward_loop.managers.registry import register
+from reward_loop.scoring.job import DEFAULT
+
+__all__ = ["RateLimitedConfig", "RateLimitedRewardLoopManager"]
+
+
+class RateLimitedConfig(Config):
+    """verl's options for its manager of that name, under ``reward``."""
+
+    max_concurrent: int = Field(default=1, ge=1)
+    """Calls at a time."""
+
+    max_rpm: int | None = Field(default=None, ge=1)
+    """Calls that begin in a minute."""
+
+    max_tpm: int | None = Field(default=None, ge=1)
+    """Tokens of the calls that begin in a minute."""
+
+    estimated_tokens_per_request: int = Field(default=2000, ge=1)
+    """Tokens that each call counts."""
+
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""
+
+
+@register("limited")
+@register("rate_limited")
+class RateLimitedRewardLoopManager(RewardLoopManagerBase):
+    """Calls the function once for each sample, within the limits that verl's manager of that name takes.
+
+    They become ``reward_loop.limits.default``, so that they hold for all workers together; verl's hold for each worker.
+    """
+
+    @classmethod
+    def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
+        """Return the options, with verl's limits among them."""
+        options = super().read_options(config)
+        given = {
+            name: value
+            for name in RateLimitedConfig.model_fields
+            if (value := verl_options(config, f"reward.{name}")) is not None
+        }
+        if DEFAULT in options.limits:
+            if limits := sorted(given.keys() - {"timeout"}):
+                raise ConfigError(f"reward.{limits[0]} contradicts reward_loop.limits.default: give one of them")
+            limit = options.limits[DEFAULT]
+        else:
+            limit = _limit(parse(RateLimitedConfig, given, "reward"))
+        timeout = parse(RateLimitedConfig, given, "reward").timeout or options.timeout
+        return options.model_copy(update={"limits": {**options.limits, DEFAULT: limit}, "timeout": timeout})
+
+
+def _limit(given: RateLimitedConfig) -> LimitConfig:
+    if given.max_tpm is not None and given.estimated_tokens_per_request > given.max_tpm:
+        raise ConfigError(
+            f"reward.estimated_tokens_per_request={given.estimated_tokens_per_request} is more than "
+            f"reward.max_tpm={given.max_tpm}: no call would ever begin"
+        )
+    return LimitConfig(
+        max_concurrent=given.max_concurrent,
+        requests_per_minute=given.max_rpm,
+        tokens_per_minute=given.max_tpm,
+        estimated_tokens_per_request=given.estimated_tokens_per_request,
+    )
