@@ -25,6 +25,7 @@ from reward_loop.errors import (
 from reward_loop.processes.ended import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
+from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job, job_of
 from reward_loop.scoring.limit import CallLimits, current_limits
@@ -96,6 +97,7 @@ class ScoringFunction:
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
+        self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
         self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
         self.timeout = options.timeout
 
@@ -340,29 +342,22 @@ class ScoringFunction:
         loop = asyncio.get_running_loop()
         task = loop.create_task(call)
         waiter = loop.create_future()
-        wake = functools.partial(_wake, waiter)
-        task.add_done_callback(wake)
-        timer = None if timeout is None else loop.call_later(timeout, wake)
-        granted = 0.0
+        task.add_done_callback(functools.partial(_wake, waiter))
+        if self._deadlines is None or self._deadlines[0] is not loop:
+            self._deadlines = (loop, Deadlines(loop))
+        deadlines = self._deadlines[1]
+        watched = Watched(waiter, no_wait if limits is None else limits.waited, time.monotonic())
+        if timeout is not None:
+            deadlines.watch(watched, timeout)
         try:
             await waiter
-            # Time spent waiting for a limit is given back, as often as it takes.
-            while limits is not None and not task.done() and (waited := limits.waited(time.monotonic())) > granted:
-                waiter = loop.create_future()
-                wake = functools.partial(_wake, waiter)
-                task.add_done_callback(wake)
-                timer = loop.call_later(waited - granted, wake)
-                granted = waited
-                await waiter
         finally:
-            if timer is not None:
-                timer.cancel()
+            if timeout is not None:
+                deadlines.forget(watched, timeout)
             if not task.done():
                 self._abandoned.add(task)
                 task.add_done_callback(self._abandoned.discard)
                 task.cancel()
-        if task in self._abandoned:
-            raise TimeoutError
         return task.result()
 
 

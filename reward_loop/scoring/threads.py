@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+
 __all__ = ["DaemonThreads"]
 
 T = TypeVar("T")
 
 _IDLE_SECONDS = 10.0
-
-
-def _no_wait(now: float) -> float:
-    return 0.0
 
 
 class DaemonThreads:
@@ -49,7 +47,7 @@ class DaemonThreads:
         self,
         function: Callable[[], T],
         timeout: float | None = None,
-        waited: Callable[[float], float] = _no_wait,
+        waited: Callable[[float], float] = no_wait,
     ) -> T:
         """Call the function in a thread as soon as one is free.
 
@@ -71,10 +69,12 @@ class DaemonThreads:
             loop.call_soon(self._hand_over, home)
         home.submitted.append(job)
         if timeout is not None:
-            home.watch(job, timeout)
+            home.deadlines.watch(job, timeout)
         try:
             return await job.future
         finally:
+            if timeout is not None:
+                home.deadlines.forget(job, timeout)
             self._leave(job)
 
     def _hand_over(self, home: _Home) -> None:
@@ -145,18 +145,16 @@ class DaemonThreads:
                     return None
 
 
-class _Job:
-    __slots__ = ("context", "ended", "error", "function", "future", "given_up", "home", "result", "started", "waited")
+class _Job(Watched):
+    __slots__ = ("context", "ended", "error", "function", "given_up", "home", "result")
 
     def __init__(self, function: Callable[[], Any], home: _Home, waited: Callable[[float], float]) -> None:
+        super().__init__(home.loop.create_future(), waited)
         self.function = function
         self.home = home
-        self.waited = waited
         self.context = contextvars.copy_context()
-        self.future: asyncio.Future[Any] = home.loop.create_future()
         self.result: Any = None
         self.error: BaseException | None = None
-        self.started: float | None = None
         self.ended = False
         self.given_up = False
 
@@ -172,14 +170,14 @@ class _Job:
 
 
 class _Home:
-    """A loop, what it is still to be told, and the deadlines of its calls."""
+    """A loop, what it is still to be told, and the deadlines of the calls that it waits for."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.submitted: list[_Job] = []
         self._ended: deque[_Job] = deque()
         self._told = False
-        self._watched: dict[float, deque[_Job]] = {}
+        self.deadlines = Deadlines(loop)
 
     def report(self, job: _Job) -> None:
         """Called in the job's thread. One wake-up of the loop serves all that ends until it comes."""
@@ -200,38 +198,3 @@ class _Home:
                 job.future.set_result(job.result)
             else:
                 job.future.set_exception(job.error)
-
-    def watch(self, job: _Job, timeout: float) -> None:
-        # Jobs start in order, so that one timer, for the first of them, serves all with the same timeout.
-        jobs = self._watched.get(timeout)
-        if jobs is not None:
-            jobs.append(job)
-            return
-        self._watched[timeout] = deque([job])
-        self.loop.call_later(timeout, self._look, timeout)
-
-    def _look(self, timeout: float) -> None:
-        jobs = self._watched[timeout]
-        now = time.monotonic()
-        while jobs:
-            job = jobs[0]
-            if not job.future.done():
-                # One that has not started has all of its time left.
-                left = timeout if job.started is None else job.started + timeout - now
-                if left > 0:
-                    self.loop.call_later(left, self._look, timeout)
-                    return
-                self._expire(job, timeout)
-            jobs.popleft()
-        del self._watched[timeout]
-
-    def _expire(self, job: _Job, timeout: float) -> None:
-        if job.future.done():
-            return
-        now = time.monotonic()
-        assert job.started is not None
-        left = job.started + timeout + job.waited(now) - now
-        if left > 0:
-            self.loop.call_later(left, self._expire, job, timeout)
-        else:
-            job.future.set_exception(TimeoutError())
