@@ -44,7 +44,7 @@ STOP_WITHIN_S = 30.0
 class Settings:
     """How long and how broadly to train."""
 
-    steps: int = 30
+    steps: int = 24
     prompts: int = 32
     """Problems a step."""
     answers: int = 8
@@ -52,18 +52,18 @@ class Settings:
     mini_batch: int = 8
     """Problems an update."""
     learning_rate: float = 1e-4
-    test_every: int = 5
+    test_every: int = 6
     validate: int = 256
     """Problems of a validation."""
     validate_on: Split = "held_out"
-    judge_latency: float = 0.0
+    judge_latency: float = 3.0
     """Seconds that the judge takes longer than it would, on average: about as long as a step's generation."""
     seed: int = 0
     engine: str = "transformers"
     """What serves the reward model."""
 
 
-QUICK = Settings(steps=8, test_every=8, validate=128)
+QUICK = Settings(steps=6, test_every=6, validate=128, judge_latency=2.0)
 
 
 def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> list[str]:
@@ -84,6 +84,9 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
         f"actor_rollout_ref.rollout.n={settings.answers}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={settings.mini_batch}",
         f"actor_rollout_ref.actor.optim.lr={settings.learning_rate}",
+        "trainer.v1.trainer_mode=reward_pipeline",
+        "trainer.v1.reward_pipeline.mini_batch_pipeline=True",
+        "trainer.v1.reward_pipeline.one_step_off_policy=True",
         "reward_model.enable=True",
         f"reward_model.model.path={artifacts.reward_model}",
         f"reward_model.rollout.name={settings.engine}",
@@ -244,24 +247,26 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     table.add_row("Seconds a step (median)", f"{report.seconds_per_step:.2f}")
     for phase, value in report.seconds_by_phase.items():
         table.add_row(f"  {phase}", f"{value:.2f}")
-    if report.overlap:
-        table.add_row("Judging", _overlap(report.overlap))
+    for name, value in _overlap(report.overlap).items():
+        table.add_row(name, value)
     table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
     table.add_row("Written", f"report.json, curves.png, samples, logs in\n{escape(_readable(output))}")
     console.print()
     console.print(table, highlight=False)
 
 
-def _overlap(medians: dict[str, float]) -> str:
-    """How much of the judging was hidden, in as much as the trainer has logged it."""
-    words = []
-    if "hidden_share" in medians:
-        words.append(f"{medians['hidden_share']:.0%} hidden behind generation and training")
+def _overlap(medians: dict[str, float]) -> dict[str, str]:
+    """What the trainer has logged about the judging that went on behind generation and training."""
+    rows = {}
     if "judging_s" in medians:
-        words.append(f"{medians['judging_s']:.2f} s a step")
+        rows["Seconds of judging a step"] = f"{medians['judging_s']:.2f}"
+    if "hidden_share" in medians:
+        rows["  hidden behind the rest"] = f"{medians['hidden_share']:.1%}"
     if "waiting_for_rewards_s" in medians:
-        words.append(f"{medians['waiting_for_rewards_s']:.2f} s waited for")
-    return ", ".join(words)
+        rows["  waited for"] = f"{medians['waiting_for_rewards_s']:.2f}"
+    if "floor_s" in medians:
+        rows["Least seconds a step could take"] = f"{medians['floor_s']:.2f}"
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -60,8 +60,8 @@ class Recipe:
     judging: float = 2.0
     """What judging counts in the loss; adding, which is learnt sooner, counts 1."""
     policy_lr: float = 1e-3
-    policy_steps: int = 40
-    carries: float = 0.2
+    policy_steps: int = 60
+    carries: float = 0.15
     """How often the pupil does not forget to carry."""
 
 

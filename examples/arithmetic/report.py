@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 PHASES = {
-    "rollout and rewards": ("timing_s/gen",),
+    "rollout": ("timing_s/gen",),
+    "waiting for rewards": ("timing_s/wait_reward",),
     "log-probabilities": ("timing_s/old_log_prob", "timing_s/ref"),
     "advantage": ("timing_s/adv",),
     "update": ("timing_s/update_actor",),
     "weights to rollout": ("timing_s/update_weights",),
 }
 """Parts of a step, and verl's names for them. What is left of ``timing_s/step`` is "other"."""
+
+COLORS = ("#0b6e4f", "#a23b72", "#e0a458", "#9c9c9c", "#3a6ea5", "#6b4c9a", "#d7d9dd")
+"""Of the phases, and of "other"."""
 
 OVERLAP = "reward_pipeline/"
 """What the trainer mode of that name says about a step begins so."""
@@ -173,12 +177,12 @@ def plot(report: Report, path: Path) -> None:
     quality.legend(loc="lower right", frameon=False)
 
     phases = [name for name, seconds in report.seconds_by_phase.items() if seconds >= 0.005]
-    colors = ["#0b6e4f", "#e0a458", "#9c9c9c", "#3a6ea5", "#a23b72", "#d7d9dd"]
+    colors = dict(zip([*PHASES, "other"], COLORS, strict=True))
     time.stackplot(
         numbers,
         [[step.phases[name] for step in report.steps] for name in phases],
         labels=phases,
-        colors=colors,
+        colors=[colors[name] for name in phases],
         step="mid",
     )
     longest = max((step.seconds for step in report.steps[1:]), default=1.0)
@@ -198,9 +202,9 @@ def _plot_judging(axes: Any, steps: list[Step], hidden_share: float | None) -> N
     judging = [step.overlap["judging_s"] for step in steps]
     waited = [min(step.overlap["waiting_for_rewards_s"], s) for step, s in zip(steps, judging, strict=True)]
     numbers = [step.number for step in steps]
-    axes.bar(numbers, waited, color="#a23b72", label="waited for", width=0.8)
+    axes.bar(numbers, waited, color=COLORS[1], label="waited for", width=0.8)
     hidden = [s - w for s, w in zip(judging, waited, strict=True)]
-    axes.bar(numbers, hidden, bottom=waited, color="#d7d9dd", label="hidden", width=0.8)
+    axes.bar(numbers, hidden, bottom=waited, color=COLORS[-1], label="hidden", width=0.8)
     share = "" if hidden_share is None else f": {hidden_share:.0%} hidden (median)"
     axes.set(title=f"Judging{share}", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.3 * max(judging)))
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=9)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -259,17 +260,17 @@ def test_no_logit_overflows(logit: float) -> None:
 
 def test_the_report_of_a_recorded_run() -> None:
     report = read_report(RECORDED)
-    assert report.accuracy == {0: 0.2539, 3: 0.5, 6: 0.5859}
-    assert (report.before, report.after) == (0.2539, 0.5859)
+    assert report.accuracy == {0: 0.4531, 6: 0.9609}
+    assert (report.before, report.after) == (0.4531, 0.9609)
     assert [step.number for step in report.steps] == [1, 2, 3, 4, 5, 6]
     assert report.outcomes == {"scored": 1536, "unscored": 0, "failed": 0}
-    assert report.steps[2].reward == 0.5427
+    assert report.steps[2].reward == 0.6439
     phases = report.seconds_by_phase
-    assert phases["rollout and rewards"] == pytest.approx(3.6702)
-    assert phases["update"] == pytest.approx(0.803)
+    assert phases["rollout"] == pytest.approx(5.9679)
+    assert phases["update"] == pytest.approx(1.7541)
     for step in report.steps:
         assert sum(step.phases.values()) == pytest.approx(step.seconds)
-    assert report.seconds_per_step == pytest.approx(5.7074)
+    assert report.seconds_per_step == pytest.approx(9.529)
 
 
 def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path: Path) -> None:
@@ -287,10 +288,10 @@ def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = read_report(RECORDED)
     demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
     shown = capsys.readouterr().out
-    assert "25.4% -> 58.6%" in shown
+    assert "45.3% -> 96.1%" in shown
     assert "1,536 scored, 0 unscored, 0 failed" in shown
     written = json.loads((tmp_path / "report.json").read_text())
-    assert written["accuracy_before"] == 0.2539
+    assert written["accuracy_before"] == 0.4531
     assert len(written["steps"]) == 6
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -300,7 +301,8 @@ def test_what_the_pipeline_logs_is_reported(tmp_path: Path, capsys: pytest.Captu
     lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
     for line in lines[1:]:
         first = line["step"] == 1
-        line["data"] |= {
+        others = {name: value for name, value in line["data"].items() if not name.startswith("reward_pipeline/")}
+        line["data"] = others | {
             "reward_pipeline/hidden_share": 0.1 if first else 0.75,
             "reward_pipeline/judging_s": 9.0 if first else 4.0,
             "reward_pipeline/waiting_for_rewards_s": 1.0,
@@ -311,9 +313,14 @@ def test_what_the_pipeline_logs_is_reported(tmp_path: Path, capsys: pytest.Captu
     assert report.overlap == {"hidden_share": 0.75, "judging_s": 4, "waiting_for_rewards_s": 1}
     assert report.as_dict()["overlap"] == report.overlap
     demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
-    assert "75% hidden behind generation and training, 4.00 s a step, 1.00 s waited for" in capsys.readouterr().out
+    shown = dict(re.findall(r"^ *(\S.*?\S) {2,}([\d.%]+) *$", capsys.readouterr().out, flags=re.MULTILINE))
+    assert shown["Seconds of judging a step"] == "4.00"
+    assert shown["hidden behind the rest"] == "75.0%"
+    assert shown["waited for"] == "1.00"
     wide = (tmp_path / "curves.png").read_bytes()
-    plot(read_report(RECORDED), tmp_path / "curves.png")
+    metrics.write_text(metrics.read_text().replace("reward_pipeline/", "other/"))
+    assert read_report(metrics).overlap == {}
+    plot(read_report(metrics), tmp_path / "curves.png")
     assert _width(wide) > _width((tmp_path / "curves.png").read_bytes())
 
 

@@ -33,4 +33,7 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert report["rewards"] == {"scored": QUICK.steps * QUICK.prompts * QUICK.answers, "unscored": 0, "failed": 0}
     assert len(report["steps"]) == QUICK.steps
     assert sum(report["seconds_by_phase"].values()) > 0
+    assert report["overlap"]["judging_s"] > 0
+    assert 0 <= report["overlap"]["hidden_share"] <= 1
+    assert report["overlap"]["off_policy_steps"] == 1
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import Any
 
@@ -131,7 +137,7 @@ OVERLONG = {"enable": True, "len": 64, "penalty_factor": 0.7, "log": True}
             {"reward_kwargs": {"max_resp_len": 256, "overlong_buffer_cfg": {**OVERLONG, "enable": False}}},
         ),
         ("gdpo", managers.GDPORewardLoopManager, "several", {}),
-        ("rate_limited", managers.RateLimitedRewardLoopManager, "number", {"max_concurrent": 8}),
+        # Once only: verl's keeps its limits on the class, bound to the first event loop.
         ("rate_limited", managers.RateLimitedRewardLoopManager, "several", {"max_rpm": 100_000, "max_concurrent": 3}),
     ],
 )
@@ -199,6 +205,58 @@ async def test_a_component_of_verls_rule_and_another(functions: str) -> None:
         {"reward_score": a["reward_score"] + 0.5 * b["reward_score"], "reward_extra_info": {}} for a, b in parts
     ]
     assert_same(rewards, expected)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[tuple[str, list[int]]]:
+    """Sandbox Fusion's ``/run_code``, as far as verl asks for it, and the memory limits of its requests."""
+    limits = []
+
+    class RunCode(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            limits.append(asked["memory_limit_MB"])
+            command = [sys.executable, "-S", "-c", asked["code"]]
+            ran = subprocess.run(command, input=asked["stdin"], capture_output=True, text=True, timeout=20, check=False)
+            run_result = {
+                "status": "Finished",
+                "return_code": ran.returncode,
+                "stdout": ran.stdout,
+                "stderr": ran.stderr,
+            }
+            answer = {"status": "Failed" if ran.returncode else "Success", "run_result": run_result}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), RunCode) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/run_code", limits
+        server.shutdown()
+        thread.join()
+
+
+async def test_verls_rule_for_code_in_a_sandbox(sandbox: tuple[str, list[int]]) -> None:
+    url, limits = sandbox
+    cases = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]})
+    programs = ["print(int(input()) + 1)", "print(2)", "raise SystemExit(3)"]
+    data = data_proto(
+        [f"```python\n{program}\n```" for program in programs],
+        data_source=["codecontests"] * 3,
+        reward_model=[{"ground_truth": cases}] * 3,
+        extra_info=[{} for _ in programs],
+    )
+    options = {"url": url, "max_concurrent": 2, "memory_limit_mb": 333}
+    cls = managers.NaiveRewardLoopManager
+    ours, theirs = load(None, "compute_score", cls, "naive", sandbox_fusion=options)
+    mine = await score_all(ours, data)
+    assert [reward["reward_score"] for reward in mine] == [1.0, 0.5, 0.0]
+    assert_same(mine, await score_all(theirs, data))
+    assert set(limits) == {333}
 
 
 BUILT_IN = {
