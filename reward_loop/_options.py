@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-__all__ = ["json_or_text", "pairs"]
+__all__ = ["json_or_text", "nested", "pairs"]
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
@@ -32,3 +32,21 @@ def json_or_text(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def nested(options: dict[str, str], option: str) -> dict[str, Any]:
+    """Options whose names have dots, as options within options: ``limits.judge.max_concurrent=8``.
+
+    Raises:
+        typer.BadParameter: a name is given a value, and options of its own.
+    """
+    found: dict[str, Any] = {}
+    for path, value in options.items():
+        *groups, name = path.split(".")
+        group: Any = found
+        for part in groups:
+            group = group.setdefault(part, {})
+            if not isinstance(group, dict):
+                raise typer.BadParameter(f"{path}: {part} has a value already", param_hint=option)
+        group[name] = json_or_text(value)
+    return found

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reward_loop import __version__, managers
-from reward_loop._options import json_or_text, pairs
+from reward_loop._options import json_or_text, nested, pairs
 from reward_loop.check.command import command as check
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -112,6 +112,16 @@ def score(
     max_failed_share: Annotated[
         float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-O",
+            metavar="NAME=VALUE",
+            help="Any other option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
+            "[cyan]retry.max_attempts=1[/]; the value is JSON, or else text. Repeatable.",
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
     ] = False,
@@ -158,6 +168,7 @@ def score(
                 "on_unscored": on_unscored,
                 "default_score": default_score,
                 "max_failed_share": max_failed_share,
+                **nested(pairs(option, "--option"), "--option"),
             },
         )
     except KeyboardInterrupt:

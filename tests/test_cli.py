@@ -58,6 +58,21 @@ def test_in_processes(folder):
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
 
 
+def test_other_options_by_name(folder):
+    (folder / "flaky.py").write_text(
+        "calls = []\n"
+        "def compute_score(solution_str):\n"
+        "    calls.append(solution_str)\n"
+        "    if calls.count(solution_str) == 1:\n"
+        "        raise ConnectionError\n"
+        "    return 1\n"
+    )
+    flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
+    assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
+    assert "options.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=1)
+    assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
+
+
 def test_strict(folder):
     run(*MAPPED, "--strict", code=1)
     assert (folder / "rollouts.scored.jsonl").exists()
