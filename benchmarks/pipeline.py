@@ -95,7 +95,6 @@ def sleeping_engines(report: Report, quick: bool) -> None:
 
 def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     """CPU time and memory a sample, for functions that do nothing."""
-    runs = 2 if quick else 5
     rows = [
         ("in_flight_small", "in_flight", IN_FLIGHT // 4, "Agent, all in flight at once"),
         ("in_flight", "in_flight", IN_FLIGHT, "Agent, all in flight at once"),
@@ -113,7 +112,7 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     results: dict[str, dict[str, float]] = {}
     task = report.task("Cost of a sample", len(rows))
     for key, what, count, name in rows:
-        result = results[key] = cost.best(what, count, runs)
+        result = results[key] = cost.best(what, count, 5 if not quick else 2 if key == "in_flight" else 1)
         kb, us = result.get("kb", 0.0), result["cpu_us"]
         goal = ("under 100 us and 8 KB", us < 100 and kb < 8) if key == "in_flight" else None
         report.add(f"{name}, {count:,} samples", f"{us:.1f} us of CPU" + (f", {kb:.2f} KB" if kb else ""), goal)

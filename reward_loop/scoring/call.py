@@ -277,13 +277,17 @@ class ScoringFunction:
             ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
         return ended
 
-    async def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Ended:
+    def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Coroutine[Any, Any, Ended]:
         """Call the function once, within the limit that holds for every call."""
+        limits = CallLimits(job, share, asyncio.get_running_loop())
+        # No coroutine in between where nothing is limited: with thousands of calls in flight each counts.
+        if job.spent is None and self._limit not in job.limited:
+            return self._run(arguments, limits)
+        return self._attempt_limited(job, arguments, share, limits)
+
+    async def _attempt_limited(self, job: Job, arguments: dict[str, Any], share: str, limits: CallLimits) -> Ended:
         if job.spent is not None:
             return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
-        limits = CallLimits(job, share, asyncio.get_running_loop())
-        if self._limit not in job.limited:
-            return await self._run(arguments, limits)
         asked = time.monotonic()
         try:
             place = await job.enter(self._limit, 0, share)
