@@ -99,7 +99,7 @@ async def test_what_cannot_be_scored_is_a_failed_sample(
 ) -> None:
     async with FakeJudge() as judge:
         judge.script(Status(500))
-        worker = RewardWorker(settled(*overrides), judge.address)
+        worker = RewardWorker(settled(*overrides, "reward_loop.retry.max_attempts=1"), judge.address)
         manager: Any = worker._manager
         manager.reward_model_tokenizer.chat_template = template
         info = (await worker.compute_score(rollout("2", **columns)))["reward_extra_info"]
