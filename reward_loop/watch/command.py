@@ -60,7 +60,7 @@ def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
         table = Table(box=None, pad_edge=False)
         table.add_column("seconds", justify="right")
         for column in ("sample", "data source", "function", "waits for"):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")
         for call in answer["oldest"]:
             table.add_row(
                 f"{call['seconds']:.1f}",

@@ -30,8 +30,9 @@ def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
     assert done.exit_code == 0, done.output
     assert f"process {os.getpid()}: " in done.output
     assert "1 samples in work" in done.output
-    for text in ("q[7]", "gsm8k", "compute_score (judge.py)", "POST http://judge/v1/chat/completions", "MainThread"):
+    for text in ("q[7]", "gsm8k", "compute_score (judge.py)", "POST", "MainThread"):
         assert text in done.output
+    assert "http://judge/v1/chat/completions" in "".join(done.output.split())  # however narrow the table is
     (answer,) = json.loads(data.stdout)
     assert answer["oldest"][0]["uid"] == "q[7]"
 
