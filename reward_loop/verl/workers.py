@@ -229,11 +229,15 @@ def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, func
     return scoring_function(cls, function, options, reward_kwargs=reward_kwargs)
 
 
-def _model_scoring(config: DictConfig) -> ScoringFunction:
+def _model_scoring(config: DictConfig) -> Any:
     options, model = reward_loop_options(config), reward_model_options(config)
     assert model is not None
-    name = model.served_model_name or model.model_path
-    return ScoringFunction(discriminative.compute_score, reward_kwargs={"model": name}, timeout=options.timeout)
+    return scoring_function(
+        DiscriminativeRewardLoopManager,
+        discriminative.compute_score,
+        options,
+        reward_kwargs={"model": model.served_model_name or model.model_path},
+    )
 
 
 def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
