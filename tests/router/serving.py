@@ -17,6 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from reward_loop.router.app import Router
+from reward_loop.router.protocol import protocol_for
+from reward_loop.router.proxy import Proxy
 from reward_loop.router.sockets import listen, url_of
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
@@ -29,17 +31,27 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, http: Any = "httptools", **options: Any) -> AsyncIterator[str]:
     """Serves an ASGI app on this loop; yields its URL."""
     listener = listen("127.0.0.1")
     lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
-    server = _Server(uvicorn.Config(app, log_level="error", lifespan=lifespan, date_header=False, server_header=False))
+    options |= {"log_level": "error", "date_header": False, "server_header": False}
+    server = _Server(uvicorn.Config(app, http=http, lifespan=lifespan, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield url_of(listener)
     finally:
         server.should_exit = True
         await task
+
+
+IN_TASKS = False
+"""Whether the router's app is served with a task for each request, as any ASGI server would, or as the router does."""
+
+
+def served_by_router(app: Proxy | Router) -> contextlib.AbstractAsyncContextManager[str]:
+    """Serves the router's app; yields its URL."""
+    return serving(app) if IN_TASKS else serving(app, protocol_for(65536, app.begin))
 
 
 @contextlib.asynccontextmanager

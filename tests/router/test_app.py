@@ -11,7 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reward_loop.router.app import create_app
 from reward_loop.router.config import RouterConfig, WorkerConfig
-from tests.router.serving import post, serving
+from tests.router.serving import post, served_by_router, serving
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def model_server(name: str, seen: list[Any] | None = None, status: int = 200, headers: Any = ()) -> Any:
@@ -39,7 +41,7 @@ async def routed(*workers: Any, wait_for: int | None = None, **options: Any) -> 
     """The router in front of ASGI apps, once all of them are in use; yields its URL and theirs."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(worker)) for worker in workers]
-        url = await stack.enter_async_context(serving(create_app(urls, RouterConfig(**options))))
+        url = await stack.enter_async_context(served_by_router(create_app(urls, RouterConfig(**options))))
         headers = {"authorization": f"Bearer {options['api_key']}"} if "api_key" in options else {}
         session = await stack.enter_async_context(aiohttp.ClientSession(url, headers=headers))
         async with asyncio.timeout(30):
