@@ -23,14 +23,13 @@ from reward_loop.router.exchange import Receive, Scope, Send
 from reward_loop.router.headers import RawHeader
 from reward_loop.router.proxy import Client
 from reward_loop.router.refusal import Refusal
+from reward_loop.router.upstream import NO_BODY
 
 __all__ = ["protocol_for"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
-
-_NO_BODY = frozenset({204, 304})
 
 
 def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> type[asyncio.Protocol]:
@@ -60,6 +59,7 @@ class _Protocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
+        # Not within the parser, which would take an exception for a request that is not HTTP.
         if self._unserved and not self.transport.is_closing():
             self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
@@ -125,8 +125,6 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = True
         self.cycle.more_body = False
         self.cycle.set()
-        if self._unserved:
-            self._serve(self._unserved)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -162,7 +160,8 @@ class _Protocol(HttpToolsProtocol):
     def _serve(self, cycle: Any) -> None:
         self._unserved = None
         self._served = cycle
-        if cycle.more_body or not self.begin(cycle):
+        # A task waits for a client that does not read its answers; callbacks do not.
+        if cycle.more_body or self.flow.write_paused or not self.begin(cycle):
             self._start_asgi_task(cycle, self.app)
 
     def _refuse_head(self) -> None:
@@ -176,26 +175,27 @@ class _Protocol(HttpToolsProtocol):
 class _Cycle(RequestResponseCycle):
     """One request and its answer, for ASGI and as a `Client`."""
 
+    disconnected = False
+    body = b""  # type: ignore[assignment]
+    more_body = True
+    response_started = False
+    response_complete = False
+    chunked_encoding = False
+    expected_content_length = 0
+    on_leave: Callable[[], None] | None = None
+    _head = b""
+    _news = False
+    _waiter: asyncio.Future[None] | None = None
+
     def __init__(self, protocol: _Protocol, keep_alive: bool) -> None:
         self.scope = protocol.scope
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.on_response = protocol.on_response_complete
-        self.on_leave: Callable[[], None] | None = None
         self._start_task = protocol._start_asgi_task
-        self.disconnected = False
         self.keep_alive = keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
-        self.body = b""  # type: ignore[assignment]
-        self.more_body = True
-        self.response_started = False
-        self.response_complete = False
-        self.chunked_encoding = False
-        self.expected_content_length = 0
-        self._head = b""
-        self._news = False
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def message_event(self) -> Any:  # type: ignore[override]
@@ -235,7 +235,7 @@ class _Cycle(RequestResponseCycle):
         self._news = False
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
-        body, self.body = self.body, b""  # type: ignore[assignment]
+        body, self.body = self.body, b""
         self.flow.resume_reading()
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
@@ -262,7 +262,7 @@ class _Cycle(RequestResponseCycle):
                 length = int(value)
             elif name == b"connection" and value == b"close":
                 self.keep_alive = False
-        if self.scope["method"] == "HEAD" or status in _NO_BODY:
+        if self.scope["method"] == "HEAD" or status in NO_BODY:
             pass
         elif length is None:
             self.chunked_encoding = True
@@ -291,6 +291,7 @@ class _Cycle(RequestResponseCycle):
         self.transport.write(head + body if head else body)
         if not more:
             self.response_complete = True
+            self.body = b""
             self.set()
             if not self.keep_alive:
                 self.transport.close()

@@ -50,7 +50,7 @@ class Client(Protocol):
 
 
 class Proxy:
-    """An ASGI app that forwards every request to a server of the pool.
+    """An ASGI app that forwards every request to a server of the pool. To be made in a running event loop.
 
     It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
     neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
@@ -65,6 +65,7 @@ class Proxy:
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
         self._forwarder = Forwarder(pool, self.budget, config)
+        self.loop = asyncio.get_running_loop()
         self._pool = pool
         self._config = config
         # The length is known anew, and there is nothing more to expect, once the body is complete.
@@ -181,14 +182,13 @@ class Proxy:
         # One timer for all: one for each would be a good part of what a quick request costs.
         self._watched.add(exchange)
         if self._sweeping is None:
-            self._sweeping = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._sweep)
+            self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep)
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self.loop.time()
         for exchange in list(self._watched):
             exchange.check(now)
-        self._sweeping = loop.call_later(WATCH_AFTER_S, self._sweep) if self._watched else None
+        self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self._watched else None
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         fields = dict(headers)
@@ -235,7 +235,7 @@ class _Direct:
         self._client = client
         self._request = request
         self._worker = worker
-        self._began = began = asyncio.get_running_loop().time()
+        self._began = began = proxy.loop.time()
         self._deadline = began + timeout_s
         self._connection: Connection | None = None
 
@@ -261,12 +261,10 @@ class _Direct:
         """The server has answered."""
         worker, status = self._worker, answer.status
         if answer.complete and status not in _SPECIAL and worker.state is WorkerState.UP and not worker.failures:
-            self._leave()
-            worker.end(status, asyncio.get_running_loop().time() - self._began)
-            self._proxy.gate.leave()
+            self._end(status)
             self._client.answer(status, end_to_end(answer.headers), answer.take())
         else:
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[Answer] = self._proxy.loop.create_future()
             future.set_result(answer)
             self._go_on(future)
 
@@ -274,17 +272,15 @@ class _Direct:
         """The connection broke."""
         if isinstance(error, StaleError):
             return self._go_on(self._worker.upstream.request(*self._request[:4]))
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = self._proxy.loop.create_future()
         future.set_exception(error)
         return self._go_on(future)
 
     def give_up(self) -> None:
         """Takes it back from the server."""
         assert self._connection
-        self._leave()
         self._connection.close()
-        self._worker.end(0, 0)
-        self._proxy.gate.leave()
+        self._end()
 
     def check(self, now: float) -> None:
         """Ends it if it is late."""
@@ -298,6 +294,11 @@ class _Direct:
         self._leave()
         attempt = Attempt(self._worker, self._began, answer)
         self._client.go_on(partial(self._proxy.go_on, attempt, self._request))
+
+    def _end(self, status: int = 0) -> None:
+        self._leave()
+        self._worker.end(status, self._proxy.loop.time() - self._began)
+        self._proxy.gate.leave()
 
     def _leave(self) -> None:
         self._client.on_leave = None
