@@ -183,20 +183,20 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     def close(self) -> None:
-        """Closes it at once, without waiting for what is still to be written."""
+        """Closes it at once, without waiting for what is still to be written; nobody is told any more."""
         self.closed = True
+        self._answer = self._arrival = None
         self._upstream.busy.discard(self)
         self._transport.abort()
 
     def fail(self, reason: str) -> None:
         """Ends the request on its way, if any, with an error."""
-        answer, self._answer = self._answer, None
+        answer, arrival = self._answer, self._arrival
         self.close()
         if answer is None:
             return
         stale = self.used and not self.heard
         error = (StaleError if stale else BrokenError)(reason)
-        arrival, self._arrival = self._arrival, None
         if arrival is None:
             answer.wake(error)
         elif not arrival.done():
@@ -275,7 +275,9 @@ class Connection(asyncio.Protocol):
             return
         self._to_its_end = answer.length is None and not chunked and status not in NO_BODY
         if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in NO_BODY:
-            self._arrived(answer)
+            arrival, self._arrival = self._arrival, None
+            if arrival and not arrival.done():
+                arrival.set_result(answer)
         return
 
     def on_body(self, body: bytes) -> None:
@@ -288,7 +290,8 @@ class Connection(asyncio.Protocol):
             self._keep = not self._head_only and self._parser.should_keep_alive()
 
     def _finish(self, *, keep: bool) -> None:
-        answer, self._answer = self._answer, None
+        answer, arrival = self._answer, self._arrival
+        self._answer = self._arrival = None
         assert answer is not None
         answer.complete = True
         self.used = True
@@ -298,14 +301,9 @@ class Connection(asyncio.Protocol):
             self._upstream.release(self)
         else:
             self.close()
-        if self._arrival:
-            self._arrived(answer)
-        else:
+        if arrival is None:
             answer.wake()
-
-    def _arrived(self, answer: Answer) -> None:
-        arrival, self._arrival = self._arrival, None
-        if arrival and not arrival.done():
+        elif not arrival.done():
             arrival.set_result(answer)
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from typer.testing import CliRunner
 
+from reward_loop.cli import app
 from reward_loop.errors import ConfigError
 from reward_loop.router.command import parse_worker
-from tests.gsm8k import ROOT
-from tests.router.test_run import MAIN
 
 
 @pytest.mark.parametrize(
@@ -22,15 +18,9 @@ from tests.router.test_run import MAIN
     ],
 )
 def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "route", "--port", "0", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 1
-    assert message in done.stderr
+    result = CliRunner().invoke(app, ["route", "--port", "0", *options])
+    assert result.exit_code == 1
+    assert message in result.output
 
 
 def test_worker_specifications() -> None:

@@ -250,19 +250,27 @@ async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None
 
 async def test_a_client_that_leaves_cancels_the_workers_request() -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
+    paths = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        arrived.set()
-        assert (await receive())["type"] == "http.disconnect"
-        left.set()
+        paths.append(scope["path"])
+        if scope["path"] == "/slow":
+            await receive()
+            arrived.set()
+            assert (await receive())["type"] == "http.disconnect"
+            left.set()
+        else:
+            await answering()(scope, receive, send)
 
     async with serving(app) as worker, proxied(worker) as url:
-        request = asyncio.create_task(post(url))
+        await post(url, "/first")
+        request = asyncio.create_task(post(url, "/slow"))
         await arrived.wait()
         request.cancel()
         async with asyncio.timeout(10):
             await left.wait()
+        await post(url, "/last")
+    assert paths == ["/first", "/slow", "/last"]
 
 
 async def test_a_client_that_leaves_a_stream_cancels_it() -> None:

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
+import pytest
+
 from tests.gsm8k import ROOT
 from tests.router.serving import post, serving
 
@@ -115,6 +118,37 @@ async def test_sigterm_lets_requests_end() -> None:
                 go_on.set()
             assert await request == (200, b"x")
             assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def hanging(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            await receive()
+            arrived.set()
+            assert (await receive())["type"] == "http.disconnect"
+            left.set()
+        else:
+            await echo(scope, receive, send)
+
+    async with serving(hanging) as worker:
+        with routing("--worker", worker, "--grace", "0") as (url, process):
+            await _is_ready(url)
+            request = asyncio.create_task(post(url, "/slow", b"x"))
+            await arrived.wait()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            with pytest.raises(aiohttp.ClientError):
+                await request
+            await left.wait()
+
+
+async def _is_ready(url: str) -> None:
+    """Returns once a server is in use."""
+    async with aiohttp.ClientSession(url) as session, asyncio.timeout(30):
+        while (await session.get("/ready")).status != 200:  # noqa: ASYNC110 (it happens in another process)
+            await asyncio.sleep(0.01)
 
 
 async def _refuses(url: str) -> None:

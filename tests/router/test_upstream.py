@@ -206,6 +206,30 @@ async def test_who_is_told_at_once_hears_that_an_idle_connection_had_died() -> N
         assert isinstance(told.errors[0], StaleError)
 
 
+async def test_who_closes_the_connection_is_told_no_more() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    async with raw(serve) as upstream:
+        await get(upstream)
+        told = Told(upstream)
+        connection = upstream.send(told, b"GET", b"/")
+        assert connection
+        connection.close()
+        await closed.wait()
+        await asyncio.sleep(0)
+        assert not told.errors
+        assert not upstream.busy
+
+
 async def test_a_cancelled_request_closes_its_connection() -> None:
     arrived, closed = asyncio.Event(), asyncio.Event()
 
