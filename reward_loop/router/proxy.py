@@ -18,7 +18,7 @@ from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.routing import merged_models, route
-from reward_loop.router.upstream import NO_BODY, Answer, Connection, StaleError, UpstreamError
+from reward_loop.router.upstream import NO_BODY, Answer, Sending, StaleError, UpstreamError
 from reward_loop.router.worker import Worker, WorkerState
 
 __all__ = ["Client", "Proxy"]
@@ -228,7 +228,7 @@ class _Direct:
     comes is left to a task, which goes on from there.
     """
 
-    __slots__ = ("_began", "_client", "_connection", "_deadline", "_proxy", "_request", "_worker")
+    __slots__ = ("_began", "_client", "_deadline", "_proxy", "_request", "_sending", "_worker")
 
     def __init__(self, proxy: Proxy, client: Client, request: Request, worker: Worker, timeout_s: float) -> None:
         self._proxy = proxy
@@ -237,7 +237,7 @@ class _Direct:
         self._worker = worker
         self._began = began = proxy.loop.time()
         self._deadline = began + timeout_s
-        self._connection: Connection | None = None
+        self._sending: Sending
 
     @property
     def waits_for(self) -> str:
@@ -249,9 +249,7 @@ class _Direct:
         worker = self._worker
         worker.begin()
         self._client.on_leave = self.give_up
-        self._connection = worker.upstream.send(self, *self._request[:4])
-        if not self._connection:
-            self._go_on(worker.upstream.request(*self._request[:4]))
+        self._send()
 
     def done(self) -> bool:
         """Whether it does not want to know of its answer."""
@@ -269,17 +267,17 @@ class _Direct:
             self._go_on(future)
 
     def set_exception(self, error: UpstreamError, /) -> None:
-        """The connection broke."""
+        """There was no connection, or it broke."""
         if isinstance(error, StaleError):
-            return self._go_on(self._worker.upstream.request(*self._request[:4]))
-        future: asyncio.Future[Answer] = self._proxy.loop.create_future()
-        future.set_exception(error)
-        return self._go_on(future)
+            self._send()
+        else:
+            future: asyncio.Future[Answer] = self._proxy.loop.create_future()
+            future.set_exception(error)
+            self._go_on(future)
 
     def give_up(self) -> None:
         """Takes it back from the server."""
-        assert self._connection
-        self._connection.close()
+        self._sending.close()
         self._end()
 
     def check(self, now: float) -> None:
@@ -289,6 +287,9 @@ class _Direct:
             refusal = self._proxy.late(self)
             _log(self._client.scope, refusal)
             self._client.answer(refusal.status, *refusal.render())
+
+    def _send(self) -> None:
+        self._sending = self._worker.upstream.send(self, *self._request[:4])
 
     def _go_on(self, answer: Awaitable[Answer]) -> None:
         self._leave()

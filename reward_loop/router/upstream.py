@@ -18,7 +18,7 @@ __all__ = [
     "Arrival",
     "BrokenError",
     "ConnectError",
-    "Connection",
+    "Sending",
     "StaleError",
     "Upstream",
     "UpstreamError",
@@ -64,6 +64,13 @@ class Arrival(Protocol):
 
     def set_exception(self, error: UpstreamError, /) -> None:
         """The connection broke first."""
+
+
+class Sending(Protocol):
+    """A request on its way."""
+
+    def close(self) -> None:
+        """Gives it up; nobody is told any more."""
 
 
 class Answer:
@@ -307,6 +314,33 @@ class Connection(asyncio.Protocol):
             arrival.set_result(answer)
 
 
+class _Opening:
+    """A request whose connection is being made."""
+
+    __slots__ = ("_connection", "_task")
+
+    def __init__(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+        self._connection: Connection | None = None
+        self._task = upstream.loop.create_task(self._send(upstream, message, head_only, arrival))
+        self._task.add_done_callback(lambda _: upstream.opening.discard(self))
+        upstream.opening.add(self)
+
+    def close(self) -> None:
+        """Gives it up; nobody is told any more."""
+        self._task.cancel()
+        if self._connection:
+            self._connection.close()
+
+    async def _send(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+        try:
+            self._connection = await upstream.connect()
+        except ConnectError as error:
+            if not arrival.done():
+                arrival.set_exception(error)
+        else:
+            self._connection.send(message, head_only, arrival)
+
+
 class Upstream:
     """The connections to one server.
 
@@ -326,6 +360,8 @@ class Upstream:
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
         """The connections with a request on its way."""
+        self.opening: set[_Opening] = set()
+        """The requests that wait for a connection."""
         self._host = parts.hostname or ""
         self._tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
@@ -352,34 +388,31 @@ class Upstream:
             ConnectError: no connection could be made.
             BrokenError: it broke.
         """
-        message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
-        connection = self._take_idle() or await self._connect()
         while True:
             arrival: asyncio.Future[Answer] = self.loop.create_future()
-            connection.send(message, method == b"HEAD", arrival)
+            sending = self.send(arrival, method, target, headers, body)
             try:
                 return await arrival
             except asyncio.CancelledError:
-                connection.close()
+                sending.close()
                 raise
             except StaleError:
-                connection = await self._connect()
+                continue
 
-    def send(
-        self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b""
-    ) -> Connection | None:
-        """Sends a request if a connection is idle; then `arrival` is told of its answer.
+    def send(self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Sending:
+        """Sends a request, at once if a connection is idle; `arrival` is told of its answer.
 
         A :class:`StaleError` says that the connection had died while it was idle: the server has not answered, and may
         well be asked again.
 
         Returns:
-            the connection, which is to be closed if nobody wants the answer any more.
+            what is to be closed if nobody wants the answer any more.
         """
+        message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
         connection = self._take_idle()
-        if connection:
-            message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
-            connection.send(message, method == b"HEAD", arrival)
+        if connection is None:
+            return _Opening(self, message, method == b"HEAD", arrival)
+        connection.send(message, method == b"HEAD", arrival)
         return connection
 
     def break_off(self, reason: str) -> None:
@@ -391,6 +424,8 @@ class Upstream:
 
     def close(self) -> None:
         """Closes all connections."""
+        for sending in list(self.opening):
+            sending.close()
         for connection in list(self.busy):
             connection.fail("the router stops")
         self._drop_idle()
@@ -410,7 +445,12 @@ class Upstream:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def connect(self) -> Connection:
+        """A new connection.
+
+        Raises:
+            ConnectError: it could not be made.
+        """
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(

@@ -150,18 +150,19 @@ async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
 class Told:
     """Sends a request as soon as it is told of the answer to the last one."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, requests: int = 1) -> None:
         self.upstream = upstream
+        self.requests = requests
         self.bodies: list[bytes] = []
         self.errors: list[Exception] = []
-        self.refused = asyncio.Event()
 
     def done(self) -> bool:
         return False
 
     def send(self) -> None:
-        if not self.upstream.send(self, b"GET", b"/"):
-            self.refused.set()
+        if self.requests:
+            self.requests -= 1
+            self.upstream.send(self, b"GET", b"/")
 
     def set_result(self, answer: Answer, /) -> None:
         self.bodies.append(answer.take())
@@ -171,25 +172,36 @@ class Told:
         self.errors.append(error)
 
 
-async def test_without_an_idle_connection_nothing_is_sent_at_once() -> None:
-    async with raw(saying(OK, OK)) as upstream:
-        told = Told(upstream)
+async def test_without_an_idle_connection_one_is_made() -> None:
+    async with raw(saying(OK, OK, OK)) as upstream:
+        told = Told(upstream, requests=3)
         told.send()
-        assert told.refused.is_set()
+        await until(lambda: told.bodies == [b"ok"] * 3)
+    assert not upstream.opening
+
+
+async def test_who_is_told_hears_that_no_connection_can_be_made() -> None:
+    told = Told(Upstream(refusing()))
+    told.send()
+    await until(lambda: told.errors)
+    assert isinstance(told.errors[0], ConnectError)
+
+
+async def test_giving_up_while_the_connection_is_made() -> None:
+    async with raw(saying(OK)) as upstream:
+        told = Told(upstream)
+        upstream.send(told, b"GET", b"/").close()
         assert await get(upstream) == (200, b"ok")
-        assert upstream.send(told, b"GET", b"/")
-        told.refused.clear()
-        await until(lambda: told.bodies == [b"ok"])
+        assert (told.bodies, told.errors) == ([], [])
+        assert not upstream.opening
 
 
 async def test_what_comes_behind_an_answer_is_no_answer_to_the_next_request() -> None:
-    async with raw(saying(OK, OK + OK.replace(b"ok", b"no"))) as upstream:
-        assert await get(upstream) == (200, b"ok")
-        told = Told(upstream)
+    async with raw(saying(OK + OK.replace(b"ok", b"no"))) as upstream:
+        told = Told(upstream, requests=2)
         told.send()
-        async with asyncio.timeout(10):
-            await told.refused.wait()
-        assert (told.bodies, told.errors) == ([b"ok"], [])
+        await until(lambda: len(told.bodies) == 2)
+        assert (told.bodies, told.errors) == ([b"ok", b"ok"], [])
 
 
 async def test_who_is_told_at_once_hears_that_an_idle_connection_had_died() -> None:
@@ -221,9 +233,7 @@ async def test_who_closes_the_connection_is_told_no_more() -> None:
     async with raw(serve) as upstream:
         await get(upstream)
         told = Told(upstream)
-        connection = upstream.send(told, b"GET", b"/")
-        assert connection
-        connection.close()
+        upstream.send(told, b"GET", b"/").close()
         await closed.wait()
         await asyncio.sleep(0)
         assert not told.errors
