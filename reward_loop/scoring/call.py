@@ -27,7 +27,8 @@ from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.job import DEFAULT, Job, job_of
+from reward_loop.scoring.job import DEFAULT, Job
+from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.limit import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.retry import Retry
