@@ -23,6 +23,8 @@ class Place(Protocol):
 class Job(Protocol):
     """What a reward function's calls ask before they are made, and report to afterwards."""
 
+    name: str
+    """Of the job, for people."""
     limited: frozenset[str]
     """The names of the limits there are."""
     spent: str | None

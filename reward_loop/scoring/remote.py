@@ -21,7 +21,7 @@ class RemoteJob:
 
     Args:
         address: ``host:port:token``, as `JobService.start` returns it.
-        options: the limits, for their names and longest waits.
+        options: the limits, for their names and longest waits until the service has said what they are.
     """
 
     def __init__(self, address: str, options: RewardLoopConfig | None = None) -> None:
@@ -31,8 +31,9 @@ class RemoteJob:
         except ValueError:
             raise ConfigError("reward_loop.job: expected host:port:token, as the service gives it") from None
         self._token = token
-        self._options = options or RewardLoopConfig()
-        self.limited = frozenset(self._options.limits)
+        self.name = f"{host}:{port}"
+        self._max_waits = {name: limit.max_wait for name, limit in (options or RewardLoopConfig()).limits.items()}
+        self.limited = frozenset(self._max_waits)
         self.spent: str | None = None
         self.stopped: str | None = None
         self._lost: JobServiceError | None = None
@@ -47,8 +48,7 @@ class RemoteJob:
         lines = await self._connect()
         call, turn = next(self._ids), asyncio.get_running_loop().create_future()
         place = _There(self, lines, call)
-        config = self._options.limits.get(name)
-        max_wait = config.max_wait if config else None
+        max_wait = self._max_waits.get(name)
         self._turns[call] = turn
         lines.send("enter", call, name, tokens, share)
         try:
@@ -176,7 +176,8 @@ class RemoteJob:
     def _receive(self, messages: list[list[Any]]) -> None:
         for what, *rest in messages:
             if what == "limited":
-                self.limited = frozenset(rest[0])
+                self._max_waits = rest[0]
+                self.limited = frozenset(self._max_waits)
             elif what == "spent":
                 self.spent = rest[0]
             elif what == "stop":

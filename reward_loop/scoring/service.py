@@ -94,7 +94,7 @@ class _Client:
         self._calls: dict[int, tuple[str, Ticket]] = {}
 
     def greet(self) -> None:
-        self.lines.send("limited", sorted(self._state.limited))
+        self.lines.send("limited", self._state.max_waits)
         if self._state.spent:
             self.lines.send("spent", self._state.spent)
         if self._state.stopped:
@@ -156,7 +156,7 @@ class _Client:
             self.lines.send("answer", request, str(error))
             return
         self.lines.send("answer", request, None)
-        self._service.tell_all("limited", sorted(self._state.limited))
+        self._service.tell_all("limited", self._state.max_waits)
 
     def _status(self, request: int) -> None:
         self.lines.send("answer", request, self._state.status())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ from reward_loop.scoring.job import Place
 from reward_loop.scoring.limiter import PERIOD_S, Limiter, Ticket
 
 __all__ = ["JobState"]
+
+logger = logging.getLogger(__name__)
 
 
 class JobState:
@@ -30,6 +34,7 @@ class JobState:
         self._period = period
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.name = f"process {os.getpid()}"
         self.limited = frozenset(self._limiters)
         self._failures = FailureBound(
             options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
@@ -91,6 +96,7 @@ class JobState:
         else:
             limiter.configure(config)
             self._advance(name)
+        logger.info("limit %r is changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
 
     def spend(self, cost: float, tokens: float) -> None:
         """Count what a call used."""
@@ -109,21 +115,19 @@ class JobState:
             self.stopped = str(stop)
             raise
 
+    @property
+    def max_waits(self) -> dict[str, float | None]:
+        """The limits there are, and the seconds that a call may wait for them."""
+        return {name: limiter.config.max_wait for name, limiter in self._limiters.items()}
+
     async def why_stopped(self) -> str | None:
         """Say why the run must stop, if it must."""
         return self.stopped
 
     def status(self) -> dict[str, Any]:
         """What there is in flight, waiting and used."""
-        limits = {
-            name: {
-                **limiter.config.model_dump(),
-                "in_flight": limiter.in_flight,
-                "waiting": limiter.waiting,
-                "max_in_flight": None if limiter.max_in_flight == float("inf") else limiter.max_in_flight,
-            }
-            for name, limiter in self._limiters.items()
-        }
+        now = time.monotonic()
+        limits = {name: limiter.status(now) for name, limiter in self._limiters.items()}
         return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
 
     def _advance(self, name: str) -> None:
