@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Self
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.types import Outcome, RewardResult
 
@@ -11,13 +13,26 @@ __all__ = ["FailureBound"]
 
 
 class FailureBound:
-    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound."""
+    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound.
 
-    def __init__(self, max_share: float, min_samples: int, window: int = 1024) -> None:
+    Args:
+        max_share: the share that may fail.
+        min_samples: how many must have ended before it holds.
+        window: how many of the latest are looked at.
+        of: what is counted, for messages, if not whole samples.
+    """
+
+    def __init__(self, max_share: float, min_samples: int, window: int = 1024, of: str = "") -> None:
+        self.of = of
         self.max_share = max_share
         self.min_samples = min_samples
         self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
         self._failures = 0
+
+    @classmethod
+    def of_options(cls, options: RewardLoopConfig, of: str = "") -> Self:
+        """Return the bound that is configured."""
+        return cls(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window, of)
 
     def count(self, result: RewardResult) -> None:
         """Count one sample.
@@ -35,7 +50,8 @@ class FailureBound:
         self._failures += failed
         seen = len(self._failed)
         if failed and seen >= self.min_samples and self._failures > self.max_share * seen:
+            of = f"{self.of}: " if self.of else ""
             raise TooManyFailuresError(
-                f"{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} that "
-                f"max_failed_share allows. The latest: {error}"
+                f"{of}{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
+                f"that max_failed_share allows. The latest: {error}"
             )

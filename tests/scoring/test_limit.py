@@ -262,6 +262,57 @@ async def test_a_budget_that_stops_the_run():
         await manager.run_single(SAMPLE)
 
 
+@pytest.mark.parametrize("at_cap", ["stop", "default", "mask"])
+async def test_the_budget_is_that_of_the_whole_job(at_cap):
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=60)
+        return 1
+
+    given = {"budget": {"max_tokens": 100, "at_cap": at_cap}, "default_score": -1.0}
+    service = JobService(RewardLoopConfig(**given))
+    address = await service.start()
+    # As in two processes: each has a loop, and so a connection, of its own.
+    ready, spent = threading.Event(), threading.Event()
+
+    def worker(first):
+        async def run():
+            config = RewardLoopConfig(job=address, **given)
+            manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
+            job = job_of(config)
+            await job.why_stopped()  # it is connected
+            if first:
+                await asyncio.to_thread(ready.wait)
+                used = [await manager.run_single(SAMPLE) for _ in range(2)]
+                await job.why_stopped()
+                spent.set()
+                await job.close()
+                return [reward["reward_score"] for reward in used]
+            ready.set()
+            await asyncio.to_thread(spent.wait)
+            await job.why_stopped()
+            try:
+                return await manager.run_single(SAMPLE)
+            finally:
+                await job.close()
+
+        return asyncio.run(run())
+
+    both = asyncio.gather(*(asyncio.to_thread(worker, first) for first in (True, False)), return_exceptions=True)
+    used, other = await both
+    assert used == [1, 1]
+    message = "was not called: the run's budget is used up: 120 of reward_loop.budget.max_tokens=100"
+    if at_cap == "stop":
+        assert isinstance(other, reward_loop.BudgetSpentError)
+        assert f"{message}. Raise it, or let the run go on without calls by reward_loop.budget.at_cap" in str(other)
+    else:
+        assert other["reward_score"] == {"default": -1.0, "mask": 0.0}[at_cap]
+        info = other["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("unscored", at_cap == "mask")
+        assert message in info["reward_error"]
+    await service.stop()
+
+
 async def test_eight_workers_keep_one_limit():
     # In verl 0.9, each worker has the whole limit for itself.
     limits = {"default": {"max_concurrent": 4}}
