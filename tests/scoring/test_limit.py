@@ -82,6 +82,43 @@ async def test_a_limit_inside_a_sync_function():
     assert job_of(config).cost == 20
 
 
+@pytest.mark.parametrize("name", ["default", "judge"])
+@pytest.mark.parametrize("remote", [False, True])
+async def test_validation_and_training_take_turns(name, remote):
+    order = []
+
+    async def judge(solution_str):
+        if name == "default":
+            order.append(solution_str)
+            return 1
+        async with reward_loop.limit(name):
+            order.append(solution_str)
+            return 1
+
+    limits = {name: {"max_concurrent": 1}}
+    service = JobService(RewardLoopConfig(limits=limits))
+    address = await service.start()
+    config = RewardLoopConfig(limits=limits, job=address if remote else None)
+    manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
+    job = job_of(config)
+    place = await job.enter(name, 0, "train")
+    # All of training has come first, and validation is still served every second time.
+    samples = [RewardSample(f"train {i}") for i in range(6)] + [RewardSample(f"val {i}", validate=True) for i in (0, 1)]
+    calls = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
+    async with asyncio.timeout(60):
+        while True:
+            status = await job.status() if remote else job.status()
+            if status["limits"][name]["waiting"] == len(samples):
+                break
+            await asyncio.sleep(0.001)
+    place.leave()
+    await asyncio.gather(*calls)
+    assert order == ["train 0", "val 0", "train 1", "val 1", "train 2", "train 3", "train 4", "train 5"]
+    if remote:
+        await job.close()
+    await service.stop()
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
