@@ -11,6 +11,9 @@ from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["FailureBound"]
 
+_SHOWN = 3
+"""How many causes a message names."""
+
 
 class FailureBound:
     """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound.
@@ -28,6 +31,7 @@ class FailureBound:
         self.min_samples = min_samples
         self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
         self._failures = 0
+        self._causes: dict[str, str] = {}
 
     @classmethod
     def of_options(cls, options: RewardLoopConfig, of: str = "") -> Self:
@@ -49,9 +53,24 @@ class FailureBound:
         self._failed.append(failed)
         self._failures += failed
         seen = len(self._failed)
-        if failed and seen >= self.min_samples and self._failures > self.max_share * seen:
+        if not failed:
+            return
+        error = error or "(it did not say why)"
+        self._causes.pop(_cause(error), None)
+        self._causes[_cause(error)] = error
+        if len(self._causes) > _SHOWN:
+            del self._causes[next(iter(self._causes))]
+        if seen >= self.min_samples and self._failures > self.max_share * seen:
             of = f"{self.of}: " if self.of else ""
+            latest = "\n".join(f"- {error}" for error in reversed(self._causes.values()))
             raise TooManyFailuresError(
                 f"{of}{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
-                f"that max_failed_share allows. The latest: {error}"
+                f"that max_failed_share allows. Of each cause the latest:\n{latest}\n"
+                "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, "
+                "raise reward_loop.max_failed_share."
             )
+
+
+def _cause(error: str) -> str:
+    """What an error says after the name of the sample, without the lines of code beneath it."""
+    return error.partition(": ")[2].partition("\n")[0]
