@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
 from reward_loop.config import RewardLoopConfig, parse
@@ -160,18 +160,19 @@ class RewardLoopManagerBase:
                 self.records.write(record(call, result))
         return result
 
-    async def score_one(self, sample: RewardSample) -> RewardResult:
+    def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
-        return await self._call(sample)
+        return self._call(sample)
 
-    async def score_many(self, samples: list[RewardSample]) -> list[RewardResult]:
+    def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
         """Call a function of lists once for several samples."""
-        return await self._call(samples)
+        return self._call(samples)
 
-    async def _call(self, what: Any) -> Any:
+    def _call(self, what: Any) -> Awaitable[Any]:
+        # No coroutines in between: with thousands of samples in flight each counts.
         if self.function is None:
             raise ConfigError(f"{type(self).__name__} was given no compute_score")
-        return await self.function(
+        return self.function(
             what,
             reward_router_address=self.reward_router_address,
             reward_model_tokenizer=self.reward_model_tokenizer,
@@ -250,7 +251,7 @@ def _response(batch: Any, length: int | None) -> Any:
         mask = batch["attention_mask"]
         mask = mask[-1] if mask.ndim == 2 else mask
         length = int(mask[-width:].sum()) if width else 0
-    return responses[: int(length)]
+    return responses if length == width else responses[: int(length)]
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:
