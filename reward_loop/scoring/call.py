@@ -460,6 +460,8 @@ def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     """Copy containers and numpy arrays; share other objects, which `copy.deepcopy` would be slow with, or refuse."""
     kind = type(value)
+    if kind is str or kind is int or kind is float or value is None:
+        return value
     if kind is dict:
         return {key: _copy(item) for key, item in value.items()}
     if kind is list or kind is tuple:
