@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import reward_loop  # noqa: E402
 from benchmarks._processes import measure_process_efficiency  # noqa: E402
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
-from reward_loop.scoring.job import job_of  # noqa: E402
+from reward_loop.scoring.jobs import job_of  # noqa: E402
 from reward_loop.scoring.service import serve_job  # noqa: E402
 
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))

@@ -19,6 +19,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
 from reward_loop.scoring import load_function
+from reward_loop.scoring.command import limits
 from reward_loop.scoring.load import source_hash
 from reward_loop.watch.command import stuck
 
@@ -53,6 +54,7 @@ def _root(
 app.command()(route)
 app.command("check")(check)
 app.command()(stuck)
+app.command()(limits)
 
 
 @app.command()

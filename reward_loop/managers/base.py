@@ -11,7 +11,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.job import failure_bound
+from reward_loop.scoring.jobs import failure_bound
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -89,8 +90,20 @@ class WorkerProcesses:
         self._end: weakref.finalize[Any, Any] | None = None
         _pools.add(self)
 
-    async def run(self, call: Call, timeout: float | None = None) -> Ended:
+    async def run(
+        self,
+        call: Call,
+        timeout: float | None = None,
+        waited: Callable[[float], float] = lambda now: 0.0,
+        context: Any = None,
+    ) -> Ended:
         """Call the function in a process as soon as a slot is free.
+
+        Args:
+            call: what to call, by keyword only.
+            timeout: seconds from the start of the function to its deadline.
+            waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
+            context: what `worker.context` is during the call.
 
         Raises:
             TimeoutError: ``timeout`` seconds passed since the function started; it says where the function was.
@@ -99,7 +112,7 @@ class WorkerProcesses:
         assert call.function is self._function
         assert not call.args
         try:
-            arguments = _framed(_dumps(call.kwargs))
+            arguments = _framed(_dumps((context, call.kwargs)))
         except Exception as error:
             return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
         async with self._slots_here():
@@ -107,7 +120,7 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(arguments, timeout)
+                    return await worker.call(arguments, timeout, waited)
                 except _DiedIdleError:
                     continue
                 finally:
@@ -225,7 +238,7 @@ class _Worker:
         self.usable = False
         """Whether it waits for a call."""
 
-    async def call(self, arguments: bytes, timeout: float | None) -> Ended:
+    async def call(self, arguments: bytes, timeout: float | None, waited: Callable[[float], float]) -> Ended:
         """One call, from its arguments to its end."""
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
@@ -241,8 +254,7 @@ class _Worker:
             raise _DiedIdleError
         if kind == STARTED:
             try:
-                async with asyncio.timeout(timeout):
-                    kind, content = await self._next()
+                kind, content = await self._next_within(timeout, waited)
             except TimeoutError:
                 raise TimeoutError(await self._give_up()) from None
         if kind == DIED:
@@ -269,6 +281,29 @@ class _Worker:
                         return _at(pickle.loads(content)) if content else ""
         return ""
 
+    async def _next_within(self, timeout: float | None, waited: Callable[[float], float]) -> tuple[bytes, bytes]:
+        """The next frame, if it comes within so many seconds, without those that are waited."""
+        if timeout is None:
+            return await self._next()
+        loop, started = asyncio.get_running_loop(), time.monotonic()
+        timer: asyncio.TimerHandle
+        async with asyncio.timeout(None) as deadline:
+
+            def look() -> None:
+                nonlocal timer
+                now = time.monotonic()
+                left = started + timeout + waited(now) - now
+                if left > 0:
+                    timer = loop.call_later(left, look)
+                else:
+                    deadline.reschedule(loop.time())
+
+            timer = loop.call_later(timeout, look)
+            try:
+                return await self._next()
+            finally:
+                timer.cancel()
+
     async def _next(self) -> tuple[bytes, bytes]:
         """The next frame. The end of the stream counts as the report of a death, without content."""
         loop = asyncio.get_running_loop()
@@ -294,7 +329,7 @@ class _Worker:
         return kind, content
 
 
-def _dumps(arguments: Mapping[str, Any]) -> bytes:
+def _dumps(arguments: Any) -> bytes:
     """Pickle by reference where that is enough. A worker knows nothing of this process's ``__main__``."""
     with contextlib.suppress(Exception):
         if b"__main__" not in (content := pickle.dumps(arguments)):

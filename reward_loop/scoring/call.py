@@ -25,9 +25,11 @@ from reward_loop.processes.ended import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.job import DEFAULT, Job, job_of
-from reward_loop.scoring.limit import CallLimits, current_limits
+from reward_loop.scoring.job import DEFAULT, Job
+from reward_loop.scoring.jobs import job_of
+from reward_loop.scoring.lease import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
@@ -344,10 +346,11 @@ class ScoringFunction:
 
     async def _run_sync(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
         call = Call(self._target.call, (), arguments)
-        if self._executor is self._threads:
-            ended = await self._threads.run(call, self.timeout, limits.waited)
+        if isinstance(self._executor, DaemonThreads):
+            ended = await self._executor.run(call, self.timeout, limits.waited)
         else:
-            ended = await self._executor.run(call, self.timeout)
+            async with within_reach(limits) as reach:
+                ended = await self._executor.run(call, self.timeout, limits.waited, reach)
         if ended.exception is None and inspect.isawaitable(ended.value):
             seconds = ended.seconds
             left = None if self.timeout is None else max(0.0, self.timeout - seconds)

@@ -24,7 +24,7 @@ from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
-from reward_loop.scoring.job import failure_bound, job_of
+from reward_loop.scoring.jobs import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample

@@ -4,8 +4,10 @@ import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop.config import RewardLoopConfig
-from reward_loop.scoring.job import JobState, SharedFailureBound, job_of
-from reward_loop.scoring.service import JobService, RemoteJob, serve_job
+from reward_loop.scoring.jobs import SharedFailureBound, job_of
+from reward_loop.scoring.remote import RemoteJob
+from reward_loop.scoring.service import JobService, serve_job
+from reward_loop.scoring.state import JobState
 from reward_loop.types import RewardResult
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")

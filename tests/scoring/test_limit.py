@@ -6,7 +6,7 @@ import pytest
 
 import reward_loop
 from reward_loop import JobServiceError, Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
-from reward_loop.scoring.job import job_of
+from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.service import JobService
 
 SAMPLE = RewardSample("4", uid="u7")
