@@ -25,8 +25,9 @@ __all__ = ["RewardAgent"]
 
 logger = logging.getLogger(__name__)
 
-STARTS_PER_TURN = 256
-"""How many samples are started in one turn of the event loop, so that a large batch does not hold it up."""
+STARTS_PER_TURN = 32
+"""How many samples are started in one turn of the event loop, so that a large batch does not hold up whoever waits for
+the loop, or for the interpreter's lock: some milliseconds."""
 
 CLOSING_SECONDS = 5.0
 """How long leaving the agent waits for user code that goes on after it was cancelled."""
@@ -175,7 +176,7 @@ class RewardAgent:
                     "rewards": list(batch._rewards),
                     "completed": list(batch._order),
                 }
-                for batch in self._batches.values()
+                for batch in list(self._batches.values())
                 if batch._error is None
             ],
         }
@@ -382,6 +383,7 @@ class RewardAgent:
         self._delivered(batch)
 
     def _delivered(self, batch: PendingRewards) -> None:
+        # Also called in the thread of a blocking caller.
         self._batches.pop(batch.number, None)
 
 
