@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import itertools
 import logging
 import time
 from array import array
@@ -76,7 +77,7 @@ class RewardAgent:
         )
         self._batches: dict[int, PendingRewards] = {}
         self._waiting: list[tuple[float, int, PendingRewards]] = []
-        self._submitted = 0
+        self._numbers = itertools.count()
         self._running = 0
         self._tasks: dict[asyncio.Task[None], PendingRewards] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,6 +130,15 @@ class RewardAgent:
             ConfigError: the samples do not divide into such groups.
             RewardLoopError: the agent is closed, or was not entered.
         """
+        self._check_loop()
+        batch = self._take_in(samples, group_size, groups, priority, tag)
+        self._go(batch)
+        return batch
+
+    def _take_in(
+        self, samples: Iterable[Any], group_size: int | None, groups: Sequence[int] | None, priority: float, tag: Any
+    ) -> PendingRewards:
+        """Keep a batch that is to `_go`; in any thread."""
         rows = list(samples)
         sizes = _sizes(len(rows), group_size, groups)
         if self._needs_group and self.concurrency is not None and max(sizes, default=0) > self.concurrency:
@@ -136,9 +146,7 @@ class RewardAgent:
                 f"{type(self.manager).__name__} waits for all samples of a group, and concurrency={self.concurrency} "
                 f"starts fewer than the {max(sizes)} that a group has"
             )
-        batch = self._new_batch(rows, sizes, priority, tag)
-        self._go(batch)
-        return batch
+        return self._new_batch(rows, sizes, priority, tag)
 
     async def drain(self) -> None:
         """Wait until all that was submitted has ended, in whichever way."""
@@ -192,6 +200,7 @@ class RewardAgent:
         """
         if state.get("version") != 1:
             raise ConfigError(f"this is no state of a RewardAgent that can be restored: version {state.get('version')}")
+        self._check_loop()
         batches = []
         for kept in state["batches"]:
             batch = self._new_batch(list(kept["samples"]), kept["groups"], kept["priority"], kept["tag"])
@@ -218,16 +227,10 @@ class RewardAgent:
                 raise batch._error
 
     def _new_batch(self, samples: list[Any], sizes: Sequence[int], priority: float, tag: Any) -> PendingRewards:
-        if self._loop is None or self._closed:
-            raise RewardLoopError(
-                "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
-            )
-        if asyncio.get_running_loop() is not self._loop:
-            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
         batch = PendingRewards(
             samples,
             sizes,
-            number=self._submitted,
+            number=next(self._numbers),
             priority=priority,
             tag=tag,
             on_cancel=self._cancel,
@@ -236,11 +239,20 @@ class RewardAgent:
         if self._function is not None and self._function.has_log:
             batch._latencies = array("d", bytes(8 * len(samples)))
             batch._times = array("d", bytes(8 * len(samples)))
-        self._submitted += 1
         self._batches[batch.number] = batch
         return batch
 
+    def _check_loop(self) -> None:
+        if self._loop is None or self._closed:
+            raise RewardLoopError(
+                "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
+
     def _go(self, batch: PendingRewards) -> None:
+        if self._closed:
+            batch._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
         if not batch.done():
             heapq.heappush(self._waiting, (batch.priority, batch.number, batch))
             self._start_soon()

@@ -57,14 +57,11 @@ class BlockingRewardAgent:
         tag: Any = None,
     ) -> BlockingPendingRewards:
         """Take a batch, and return at once; see `RewardAgent.submit`."""
-        rows = list(samples)
-        return BlockingPendingRewards(
-            self._call(
-                lambda: self._agent.submit(rows, group_size=group_size, groups=groups, priority=priority, tag=tag)
-            ),
-            self._run,
-            self._call,
-        )
+        loop = self._open_loop()
+        # Here, and not on the loop: the caller need not wait until it is this batch's turn there.
+        batch = self._agent._take_in(samples, group_size, groups, priority, tag)
+        loop.call_soon_threadsafe(self._agent._go, batch)
+        return BlockingPendingRewards(batch, self._run, self._call)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; see `RewardAgent.state`."""
@@ -77,6 +74,13 @@ class BlockingRewardAgent:
             for pending in self._call(lambda: self._agent.restore(state))
         ]
 
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
+        if self._loop.is_closed():
+            raise RewardLoopError("the agent is closed")
+        return self._loop
+
     def _call(self, function: Callable[[], T]) -> T:
         async def call() -> T:
             return function()
@@ -84,14 +88,12 @@ class BlockingRewardAgent:
         return self._run(call(), None)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        if self._loop is None or self._loop.is_closed():
+        try:
+            loop = self._open_loop()
+        except RewardLoopError:
             work.close()
-            raise RewardLoopError(
-                "enter the agent first: `with BlockingRewardAgent(...)`"
-                if self._loop is None
-                else "the agent is closed"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result(timeout)
         except concurrent.futures.CancelledError:
