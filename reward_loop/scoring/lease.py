@@ -30,7 +30,7 @@ class CallLimits:
         self.job = job
         self.share = share
         self.loop = loop
-        self.leases: set[Lease] = set()
+        self.leases: set[Lease] | None = None  # most calls have none
         self._depth = 0
         self._since = 0.0
         self._total = 0.0
@@ -51,9 +51,15 @@ class CallLimits:
         if not self._depth:
             self._total += time.monotonic() - self._since
 
+    def hold(self, lease: Lease) -> None:
+        """Keep a lease until it ends."""
+        if self.leases is None:
+            self.leases = set()
+        self.leases.add(lease)
+
     def release(self) -> None:
         """Give back what a call holds that is given up: it may never come to do so itself."""
-        for lease in list(self.leases):
+        for lease in list(self.leases or ()):
             lease.end(None)
 
 
@@ -94,7 +100,7 @@ class Lease:
     def end(self, error: BaseException | None) -> None:
         """Leave the place."""
         call, place = self._call, self._place
-        if call is None or self not in call.leases:
+        if call is None or not call.leases or self not in call.leases:
             return
         call.leases.discard(self)
         if place is not None:
@@ -106,7 +112,7 @@ class Lease:
     def _used(self, tokens: float | None, cost: float | None) -> None:
         if self._call is None:
             return
-        if tokens is not None and self._place is not None and self in self._call.leases:
+        if tokens is not None and self._place is not None and self in (self._call.leases or ()):
             self._place.used(tokens)
         before = self._counted
         self._counted = (before[0] if tokens is None else tokens, before[1] if cost is None else cost)
@@ -144,7 +150,7 @@ async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
         finally:
             call.end_wait()
     lease = Lease(call, place)
-    call.leases.add(lease)
+    call.hold(lease)
     return lease
 
 
