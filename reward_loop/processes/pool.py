@@ -242,22 +242,26 @@ class _Worker:
         """One call, from its arguments to its end."""
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
-            await asyncio.get_running_loop().sock_sendall(self._channel, setup + arguments)
+            await loop.sock_sendall(self._channel, setup + arguments)
+        answer = _Answer(loop, timeout, waited)
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                kind, content = await self._next()
+            # By hand: with `sock_recv` and `asyncio.timeout`, a worker waits twice as long for its next call.
+            loop.add_reader(self._channel, self._read, answer)
+            try:
+                kind, content = await answer.ended
+            finally:
+                answer.timer.cancel()
+                loop.remove_reader(self._channel)
         except TimeoutError:
             at = await self._give_up()
-            raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
-        if kind == DIED and was_idle:
-            raise _DiedIdleError
-        if kind == STARTED:
-            try:
-                kind, content = await self._next_within(timeout, waited)
-            except TimeoutError:
-                raise TimeoutError(await self._give_up()) from None
+            if answer.started is None:
+                raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
+            raise TimeoutError(at) from None
         if kind == DIED:
+            if was_idle and answer.started is None:
+                raise _DiedIdleError
             raise RewardCrashedError(_death(content))
         self.usable = kind == ENDED
         return unpack(content)
@@ -281,28 +285,19 @@ class _Worker:
                         return _at(pickle.loads(content)) if content else ""
         return ""
 
-    async def _next_within(self, timeout: float | None, waited: Callable[[float], float]) -> tuple[bytes, bytes]:
-        """The next frame, if it comes within so many seconds, without those that are waited."""
-        if timeout is None:
-            return await self._next()
-        loop, started = asyncio.get_running_loop(), time.monotonic()
-        timer: asyncio.TimerHandle
-        async with asyncio.timeout(None) as deadline:
-
-            def look() -> None:
-                nonlocal timer
-                now = time.monotonic()
-                left = started + timeout + waited(now) - now
-                if left > 0:
-                    timer = loop.call_later(left, look)
-                else:
-                    deadline.reschedule(loop.time())
-
-            timer = loop.call_later(timeout, look)
-            try:
-                return await self._next()
-            finally:
-                timer.cancel()
+    def _read(self, answer: _Answer) -> None:
+        """Take in what has come."""
+        try:
+            received = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            received = b""
+        self._received += received
+        while not answer.ended.done() and (frame := self._frame()) is not None:
+            answer.heard(*frame)
+        if not received:
+            answer.heard(DIED, b"")
 
     async def _next(self) -> tuple[bytes, bytes]:
         """The next frame. The end of the stream counts as the report of a death, without content."""
@@ -327,6 +322,49 @@ class _Worker:
         content = bytes(self._received[HEADER.size : end])
         del self._received[:end]
         return kind, content
+
+
+class _Answer:
+    """What a worker says about a call: that it has started, and how it has ended. Silence for too long is an end."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout: float | None, waited: Callable[[float], float]
+    ) -> None:
+        self.ended: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
+        """The last frame, or a `TimeoutError`."""
+        self.started: float | None = None
+        self.timer = loop.call_later(_START_SECONDS, self._expire)
+        self._timeout = timeout
+        self._waited = waited
+
+    def heard(self, kind: bytes, content: bytes) -> None:
+        """A frame has come."""
+        if self.ended.done():
+            return
+        if kind != STARTED:
+            self.ended.set_result((kind, content))
+            return
+        self.timer.cancel()
+        self.started = time.monotonic()
+        if self._timeout is not None:
+            self._look_in(self._timeout)
+
+    def _look_in(self, seconds: float) -> None:
+        self.timer = self.ended.get_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        assert self.started is not None
+        assert self._timeout is not None
+        now = time.monotonic()
+        left = self.started + self._timeout + self._waited(now) - now
+        if left > 0:
+            self._look_in(left)
+        else:
+            self._expire()
+
+    def _expire(self) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(TimeoutError())
 
 
 def _dumps(arguments: Any) -> bytes:
