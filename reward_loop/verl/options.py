@@ -245,16 +245,19 @@ def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConf
             "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
             "external) is not put to sleep. Leave out placement"
         )
-    asleep = {"enable_sleep_mode": True}
-    update: dict[str, Any] = {**asleep}
-    update["models"] = {
-        name: model if model.engine == "external" else model.model_copy(update=asleep)
-        for name, model in served.models.items()
+    rooms = {
+        name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
+        for name, model in {"": served, **served.models}.items()
+        if model.engine in ENGINES
     }
-    if "replicas" not in config.reward_model.server:
-        size = max(1, ENGINES[served.engine].gpus(served))
-        update["replicas"] = _room(config.trainer, size, "reward_model.enable_resource_pool=False: trainer")
-    return served.model_copy(update=update)
+    for name, room in rooms.items():
+        option, model = (f"models.{name}.replicas", served.models[name]) if name else ("replicas", served)
+        if model.replicas > room:
+            raise ConfigError(f"reward_model.server.{option}={model.replicas}: the trainer's GPUs have room for {room}")
+    can_sleep = {"enable_sleep_mode": True}
+    models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
+    replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas})
 
 
 def _room(pool: DictConfig, size: int, which: str) -> int:

@@ -229,7 +229,12 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
         (
             [*VLLM, "trainer.n_gpus_per_node=1"],
-            ["enable_resource_pool=False", "trainer: nnodes=1 with n_gpus_per_node=1"],
+            ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
+        ),
+        ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas=5", "have room for 4"]),
+        (
+            [*VLLM, *(f"+reward_model.server.models.j.{option}" for option in ("model_path=/j", "replicas=9"))],
+            ["reward_model.server.models.j.replicas=9", "have room for 8"],
         ),
         ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
         ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
