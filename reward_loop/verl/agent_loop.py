@@ -105,6 +105,8 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         session = (kwargs["uid"], kwargs["session_id"])
+        if self.reward_loop_worker_handles is None:
+            return  # The trainer has the whole batch judged.
         if session in self._judging and outputs[-1].reward_score is None:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
             self._tell(("judging", session[0]))

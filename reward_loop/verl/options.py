@@ -207,13 +207,9 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
-    if served.placement == "local" and "placement" not in config.reward_model.server and _takes_gpus(served):
-        raise ConfigError(
-            f"reward_model.enable_resource_pool=False: {served.engine} on GPUs that it shares with the trainer is not "
-            "supported. Set reward_model.enable_resource_pool=True with n_gpus_per_node and nnodes, or "
-            "+reward_model.server.placement=local if the task runner sees GPUs that Ray does not give to others"
-        )
-    return served
+    if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
+        served = served.model_copy(update={"placement": "colocated"})
+    return _colocated(config, served) if served.placement == "colocated" else served
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
@@ -238,14 +234,40 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"reward_model.server.{name} contradicts reward_model.enable_resource_pool=True, which decides it"
             )
     size = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
-    replicas = model.n_gpus_per_node // size * model.nnodes
+    replicas = _room(model, size, "reward_model.enable_resource_pool=True")
+    return {"replicas": replicas, "placement": "ray"}
+
+
+def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
+    """On the trainer's GPUs: as many replicas as there is room for, unless their number is given, and all can sleep."""
+    if served.engine == "external":
+        raise ConfigError(
+            "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
+            "external) is not put to sleep. Leave out placement"
+        )
+    rooms = {
+        name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
+        for name, model in {"": served, **served.models}.items()
+        if model.engine in ENGINES
+    }
+    for name, room in rooms.items():
+        option, model = (f"models.{name}.replicas", served.models[name]) if name else ("replicas", served)
+        if model.replicas > room:
+            raise ConfigError(f"reward_model.server.{option}={model.replicas}: the trainer's GPUs have room for {room}")
+    can_sleep = {"enable_sleep_mode": True}
+    models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
+    replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas})
+
+
+def _room(pool: DictConfig, size: int, which: str) -> int:
+    replicas = pool.n_gpus_per_node // size * pool.nnodes
     if replicas < 1:
         raise ConfigError(
-            f"reward_model.enable_resource_pool=True: nnodes={model.nnodes} with n_gpus_per_node="
-            f"{model.n_gpus_per_node} have no room for a server of {size} GPU(s) (tensor_model_parallel_size times "
-            "data_parallel_size); a server's GPUs are on one node"
+            f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size); a server's GPUs are on one node"
         )
-    return {"replicas": replicas, "placement": "ray"}
+    return replicas
 
 
 def _takes_gpus(config: RewardModelConfig) -> bool:
@@ -290,6 +312,41 @@ def _check_pipeline(config: DictConfig) -> None:
     for what, (given, instead) in refused.items():
         if given:
             raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
+
+
+def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
+    """Refuses what needs rewards while the model sleeps, or the model's GPUs while it is awake.
+
+    Raises:
+        ConfigError: an option contradicts it; the message names it and what to set instead.
+    """
+    mode = config.trainer.v1.trainer_mode
+    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
+    filters = OmegaConf.select(config, "algorithm.filter_groups.enable")
+    keeps = _takes_gpus(served) and not config.actor_rollout_ref.rollout.free_cache_engine
+    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
+    refused = {
+        f"trainer.v1.trainer_mode={mode}": (mode == "separate_async", f"the rollout never sleeps; {own_gpus}"),
+        f"{off_policy}=True": (
+            mode == PIPELINE_MODE and pipeline_options(config).one_step_off_policy,
+            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
+        ),
+        "algorithm.filter_groups.enable=True": (
+            filters,
+            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
+        ),
+        "reward_model.launch_reward_fn_async=True": (
+            config.reward_model.launch_reward_fn_async,
+            "log-probabilities need the memory that the model judges in. Leave it out",
+        ),
+        "actor_rollout_ref.rollout.free_cache_engine=False": (
+            keeps,
+            "the rollout would keep its GPU memory when it sleeps. Set it to True",
+        ),
+    }
+    for what, (given, why) in refused.items():
+        if given:
+            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
@@ -416,7 +473,9 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
     if config.trainer.v1.trainer_mode == PIPELINE_MODE:
         _check_pipeline(config)
-    reward_model_options(config)
+    served = reward_model_options(config)
+    if served is not None and served.placement == "colocated":
+        _check_colocated(config, served)
 
 
 def _check_gdpo(algorithm: DictConfig) -> None:

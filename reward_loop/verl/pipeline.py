@@ -161,7 +161,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """One training step: what the schedule says, to the last update."""
-        self._seconds = {"generation": 0.0, "rewards": 0.0}
+        self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
         self._progress.start_step()
         if self._actions is None:
@@ -239,7 +239,13 @@ class RewardPipelineTrainer(PPOTrainerSync):
         with self._timed("generation", timing_raw, "gen"):
             self.on_sample_end()
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
-        whole = copy(self._balance_batch(self._trajectories(uids), metrics=metrics))
+        trajectories = self._trajectories(uids)
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            # By a model on these GPUs: nothing else can go on meanwhile.
+            with self._timed("rewards", timing_raw, "wait_reward"):
+                self._compute_reward_colocate(trajectories, metrics)
+            self._seconds["judging"] = self._seconds["rewards"]
+        whole = copy(self._balance_batch(trajectories, metrics=metrics))
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         padding = []
@@ -322,7 +328,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] = self._progress.finish(batch.uids)
+            self._seconds["judging"] += self._progress.finish(batch.uids)
             metrics["reward_pipeline/rewards_pending"] = self._progress.pending
             metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)

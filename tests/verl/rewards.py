@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,19 @@ async def judged(
     score = await classify(reward_router_address, solution_str or " ", timeout=None)
     assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
+    return score
+
+
+async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:
+    """Asks the reward model, and writes down from when to when, and whether the rollout slept meanwhile."""
+    import ray
+
+    rollout = ray.get_actor("cpu_rollout_server_0")
+    began, slept = time.time(), await rollout.is_sleeping.remote()
+    score = await classify(reward_router_address, solution_str or " ", timeout=None)
+    assert isinstance(score, float)
+    times = {"began": began, "ended": time.time(), "rollout_slept": slept and await rollout.is_sleeping.remote()}
+    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"], **times)
     return score
 
 

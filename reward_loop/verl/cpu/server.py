@@ -39,6 +39,7 @@ class CPURolloutServer:
         self._context_length = prompt_length + response_length
         self._response_length = response_length
         self._global_steps: int | None = None
+        self._asleep = False
         self._open = AsyncExitStack()
         self._update: AsyncExitStack | None = None
         self._admission = asyncio.Event()
@@ -117,6 +118,7 @@ class CPURolloutServer:
             for name, value in bucket.items():
                 target[name].copy_(value)
         if last:
+            self._asleep = False
             # verl's validation sends the weights again without a number.
             if global_steps is not None:
                 self._global_steps = global_steps
@@ -139,10 +141,22 @@ class CPURolloutServer:
         """Says which step's weights the server holds."""
         self._global_steps = global_steps
 
-    async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """A CPU server holds no device memory, so the calls that free it or profile it do nothing."""
+    async def sleep(self) -> None:
+        """A CPU server holds no device memory: it only keeps in mind that it is to have none."""
+        self._asleep = True
 
-    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
+    async def wake_up(self) -> None:
+        """Undoes :meth:`sleep`, as new weights do."""
+        self._asleep = False
+
+    async def is_sleeping(self) -> bool:
+        """Whether the trainer has put it to sleep."""
+        return self._asleep
+
+    async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """The other calls that free device memory, and those that profile it, do nothing."""
+
+    clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
     start_profile = stop_profile = release_nothing
 
 
