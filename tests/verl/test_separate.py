@@ -1,4 +1,4 @@
-"""verl's agent loop worker with a queue before the judges, without Ray."""
+"""verl's agent loop worker and trainer with a queue before the judges, without Ray."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging import JudgingQueue
-from reward_loop.verl.separate import QueueAgentLoopWorker, _version
+from reward_loop.verl.options import REWARD_QUEUE
+from reward_loop.verl.separate import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -94,3 +99,33 @@ async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
 def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
     assert _version([output(min_global_steps=5), output(min_global_steps=3), output()], {"global_steps": 9}) == 3
     assert _version([output(min_global_steps=None)], {"global_steps": 9}) == 8
+
+
+def trainer(*overrides: str, by_group: bool) -> Any:
+    trainer = object.__new__(QueueSeparateAsyncTrainer)
+    trainer.config = settled("trainer.v1.trainer_mode=separate_async", *overrides)
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
+    return trainer
+
+
+def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_init_end", lambda self: begun.append(self))
+    bound = f"{REWARD_QUEUE}.in_flight=20"
+    with pytest.raises(ConfigError, match=f"{bound} does not work .* waits for all rollouts"):
+        trainer(bound, by_group=True).on_init_end()
+    assert not begun
+    trainer(bound, by_group=False).on_init_end()
+    trainer(by_group=True).on_init_end()
+    assert len(begun) == 2
+
+
+def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: list[str] = []
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in dead], refs))
+    waiting = trainer(by_group=False)
+    waiting._deaths = ["first", "second"]
+    waiting._raise_death()
+    dead.append("second")
+    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
+        waiting._raise_death()
