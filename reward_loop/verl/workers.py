@@ -25,7 +25,7 @@ from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
-from reward_loop.scoring.job import failure_bound, job_of
+from reward_loop.scoring.jobs import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
@@ -38,8 +38,9 @@ __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
 logger = logging.getLogger(__name__)
 
-GC_THRESHOLD = 50_000
-"""New objects until the garbage collector looks at them; Python's 700 is a tenth of what a hundred samples make."""
+GC_THRESHOLD = 200_000
+"""New objects until the garbage collector looks at them. A sample in flight is about 40 of them, so Python's 700 are 20
+samples: thousands in flight would be looked at again and again, for garbage that there is not."""
 
 MAX_TASK_RETRIES = 3
 """How many deaths of its worker a sample survives: it is scored again each time, and then counts as failed."""
