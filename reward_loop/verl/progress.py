@@ -59,6 +59,10 @@ class Progress:
             if kind == "over":
                 self.unfinished.discard(uid)
 
+    def oldest(self, now: float) -> float:
+        """How many seconds ago the judging of a prompt began that has had rewards out ever since, at the most."""
+        return max((now - times[-1][0] for uid, times in self._judged.items() if self._out[uid]), default=0.0)
+
     def start_step(self) -> None:
         """A training step begins."""
         self.most_pending = self.pending

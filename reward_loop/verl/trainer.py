@@ -23,7 +23,8 @@ from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.options import without_reward
+from reward_loop.verl.options import stall_timeout, without_reward
+from reward_loop.verl.patience import Patience
 from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
@@ -100,6 +101,8 @@ class RewardLoopTrainer(PPOTrainer):
         switch_estimator(config)
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
+        # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
+        Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
 
     def _setup(self) -> None:
         if self._colocated is None:
@@ -144,6 +147,9 @@ class RewardLoopTrainer(PPOTrainer):
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self.reward_workers.raise_fatal_error()
+
+    def _look_at_workers(self) -> None:
+        self.reward_workers.look_for_fatal_error()
 
     @contextmanager
     def _told_by_workers(self) -> Iterator[None]:

@@ -34,6 +34,15 @@ def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None
     assert (progress.pending, progress.most_pending, progress.events) == (0, 1, 4)
 
 
+def test_the_oldest_reward_is_that_of_the_prompt_which_waits_longest() -> None:
+    progress = told((1, ("judging", "a")), (2, ("judging", "b")), (4, ("judging", "b")), (5, ("judged", "b")))
+    assert progress.oldest(7) == 6
+    progress.happened(("judged", "a"), 8)
+    assert progress.oldest(9) == 7
+    progress.happened(("judged", "b"), 10)
+    assert progress.oldest(11) == 0
+
+
 def test_judging_lasts_from_the_first_sample_to_the_last_reward() -> None:
     progress = told(
         *((10, ("judging", "a")), (11, ("judging", "b")), (13, ("judged", "b")), (18, ("judged", "a"))),
