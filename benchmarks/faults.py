@@ -29,7 +29,7 @@ __all__ = ["STEPS", "agent_through", "train_through"]
 HERE = Path(__file__).parent
 STEPS = 7
 CHECKPOINT = 5
-"""The step whose checkpoint the resumed run starts from; the trainer is killed in the one after the next."""
+"""The step whose checkpoint the resumed run starts from; the trainer is killed when it has made one more."""
 BUSY, HUNG = 40, 2
 """Calls that are answered with 429, and calls that are not answered at all."""
 DEADLINE_S = 5.0
@@ -155,6 +155,8 @@ def _wrong(
     output: Path, judge: FakeJudge, lost: list[dict[str, float]], went_on: list[dict[str, float]]
 ) -> Iterator[str]:
     size = training.PROMPTS * training.RESPONSES
+    if len(lost) == STEPS:
+        yield "the run ended before its trainer was killed"
     steps = [row["training/global_step"] for row in (*lost[:CHECKPOINT], *went_on)]
     if steps != list(range(1, STEPS + 1)):
         yield f"steps {steps}"

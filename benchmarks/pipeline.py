@@ -208,12 +208,15 @@ class VerlRuns:
             self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
 
     def learning(self, steps: int, seeds: int) -> None:
-        """The rewards of both overlaps and of ``sync`` over a longer run, for some seeds. The judge is quick here: how
-        long it takes changes when a step is made, and next to nothing of what it does."""
+        """The rewards of both overlaps and of ``sync`` over a longer run, for some seeds. Responses are short and the
+        judge is quick here: how long they take changes when a step is made, and next to nothing of what it does."""
         self._scale.write_text("0.1")
         curves: dict[str, list[list[float]]] = {"verl": [], "both": []}
         for seed in range(1, seeds + 1):
-            chosen = (f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}")
+            chosen = (
+                "data.max_response_length=32",
+                *(f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
+            )
             for key, mode in curves.items():
                 rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", SHIPPED_STEPS=0, POLL_INTERVAL=0.05)
                 mode.append([row["critic/score/mean"] for row in rows])
@@ -241,7 +244,10 @@ class VerlRuns:
 
         report = self._report
         task = report.task("Faults in the middle of a run", faults.STEPS)
-        run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
+        try:
+            run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
+        except self._training.TrainingFailedError as error:
+            sys.exit(str(error))
         report.progress.remove_task(task)
         agent = faults.agent_through()
         for what, how in (run.happened | agent.happened).items():
