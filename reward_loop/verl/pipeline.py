@@ -158,7 +158,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """One training step: what the schedule says, to the last update."""
         self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
-        self._progress.start_step()
+        with self._listener.lock:
+            self._progress.start_step(time.monotonic())
         if self._actions is None:
             self._actions = self._schedule.actions(
                 self.total_training_steps - self.global_steps + 1,
@@ -306,7 +307,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        rows = self._balance_batch(rows, metrics={})
+        if self._data_parallel_size() > 1:
+            rows = self._balance_batch(rows, metrics={})
         if self.use_critic:
             with _added_timer("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)
@@ -325,7 +327,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] += self._progress.finish(batch.uids)
+            self._seconds["judging"] += self._progress.judging_s(time.monotonic())
             metrics["reward_pipeline/rewards_pending"] = self._progress.pending
             metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
             metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
