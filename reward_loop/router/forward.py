@@ -6,10 +6,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import NamedTuple
 
+from reward_loop._retry_after import retry_after_seconds
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.exchange import Exchange
 from reward_loop.router.headers import find
@@ -140,7 +139,7 @@ class Forwarder:
         """Takes note of a failure that a server has answered with; whether to try another one."""
         pause = find(answer.headers, b"retry-after")
         if answer.status == 429 or (answer.status == 503 and pause):
-            self._pool.rest(worker, _seconds(pause))
+            self._pool.rest(worker, _pause(pause))
         else:
             self._pool.failed(worker, f"status {answer.status}")
         if attempts >= self._max_attempts:
@@ -155,13 +154,7 @@ class Forwarder:
             await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
 
 
-def _seconds(retry_after: bytes | None) -> float:
-    """What ``Retry-After`` says, in either of its forms."""
-    if retry_after is None:
-        return _PAUSE_S
-    text = retry_after.decode("latin-1").strip()
-    try:
-        seconds = float(text) if text.isdigit() else parsedate_to_datetime(text).timestamp() - time()
-    except (TypeError, ValueError):
-        return _PAUSE_S
-    return min(max(seconds, 0), _LONGEST_PAUSE_S)
+def _pause(retry_after: bytes | None) -> float:
+    """How long a server rests that has too much to do."""
+    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
+    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)

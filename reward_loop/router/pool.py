@@ -234,10 +234,13 @@ class WorkerPool:
                 await worker.idle.wait()
 
     def resume(self, worker: Worker) -> None:
-        """Takes a drained, sleeping or retired server into use again once it is well."""
+        """Takes a sleeping server into use again, which its owner has woken; a drained or retired one once it is well.
+
+        If those that were woken together were checked one by one, the first would get all that waits.
+        """
         if worker.state in (WorkerState.DRAINING, WorkerState.ASLEEP, WorkerState.RETIRED):
             worker.relapses = 0
-            self._set_state(worker, WorkerState.DOWN)
+            self._set_state(worker, WorkerState.UP if worker.state is WorkerState.ASLEEP else WorkerState.DOWN)
             self._watch(worker)
 
     def remove(self, worker: Worker) -> None:
@@ -268,7 +271,8 @@ class WorkerPool:
     async def _look_after(self, worker: Worker) -> None:
         new = True
         while True:
-            await self._readmit(worker, new)
+            if worker.state is not WorkerState.UP:
+                await self._readmit(worker, new)
             new = False
             worker.taken_out.clear()
             while not worker.taken_out.is_set():
