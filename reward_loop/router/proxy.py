@@ -72,7 +72,8 @@ class Proxy:
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
             self._not_passed_on |= {b"authorization"}
-        self._watched: set[Exchange | _Direct] = set()
+        self.watched: set[Exchange | _Direct] = set()
+        """The requests that have been forwarded."""
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +126,7 @@ class Proxy:
         try:
             await self._forwarder.forward(exchange, request, attempt)
         finally:
-            self._watched.discard(exchange)
+            self.watched.discard(exchange)
 
     def begin(self, client: Client) -> bool:
         """Forwards a request whose body is there, if nothing stands in its way; else it is one for :meth:`__call__`."""
@@ -154,7 +155,7 @@ class Proxy:
 
     def close(self) -> None:
         """Gives up the requests that have no task."""
-        for exchange in list(self._watched):
+        for exchange in list(self.watched):
             if isinstance(exchange, _Direct):
                 exchange.give_up()
 
@@ -166,10 +167,6 @@ class Proxy:
         finally:
             self.gate.leave()
 
-    def let_go(self, direct: _Direct) -> None:
-        """It is no longer to be watched."""
-        self._watched.discard(direct)
-
     def late(self, exchange: Exchange | _Direct) -> Refusal:
         """What a request gets whose time is over."""
         timeout = f"{self._config.request_timeout_s:g} s"
@@ -180,15 +177,15 @@ class Proxy:
     def _watch(self, exchange: Exchange | _Direct) -> None:
         """From now on its deadline holds, and a while later its client's leaving is noticed."""
         # One timer for all: one for each would be a good part of what a quick request costs.
-        self._watched.add(exchange)
+        self.watched.add(exchange)
         if self._sweeping is None:
             self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep)
 
     def _sweep(self) -> None:
         now = self.loop.time()
-        for exchange in list(self._watched):
+        for exchange in list(self.watched):
             exchange.check(now)
-        self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self._watched else None
+        self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self.watched else None
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         fields = dict(headers)
@@ -303,7 +300,7 @@ class _Direct:
 
     def _leave(self) -> None:
         self._client.on_leave = None
-        self._proxy.let_go(self)
+        self._proxy.watched.discard(self)
 
 
 def _log(scope: Scope, refusal: Refusal) -> None:
