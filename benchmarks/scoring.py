@@ -8,7 +8,7 @@
 - How well worker processes use the cores, for checkers that need the CPU.
 - Eight worker processes that share one limit: the greatest number of calls in flight and the most requests of any
   window, both counted by the judge, and how much of the limits was used. The window is that of the limit, 60 seconds;
-  with ``--quick`` it is 6.
+  with ``--quick`` it is 5.
 
 Ends with one JSON line.
 """
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import reward_loop  # noqa: E402
 from benchmarks._processes import measure_process_efficiency  # noqa: E402
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
-from reward_loop.scoring.job import job_of  # noqa: E402
+from reward_loop.scoring.jobs import job_of  # noqa: E402
 from reward_loop.scoring.service import serve_job  # noqa: E402
 
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
@@ -45,6 +45,7 @@ WORKERS = 8
 CONCURRENT = 32
 JUDGE_SECONDS = 0.4
 WINDOWS = 2
+LIMITS = ("calls", "rate")
 
 NOTHING = """
 def sync(data_source, solution_str, ground_truth, extra_info):
@@ -153,9 +154,10 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         # Each as in a process of its own: our worker settles the garbage collector when it starts, verl's does not.
         gc.unfreeze()
         gc.set_threshold(*thresholds)
-        gc.collect()
         if ours:
-            settle_gc()
+            settle_gc()  # which collects, too
+        else:
+            gc.collect()
         began = time.perf_counter()
         rewards = await asyncio.gather(*(asyncio.create_task(compute_score(row)) for row in rows))
         seconds = time.perf_counter() - began
@@ -216,38 +218,46 @@ class Judge:
         return max(bisect_left(self.begun, start + period) - i for i, start in enumerate(self.begun))
 
 
-async def work(job: str, judge: str, limit: str) -> None:
-    """A worker process: calls without end, more at a time than the limit lets through."""
-    options = RewardLoopConfig(limits={limit: {}}, job=job)
+async def work(job: str, judge: str) -> None:
+    """A worker process: calls without end, more at a time than the limit lets through. It is told which limit by a line
+    on its standard input, and to stop by the next one."""
+    options = RewardLoopConfig(limits={limit: {} for limit in LIMITS}, job=job)
     host, _, port = judge.rpartition(":")
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def ask() -> float:
-        async with reward_loop.limit(limit):
+    async def ask(data_source: str) -> float:
+        async with reward_loop.limit(data_source):
             reader, writer = idle.pop()
             writer.write(b"?\n")
             answer = float(await reader.readline())
             idle.append((reader, writer))
         return answer
 
-    for _ in range(2 * CONCURRENT):  # so that opening connections does not delay requests
-        idle.append(await asyncio.open_connection(host, int(port)))
     function = ScoringFunction(ask, options=options)
     await job_of(options).why_stopped()
-    print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
 
-    async def call() -> None:
+    async def call(limit: str) -> None:
         while True:
-            result = await function(RewardSample(""))
+            result = await function(RewardSample("", limit))
             assert result.score == 1.0, result.error
 
-    await asyncio.gather(*(call() for _ in range(2 * CONCURRENT)))
+    for _ in LIMITS:
+        for _ in range(2 * CONCURRENT):  # now, so that opening connections does not delay requests
+            idle.append(await asyncio.open_connection(host, int(port)))
+        print("ready", flush=True)
+        limit = (await asyncio.to_thread(sys.stdin.readline)).strip()
+        calls = [asyncio.create_task(call(limit)) for _ in range(2 * CONCURRENT)]
+        await asyncio.to_thread(sys.stdin.readline)
+        for task in calls:
+            task.cancel()
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if not isinstance(ended, asyncio.CancelledError):
+                raise ended
 
 
 @contextlib.contextmanager
-def workers(job: str, judge: str, limit: str) -> Iterator[list[subprocess.Popen[str]]]:
-    command = [sys.executable, __file__, "--work", job, judge, limit]
+def workers(job: str, judge: str) -> Iterator[list[subprocess.Popen[str]]]:
+    command = [sys.executable, __file__, "--work", job, judge]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(WORKERS)]
     try:
@@ -265,44 +275,52 @@ def workers(job: str, judge: str, limit: str) -> Iterator[list[subprocess.Popen[
 async def keep_limits(period: float, seconds: float) -> dict[str, float]:
     """Eight processes under one limit on concurrency, then under one on requests."""
     per_window = int(period * CONCURRENT / JUDGE_SECONDS / 4)
-    limits = {"calls": {"max_concurrent": CONCURRENT}, "rate": {"requests_per_minute": per_window}}
+    limits = {LIMITS[0]: {"max_concurrent": CONCURRENT}, LIMITS[1]: {"requests_per_minute": per_window}}
     judge = Judge()
     server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     result: dict[str, float] = {"limit": CONCURRENT, "window_limit": per_window, "window_s": period}
-    with serve_job(RewardLoopConfig(limits=limits), period=period) as job:
-        for limit in limits:
-            with workers(job, address, limit) as processes:
-                for process in processes:
-                    assert process.stdout is not None
-                    await asyncio.to_thread(process.stdout.readline)
-                judge.reset()
-                for process in processes:
-                    assert process.stdin is not None
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                if limit == "calls":
-                    await asyncio.sleep(1.0)  # until all are at work; what follows is a measurement of a fixed length
-                    judge.reset()
-                    await asyncio.sleep(seconds)
-                    judge._count(0)
-                    result["limit_peak"] = judge.peak
-                    result["limit_concurrency_utilisation"] = judge.busy / seconds / CONCURRENT
-                else:
-                    await asyncio.sleep(WINDOWS * period + 0.5)
-                    result["limit_window_peak"] = judge.most_in_a_window(period)
-                    # Whole periods only: each begins with the first request.
-                    first = judge.begun[0]
-                    made = bisect_left(judge.begun, first + WINDOWS * period)
-                    result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
+    with serve_job(RewardLoopConfig(limits=limits), period=period) as job, workers(job, address) as processes:
+        await all_ready(processes)
+        tell(processes, LIMITS[0])
+        await asyncio.sleep(1.0)  # until all are at work; what follows is a measurement of a fixed length
+        judge.reset()
+        await asyncio.sleep(seconds)
+        judge._count(0)
+        result["limit_peak"] = judge.peak
+        result["limit_concurrency_utilisation"] = judge.busy / seconds / CONCURRENT
+        tell(processes, "stop")
+        await all_ready(processes)
+        judge.reset()
+        tell(processes, LIMITS[1])
+        await asyncio.sleep(WINDOWS * period + 0.5)
+        result["limit_window_peak"] = judge.most_in_a_window(period)
+        # Whole periods only: each begins with the first request.
+        made = bisect_left(judge.begun, judge.begun[0] + WINDOWS * period)
+        result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
     server.close()
     return result
+
+
+async def all_ready(processes: list[subprocess.Popen[str]]) -> None:
+    """Wait until all have opened their connections."""
+    for process in processes:
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+
+
+def tell(processes: list[subprocess.Popen[str]], line: str) -> None:
+    """Tell all of them which limit, or to stop."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a shorter window, under 50 s")
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         asyncio.run(work(*options.work))
@@ -317,7 +335,7 @@ def main() -> None:
         line |= {f"vs_verl_{key}": round(ours / verl, 2), f"samples_per_s_{key}": round(ours)}
     processes = measure_process_efficiency(options.quick)
     print(f"{'process efficiency':46}{processes['process_efficiency']:>25.1%}", flush=True)
-    limits = asyncio.run(keep_limits(*((6.0, 4.0) if options.quick else (60.0, 30.0))))
+    limits = asyncio.run(keep_limits(*((5.0, 4.0) if options.quick else (60.0, 30.0))))
     print(
         f"{WORKERS} workers, {limits['limit']} at a time: at most {limits['limit_peak']} in flight, "
         f"{limits['limit_concurrency_utilisation']:.1%} used"

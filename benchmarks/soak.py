@@ -148,7 +148,7 @@ async def run(samples: int, address: str, records: str) -> dict[str, Any]:
     session = await shared_session()
     await session.close()
     manager.close()
-    state = reward_loop.scoring.job.job_of(config).status()["limits"]
+    state = reward_loop.scoring.jobs.job_of(config).status()["limits"]
     assert manager.records is not None
     await asyncio.to_thread(manager.records.flush)
     written = await asyncio.to_thread(lines_in, Path(records))

@@ -148,6 +148,9 @@ class ComponentConfig(Config):
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
 
+    max_threads: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in threads."""
+
     isolation: Literal["thread", "process"] | None = None
     """Where it runs, if it is sync."""
 
@@ -159,6 +162,12 @@ class ComponentConfig(Config):
 
     limit: str = "default"
     """Which of ``reward_loop.limits`` holds for its calls."""
+
+    retry: RetryConfig | None = None
+    """When its calls are made again: the options of ``reward_loop.retry``; those not given are the run's."""
+
+    cache: CacheConfig | None = None
+    """Whether its equal calls are made once: the options of ``reward_loop.cache``; likewise."""
 
     on_failed: Policy | None = None
     """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from reward_loop.config import (
     RewardModelConfig,
 )
 from tests.gsm8k import ROOT
+from tests.scoring.test_command import Jobs, asked
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -62,6 +64,7 @@ TRAINING = [
 ]
 SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "score"]]
 CHECKING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "check"]]
+LIMITS = [command for _, command in COMMANDS if command[:2] == ["reward-loop", "limits"]]
 ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in COMMANDS if "route" in command]
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("benchmarks/")]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
@@ -101,7 +104,7 @@ def test_there_is_something_to_run() -> None:
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
     kinds = (*TRAINING, *SCORING, *CHECKING, *SIMULATING, *BENCHMARKS, *MAKE)
-    tested = [["reward-loop", "stuck"], *(command for _, command in kinds)]
+    tested = [["reward-loop", "stuck"], *LIMITS, *(command for _, command in kinds)]
     others = [command for _, command in COMMANDS if command not in tested and "route" not in command]
     assert {command[0] for command in others} <= OTHERS
 
@@ -119,6 +122,15 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+def test_limits_of_a_running_job_are_shown_and_changed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        jobs = Jobs(tmp_path, stack)
+        asked(jobs.start())
+        for command in LIMITS:
+            jobs.limits(*command[2:])
+        asked(jobs.running[0])  # it was given more places
 
 
 @pytest.mark.parametrize(("page", "command"), SCORING)
@@ -243,10 +255,10 @@ def test_the_options_are_those_of_the_code() -> None:
         assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
     pytest.importorskip("verl")
-    from reward_loop.verl.options import PipelineOptions
+    from reward_loop.verl.options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
-    group = "trainer.v1.reward_pipeline"
-    assert between("docs/verl.md", f"options {group}") == options(PipelineOptions, group)
+    for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
+        assert between("docs/verl.md", f"options {group}") == options(config, group)
 
 
 def test_the_moved_keys_are_those_of_the_code() -> None:

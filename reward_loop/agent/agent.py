@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextvars
 import heapq
+import itertools
 import logging
 import time
 from array import array
@@ -25,8 +26,9 @@ __all__ = ["RewardAgent"]
 
 logger = logging.getLogger(__name__)
 
-STARTS_PER_TURN = 256
-"""How many samples are started in one turn of the event loop, so that a large batch does not hold it up."""
+STARTS_PER_TURN = 32
+"""How many samples are started in one turn of the event loop, so that a large batch does not hold up whoever waits for
+the loop, or for the interpreter's lock: some milliseconds."""
 
 CLOSING_SECONDS = 5.0
 """How long leaving the agent waits for user code that goes on after it was cancelled."""
@@ -75,10 +77,11 @@ class RewardAgent:
         )
         self._batches: dict[int, PendingRewards] = {}
         self._waiting: list[tuple[float, int, PendingRewards]] = []
-        self._submitted = 0
+        self._numbers = itertools.count()
         self._running = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], PendingRewards] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = contextvars.copy_context()
         self._starting = False
         self._closed = False
 
@@ -127,6 +130,15 @@ class RewardAgent:
             ConfigError: the samples do not divide into such groups.
             RewardLoopError: the agent is closed, or was not entered.
         """
+        self._check_loop()
+        batch = self._take_in(samples, group_size, groups, priority, tag)
+        self._go(batch)
+        return batch
+
+    def _take_in(
+        self, samples: Iterable[Any], group_size: int | None, groups: Sequence[int] | None, priority: float, tag: Any
+    ) -> PendingRewards:
+        """Keep a batch that is to `_go`; in any thread."""
         rows = list(samples)
         sizes = _sizes(len(rows), group_size, groups)
         if self._needs_group and self.concurrency is not None and max(sizes, default=0) > self.concurrency:
@@ -134,9 +146,7 @@ class RewardAgent:
                 f"{type(self.manager).__name__} waits for all samples of a group, and concurrency={self.concurrency} "
                 f"starts fewer than the {max(sizes)} that a group has"
             )
-        batch = self._new_batch(rows, sizes, priority, tag)
-        self._go(batch)
-        return batch
+        return self._new_batch(rows, sizes, priority, tag)
 
     async def drain(self) -> None:
         """Wait until all that was submitted has ended, in whichever way."""
@@ -174,7 +184,7 @@ class RewardAgent:
                     "rewards": list(batch._rewards),
                     "completed": list(batch._order),
                 }
-                for batch in self._batches.values()
+                for batch in list(self._batches.values())
                 if batch._error is None
             ],
         }
@@ -190,6 +200,7 @@ class RewardAgent:
         """
         if state.get("version") != 1:
             raise ConfigError(f"this is no state of a RewardAgent that can be restored: version {state.get('version')}")
+        self._check_loop()
         batches = []
         for kept in state["batches"]:
             batch = self._new_batch(list(kept["samples"]), kept["groups"], kept["priority"], kept["tag"])
@@ -216,16 +227,10 @@ class RewardAgent:
                 raise batch._error
 
     def _new_batch(self, samples: list[Any], sizes: Sequence[int], priority: float, tag: Any) -> PendingRewards:
-        if self._loop is None or self._closed:
-            raise RewardLoopError(
-                "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
-            )
-        if asyncio.get_running_loop() is not self._loop:
-            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
         batch = PendingRewards(
             samples,
             sizes,
-            number=self._submitted,
+            number=next(self._numbers),
             priority=priority,
             tag=tag,
             on_cancel=self._cancel,
@@ -234,11 +239,20 @@ class RewardAgent:
         if self._function is not None and self._function.has_log:
             batch._latencies = array("d", bytes(8 * len(samples)))
             batch._times = array("d", bytes(8 * len(samples)))
-        self._submitted += 1
         self._batches[batch.number] = batch
         return batch
 
+    def _check_loop(self) -> None:
+        if self._loop is None or self._closed:
+            raise RewardLoopError(
+                "the agent is closed" if self._closed else "enter the agent first: `async with RewardAgent(...)`"
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise RewardLoopError("this agent belongs to another event loop; BlockingRewardAgent serves all threads")
+
     def _go(self, batch: PendingRewards) -> None:
+        if self._closed:
+            batch._fail(RewardsCancelledError("the agent was closed before this batch was complete"))
         if not batch.done():
             heapq.heappush(self._waiting, (batch.priority, batch.number, batch))
             self._start_soon()
@@ -251,6 +265,7 @@ class RewardAgent:
     def _start(self) -> None:
         assert self._loop is not None
         self._starting = False
+        freed = self._freed
         for _ in range(STARTS_PER_TURN):
             if self.concurrency is not None and self._running >= self.concurrency:
                 return
@@ -261,26 +276,29 @@ class RewardAgent:
             batch = self._waiting[0][2]
             assert sample is not None
             self._running += 1
-            self._own(batch, self._loop.create_task(self._score(batch, sample)), self._freed)
+            self._own(batch, self._loop.create_task(self._score(batch, sample)), freed)
         self._start_soon()
 
-    def _own(self, batch: PendingRewards, task: asyncio.Task[None], ended: Any) -> None:
+    def _own(
+        self, batch: PendingRewards, task: asyncio.Task[None], ended: Callable[[asyncio.Task[None]], None]
+    ) -> None:
         batch._tasks.add(task)
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(ended, batch))
+        self._tasks[task] = batch
+        # In one context for all: a copy for each is one more object that Python's garbage collector looks at.
+        task.add_done_callback(ended, context=self._context)
 
-    def _released(self, batch: PendingRewards, task: asyncio.Task[None]) -> None:
+    def _released(self, task: asyncio.Task[None]) -> None:
+        batch = self._tasks.pop(task)
         batch._tasks.discard(task)
-        self._tasks.discard(task)
         # A task that was cancelled before its first step, by whoever shuts the loop down, has told nobody.
         if task.cancelled():
             batch._fail(RewardsCancelledError("a sample of this batch was cancelled from outside"))
         elif (error := task.exception()) is not None:
             batch._fail(_fault(self.manager, error))
 
-    def _freed(self, batch: PendingRewards, task: asyncio.Task[None]) -> None:
+    def _freed(self, task: asyncio.Task[None]) -> None:
         self._running -= 1
-        self._released(batch, task)
+        self._released(task)
         self._start_soon()
 
     async def _score(self, batch: PendingRewards, sample: int) -> None:
@@ -377,6 +395,7 @@ class RewardAgent:
         self._delivered(batch)
 
     def _delivered(self, batch: PendingRewards) -> None:
+        # Also called in the thread of a blocking caller.
         self._batches.pop(batch.number, None)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Reward
 
 __all__ = ["BlockingPendingRewards", "BlockingRewardAgent"]
@@ -57,14 +57,11 @@ class BlockingRewardAgent:
         tag: Any = None,
     ) -> BlockingPendingRewards:
         """Take a batch, and return at once; see `RewardAgent.submit`."""
-        rows = list(samples)
-        return BlockingPendingRewards(
-            self._call(
-                lambda: self._agent.submit(rows, group_size=group_size, groups=groups, priority=priority, tag=tag)
-            ),
-            self._run,
-            self._call,
-        )
+        loop = self._open_loop()
+        # Here, and not on the loop: the caller need not wait until it is this batch's turn there.
+        batch = self._agent._take_in(samples, group_size, groups, priority, tag)
+        loop.call_soon_threadsafe(self._agent._go, batch)
+        return BlockingPendingRewards(batch, self._run, self._call)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; see `RewardAgent.state`."""
@@ -77,6 +74,13 @@ class BlockingRewardAgent:
             for pending in self._call(lambda: self._agent.restore(state))
         ]
 
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
+        if self._loop.is_closed():
+            raise RewardLoopError("the agent is closed")
+        return self._loop
+
     def _call(self, function: Callable[[], T]) -> T:
         async def call() -> T:
             return function()
@@ -84,14 +88,12 @@ class BlockingRewardAgent:
         return self._run(call(), None)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        if self._loop is None or self._loop.is_closed():
+        try:
+            loop = self._open_loop()
+        except RewardLoopError:
             work.close()
-            raise RewardLoopError(
-                "enter the agent first: `with BlockingRewardAgent(...)`"
-                if self._loop is None
-                else "the agent is closed"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result(timeout)
         except concurrent.futures.CancelledError:
@@ -155,22 +157,31 @@ class BlockingPendingRewards:
 
     def wait(self, groups: int, timeout: float | None = None) -> int:
         """Wait until so many groups are complete, or all; return how many are."""
-        completed: int = self._run(self._pending.wait(groups), timeout)
+        pending = self._pending
+        # What is there is not asked for: the loop may be busy with the start of the next batch.
+        if pending._error is None and pending.completed >= min(groups, pending.group_count):
+            return pending.completed
+        completed: int = self._run(pending.wait(groups), timeout)
         return completed
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups as they complete."""
-        return self._iterate(self._pending.groups())
+        return (mini_batch.groups[0] for mini_batch in self.mini_batches(1))
 
     def mini_batches(self, groups: int) -> Iterator[MiniBatch]:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
-        return self._iterate(self._pending.mini_batches(groups))
+        if groups < 1:
+            raise ConfigError(f"a mini-batch has at least one group, not {groups}")
+        return self._mini_batches(groups)
 
-    def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        end: Any = object()
-
-        async def advance() -> Any:
-            return await anext(items, end)
-
-        while (item := self._run(advance(), None)) is not end:
-            yield item
+    def _mini_batches(self, groups: int) -> Iterator[MiniBatch]:
+        yielded = 0
+        try:
+            while yielded < self.group_count:
+                self.wait(yielded + groups)
+                chosen = self._pending.complete_groups(yielded, yielded + groups)
+                yielded += len(chosen)
+                yield MiniBatch(tuple(chosen))
+        finally:
+            if yielded == self.group_count:
+                self._pending._on_delivered(self._pending)

@@ -162,9 +162,9 @@ class PendingRewards:
         self._check()
         return len(self._order)
 
-    def complete_groups(self, first: int = 0) -> list[Group]:
-        """Return the groups that are complete, from the ``first``-th in order of completion."""
-        return [self._group(index) for index in self._order[first:]]
+    def complete_groups(self, first: int = 0, last: int | None = None) -> list[Group]:
+        """Return the groups that are complete, in order of completion, from the ``first``-th to before the ``last``."""
+        return [self._group(index) for index in self._order[first:last]]
 
     async def groups(self) -> AsyncIterator[Group]:
         """Yield the groups as they complete."""

@@ -9,7 +9,7 @@ from typing import Any
 from reward_loop._text import shorten
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.scoring.limit import current_lease
+from reward_loop.scoring.lease import current_lease
 from reward_loop.watch import current
 
 __all__ = ["Reply", "Usage", "chat_complete", "messages_of"]

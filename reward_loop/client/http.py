@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -15,6 +13,7 @@ import aiohttp
 import orjson
 
 from reward_loop._json import encode
+from reward_loop._retry_after import retry_after_seconds
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.watch import current
 
@@ -80,7 +79,7 @@ async def post(
         raise RequestError(
             f"{what} was answered with status {response.status}: {_start(data)}",
             status=response.status,
-            retry_after=_seconds(response.headers.get("Retry-After")),
+            retry_after=retry_after_seconds(response.headers.get("Retry-After")),
         )
     try:
         return orjson.loads(data)
@@ -146,20 +145,6 @@ def _proxy(url: str) -> str | None:
     if parts.scheme == "http" or proxy_bypass(host):
         return None
     return getproxies().get(parts.scheme)
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """What ``Retry-After`` says, in either of its forms."""
-    if retry_after is None:
-        return None
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
-    except ValueError:
-        return None
 
 
 def _start(data: bytes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
 from reward_loop.config import RewardLoopConfig, parse
@@ -11,7 +11,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.job import failure_bound
+from reward_loop.scoring.jobs import failure_bound
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch
@@ -119,8 +119,9 @@ class RewardLoopManagerBase:
             return data
         if self.tokenizer is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
-        row = last_row(data)
-        ids = _response(data.batch, row.get("response_len"))
+        responses = data.batch["responses"]
+        row = _last_row(data.non_tensor_batch, responses)
+        ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decode(ids)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
@@ -160,18 +161,19 @@ class RewardLoopManagerBase:
                 self.records.write(record(call, result))
         return result
 
-    async def score_one(self, sample: RewardSample) -> RewardResult:
+    def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
         """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
-        return await self._call(sample)
+        return self._call(sample)
 
-    async def score_many(self, samples: list[RewardSample]) -> list[RewardResult]:
+    def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
         """Call a function of lists once for several samples."""
-        return await self._call(samples)
+        return self._call(samples)
 
-    async def _call(self, what: Any) -> Any:
+    def _call(self, what: Any) -> Awaitable[Any]:
+        # No coroutines in between: with thousands of samples in flight each counts.
         if self.function is None:
             raise ConfigError(f"{type(self).__name__} was given no compute_score")
-        return await self.function(
+        return self.function(
             what,
             reward_router_address=self.reward_router_address,
             reward_model_tokenizer=self.reward_model_tokenizer,
@@ -227,22 +229,24 @@ def verl_options(config: Any, path: str) -> Any:
 
 def last_row(data: Any) -> dict[str, Any]:
     """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
-    columns: Mapping[str, Any] = data.non_tensor_batch
-    if data.batch["responses"].ndim == 1:
+    return _last_row(data.non_tensor_batch, data.batch["responses"])
+
+
+def _last_row(columns: Mapping[str, Any], responses: Any) -> dict[str, Any]:
+    if responses.ndim == 1:
         return dict(columns)
     return {name: column[-1] for name, column in columns.items()}
 
 
-def _response(batch: Any, length: int | None) -> Any:
+def _response(responses: Any, batch: Any, length: int | None) -> Any:
     """Return the token ids of the last row's response.
 
     Args:
-        batch: ``responses`` of shape (rows, response width) and ``attention_mask`` of shape (rows, total width), or the
-            same without rows.
+        responses: of shape (rows, response width), or of one row without rows.
+        batch: ``attention_mask`` of shape (rows, total width), or likewise.
         length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
             different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
     """
-    responses = batch["responses"]
     if responses.ndim == 2:
         responses = responses[-1]
     width = responses.shape[-1]
@@ -250,7 +254,7 @@ def _response(batch: Any, length: int | None) -> Any:
         mask = batch["attention_mask"]
         mask = mask[-1] if mask.ndim == 2 else mask
         length = int(mask[-width:].sum()) if width else 0
-    return responses[: int(length)]
+    return responses if length == width else responses[: int(length)]
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:

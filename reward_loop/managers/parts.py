@@ -20,6 +20,8 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
 
     How many turns a response has is known to the trainer alone, which checks the others.
     """
+    if PART_KEYS.isdisjoint(result.extra_info):
+        return result
     for name in PART_KEYS & result.extra_info.keys():
         parts = result.extra_info[name]
         if not _are_numbers(parts):

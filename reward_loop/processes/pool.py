@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -89,8 +90,20 @@ class WorkerProcesses:
         self._end: weakref.finalize[Any, Any] | None = None
         _pools.add(self)
 
-    async def run(self, call: Call, timeout: float | None = None) -> Ended:
+    async def run(
+        self,
+        call: Call,
+        timeout: float | None = None,
+        waited: Callable[[float], float] = lambda now: 0.0,
+        context: Any = None,
+    ) -> Ended:
         """Call the function in a process as soon as a slot is free.
+
+        Args:
+            call: what to call, by keyword only.
+            timeout: seconds from the start of the function to its deadline.
+            waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
+            context: what `worker.context` is during the call.
 
         Raises:
             TimeoutError: ``timeout`` seconds passed since the function started; it says where the function was.
@@ -99,7 +112,7 @@ class WorkerProcesses:
         assert call.function is self._function
         assert not call.args
         try:
-            arguments = _framed(_dumps(call.kwargs))
+            arguments = _framed(_dumps((context, call.kwargs)))
         except Exception as error:
             return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
         async with self._slots_here():
@@ -107,7 +120,7 @@ class WorkerProcesses:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(arguments, timeout)
+                    return await worker.call(arguments, timeout, waited)
                 except _DiedIdleError:
                     continue
                 finally:
@@ -225,27 +238,30 @@ class _Worker:
         self.usable = False
         """Whether it waits for a call."""
 
-    async def call(self, arguments: bytes, timeout: float | None) -> Ended:
+    async def call(self, arguments: bytes, timeout: float | None, waited: Callable[[float], float]) -> Ended:
         """One call, from its arguments to its end."""
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
-            await asyncio.get_running_loop().sock_sendall(self._channel, setup + arguments)
+            await loop.sock_sendall(self._channel, setup + arguments)
+        answer = _Answer(loop, timeout, waited)
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                kind, content = await self._next()
+            # By hand: with `sock_recv` and `asyncio.timeout`, a worker waits twice as long for its next call.
+            loop.add_reader(self._channel, self._read, answer)
+            try:
+                kind, content = await answer.ended
+            finally:
+                answer.timer.cancel()
+                loop.remove_reader(self._channel)
         except TimeoutError:
             at = await self._give_up()
-            raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
-        if kind == DIED and was_idle:
-            raise _DiedIdleError
-        if kind == STARTED:
-            try:
-                async with asyncio.timeout(timeout):
-                    kind, content = await self._next()
-            except TimeoutError:
-                raise TimeoutError(await self._give_up()) from None
+            if answer.started is None:
+                raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
+            raise TimeoutError(at) from None
         if kind == DIED:
+            if was_idle and answer.started is None:
+                raise _DiedIdleError
             raise RewardCrashedError(_death(content))
         self.usable = kind == ENDED
         return unpack(content)
@@ -268,6 +284,20 @@ class _Worker:
                     if kind == DIED:
                         return _at(pickle.loads(content)) if content else ""
         return ""
+
+    def _read(self, answer: _Answer) -> None:
+        """Take in what has come."""
+        try:
+            received = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            received = b""
+        self._received += received
+        while not answer.ended.done() and (frame := self._frame()) is not None:
+            answer.heard(*frame)
+        if not received:
+            answer.heard(DIED, b"")
 
     async def _next(self) -> tuple[bytes, bytes]:
         """The next frame. The end of the stream counts as the report of a death, without content."""
@@ -294,7 +324,50 @@ class _Worker:
         return kind, content
 
 
-def _dumps(arguments: Mapping[str, Any]) -> bytes:
+class _Answer:
+    """What a worker says about a call: that it has started, and how it has ended. Silence for too long is an end."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout: float | None, waited: Callable[[float], float]
+    ) -> None:
+        self.ended: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
+        """The last frame, or a `TimeoutError`."""
+        self.started: float | None = None
+        self.timer = loop.call_later(_START_SECONDS, self._expire)
+        self._timeout = timeout
+        self._waited = waited
+
+    def heard(self, kind: bytes, content: bytes) -> None:
+        """A frame has come."""
+        if self.ended.done():
+            return
+        if kind != STARTED:
+            self.ended.set_result((kind, content))
+            return
+        self.timer.cancel()
+        self.started = time.monotonic()
+        if self._timeout is not None:
+            self._look_in(self._timeout)
+
+    def _look_in(self, seconds: float) -> None:
+        self.timer = self.ended.get_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        assert self.started is not None
+        assert self._timeout is not None
+        now = time.monotonic()
+        left = self.started + self._timeout + self._waited(now) - now
+        if left > 0:
+            self._look_in(left)
+        else:
+            self._expire()
+
+    def _expire(self) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(TimeoutError())
+
+
+def _dumps(arguments: Any) -> bytes:
     """Pickle by reference where that is enough. A worker knows nothing of this process's ``__main__``."""
     with contextlib.suppress(Exception):
         if b"__main__" not in (content := pickle.dumps(arguments)):

@@ -51,6 +51,9 @@ processes = 1
 is_worker = False
 """Whether this process is one that a reward function was sent to."""
 
+context: Any = None
+"""What the caller sent along with the call that is at work, beside its arguments."""
+
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
 """A worker that has grown by so much is replaced after its call, or by half of ``max_memory_mb`` if that is less."""
@@ -155,7 +158,8 @@ def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
 
 def _call(function: Callable[..., Any], arguments: bytes) -> Ended:
     try:
-        kwargs = pickle.loads(arguments)
+        global context
+        context, kwargs = pickle.loads(arguments)
     except Exception as error:
         return Ended(None, None, 0.0, f"cannot be given its arguments in a process: {type(error).__name__}: {error}")
     return Call(function, (), kwargs)()

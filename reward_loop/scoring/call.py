@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,9 +25,11 @@ from reward_loop.processes.ended import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.job import DEFAULT, Job, job_of
-from reward_loop.scoring.limit import CallLimits, current_limits
+from reward_loop.scoring.job import DEFAULT, Job
+from reward_loop.scoring.jobs import job_of
+from reward_loop.scoring.lease import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
@@ -112,6 +113,11 @@ class ScoringFunction:
         return self._target.is_async
 
     @property
+    def in_processes(self) -> bool:
+        """Whether it runs in processes of its own."""
+        return isinstance(self._executor, WorkerProcesses)
+
+    @property
     def requires(self) -> frozenset[str]:
         """The fields of a sample that its signature names without a default."""
         return self._target.requires
@@ -163,15 +169,18 @@ class ScoringFunction:
             return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
         arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
         share = "validate" if sample.validate else "train"
-        if self._cache is None:
-            return self._result(sample, await self._call(arguments, share))
-        key = self._cache.key(arguments)
-        known = await self._cache.get(key)
+        if self._cache is not None:
+            return await self._cached(self._cache, sample, arguments, share)
+        return self._result(sample, await self._call(arguments, share))
+
+    async def _cached(self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], share: str) -> RewardResult:
+        key = cache.key(arguments)
+        known = await cache.get(key)
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
-        result = self._result(sample, await self._cache.once(key, lambda: self._call(arguments, share)))
+        result = self._result(sample, await cache.once(key, lambda: self._call(arguments, share)))
         if result.score is not None:
-            await self._cache.put(key, result.score, result.extra_info)
+            await cache.put(key, result.score, result.extra_info)
         return result
 
     def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
@@ -232,7 +241,7 @@ class ScoringFunction:
         try:
             ended = await self._threads.run(Call(self._target.log, (), named), self.timeout)
             if ended.exception is None and inspect.isawaitable(ended.value):
-                ended = await self._within(_await(lambda: ended.value), self.timeout)
+                ended = await self._on_loop(ended.value, self.timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
         if ended.exception is not None:
@@ -264,17 +273,22 @@ class ScoringFunction:
         started = time.monotonic()
         ended = await self._attempt(job, arguments, share)
         if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
-            tries = [ended]
+            # Elsewhere: what the further attempts need would be kept for every call that is in flight.
+            ended = await self._call_again(job, arguments, share, started, ended)
+        return ended
 
-            async def attempt() -> Ended:
-                tries.append(await self._attempt(job, arguments, share))
-                return tries[-1]
+    async def _call_again(self, job: Job, arguments: dict[str, Any], share: str, started: float, first: Ended) -> Ended:
+        tries = [first]
 
-            elapsed = time.monotonic() - started
-            ended = await self._retry.again(ended, attempt, lambda one: one.exception, elapsed)
-            ended.attempts = sum(one.attempts for one in tries)
-            ended.seconds = sum(one.seconds for one in tries)
-            ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
+        async def attempt() -> Ended:
+            tries.append(await self._attempt(job, arguments, share))
+            return tries[-1]
+
+        elapsed = time.monotonic() - started
+        ended = await self._retry.again(first, attempt, lambda one: one.exception, elapsed)
+        ended.attempts = sum(one.attempts for one in tries)
+        ended.seconds = sum(one.seconds for one in tries)
+        ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
         return ended
 
     def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Coroutine[Any, Any, Ended]:
@@ -311,16 +325,14 @@ class ScoringFunction:
         token = current_limits.set(limits)
         try:
             if self._target.is_async:
-                ended = await self._within(_await(lambda: self._target.call(**arguments)), self.timeout, limits)
-            elif self._executor is self._threads:
-                ended = await self._threads.run(Call(self._target.call, (), arguments), self.timeout, limits.waited)
+                # As `_on_loop`, without its coroutine: with thousands of calls in flight each counts.
+                call = self._start(self._target.call, arguments, self.timeout, limits.waited)
+                try:
+                    ended = await call.future
+                finally:
+                    self._leave(call, self.timeout)
             else:
-                ended = await self._executor.run(Call(self._target.call, (), arguments), self.timeout)
-            if not self._target.is_async and ended.exception is None and inspect.isawaitable(ended.value):
-                value, seconds = ended.value, ended.seconds
-                left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-                ended = await self._within(_await(lambda: value), left, limits)
-                ended.seconds += seconds
+                ended = await self._run_sync(arguments, limits)
         except TimeoutError as error:
             assert self.timeout is not None
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
@@ -337,54 +349,85 @@ class ScoringFunction:
             ended.seconds = max(0.0, ended.seconds - waited)
         return ended
 
-    async def _within(
-        self, call: Coroutine[Any, Any, Ended], timeout: float | None, limits: CallLimits | None = None
+    async def _run_sync(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
+        call = Call(self._target.call, (), arguments)
+        if isinstance(self._executor, DaemonThreads):
+            ended = await self._executor.run(call, self.timeout, limits.waited)
+        else:
+            async with within_reach(limits) as reach:
+                ended = await self._executor.run(call, self.timeout, limits.waited, reach)
+        if ended.exception is None and inspect.isawaitable(ended.value):
+            seconds = ended.seconds
+            left = None if self.timeout is None else max(0.0, self.timeout - seconds)
+            ended = await self._on_loop(ended.value, left, limits.waited)
+            ended.seconds += seconds
+        return ended
+
+    async def _on_loop(
+        self, value: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
     ) -> Ended:
+        call = self._start(lambda: value, {}, timeout, waited)
+        try:
+            return await call.future
+        finally:
+            self._leave(call, timeout)
+
+    def _start(
+        self,
+        function: Callable[..., Awaitable[Any]],
+        arguments: dict[str, Any],
+        timeout: float | None,
+        waited: Callable[[float], float],
+    ) -> _OnLoop:
+        """Start an async call. Its future gets how it ended, or a `TimeoutError` at its deadline."""
         # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
         # at its deadline, and the sample still ends.
         # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
         loop = asyncio.get_running_loop()
-        task = loop.create_task(call)
-        waiter = loop.create_future()
-        task.add_done_callback(functools.partial(_wake, waiter))
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
-        deadlines = self._deadlines[1]
-        watched = Watched(waiter, no_wait if limits is None else limits.waited, time.monotonic())
+        call = _OnLoop(loop.create_future(), waited, time.monotonic())
+        call.deadlines = self._deadlines[1]
+        call.task = loop.create_task(_await(function, arguments, call.future))
         if timeout is not None:
-            deadlines.watch(watched, timeout)
-        try:
-            await waiter
-        finally:
-            if timeout is not None:
-                deadlines.forget(watched, timeout)
-            if not task.done():
-                self._abandoned.add(task)
-                task.add_done_callback(self._abandoned.discard)
-                task.cancel()
-        return task.result()
+            call.deadlines.watch(call, timeout)
+        return call
+
+    def _leave(self, call: _OnLoop, timeout: float | None) -> None:
+        """Nobody waits for an async call any more: if it has not ended, it is cancelled."""
+        if timeout is not None:
+            call.deadlines.forget(call, timeout)
+        if not call.task.done():
+            self._abandoned.add(call.task)
+            call.task.add_done_callback(self._abandoned.discard)
+            call.task.cancel()
 
 
-def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+class _OnLoop(Watched):
+    __slots__ = ("deadlines", "task")
+    deadlines: Deadlines
+    task: asyncio.Task[None]
 
 
-async def _await(start: Callable[[], Any]) -> Ended:
+async def _await(
+    function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], ended: asyncio.Future[Any]
+) -> None:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
     try:
-        value = await start()
+        value = await function(**arguments)
     except (Exception, SystemExit) as error:
         exception = error
-    except asyncio.CancelledError as error:
+    except BaseException as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+            ended.cancel()
             raise
         exception = error
-    return Ended(value, exception, time.perf_counter() - started)
+    if not ended.done():
+        ended.set_result(Ended(value, exception, time.perf_counter() - started))
 
 
 def _not_called(reason: ScoringError) -> Ended:
@@ -425,6 +468,8 @@ def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     """Copy containers and numpy arrays; share other objects, which `copy.deepcopy` would be slow with, or refuse."""
     kind = type(value)
+    if kind is str or kind is int or kind is float or value is None:
+        return value
     if kind is dict:
         return {key: _copy(item) for key, item in value.items()}
     if kind is list or kind is tuple:

@@ -1,21 +1,10 @@
-"""What all calls of a job share: limits, budget, and the count of failures."""
+"""What all calls of a job share, as they see it: its limits, its budget, and the count of its failures."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from reward_loop._text import did_you_mean, listing
-from reward_loop.config import LimitConfig, RewardLoopConfig, parse
-from reward_loop.errors import LimitError, TooManyFailuresError
-from reward_loop.scoring.failures import FailureBound
-from reward_loop.scoring.limiter import PERIOD_S, Limiter, Ticket
-from reward_loop.types import Outcome, RewardResult
-
-__all__ = ["DEFAULT", "Job", "JobState", "Place", "SharedFailureBound", "failure_bound", "job_of"]
+__all__ = ["DEFAULT", "Job", "Place"]
 
 DEFAULT = "default"
 """The limit that holds for every call of the function."""
@@ -34,6 +23,8 @@ class Place(Protocol):
 class Job(Protocol):
     """What a reward function's calls ask before they are made, and report to afterwards."""
 
+    name: str
+    """Of the job, for people."""
     limited: frozenset[str]
     """The names of the limits there are."""
     spent: str | None
@@ -50,8 +41,8 @@ class Job(Protocol):
     def spend(self, cost: float, tokens: float) -> None:
         """Count what a call used."""
 
-    def count(self, failed: bool, error: str | None) -> None:
-        """Count one sample.
+    def count(self, failed: bool, error: str | None, of: str = "") -> None:
+        """Count one sample, or what ``of`` names in it.
 
         Raises:
             TooManyFailuresError: too large a share of the latest samples failed.
@@ -60,221 +51,3 @@ class Job(Protocol):
 
     async def why_stopped(self) -> str | None:
         """Say why the run must stop, if it must."""
-
-
-class JobState:
-    """Limits, budget and failures of a job: their one owner, used by one event loop. A `Job` for one process.
-
-    Args:
-        options: the limits, the budget and the bound on failures.
-        period: seconds over which requests and tokens are counted; a minute, but for tests.
-    """
-
-    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
-        self._options = options
-        self._period = period
-        self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.limited = frozenset(self._limiters)
-        self._failures = FailureBound(
-            options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
-        )
-        self.cost = 0.0
-        self.tokens = 0.0
-        self.spent: str | None = None
-        self.stopped: str | None = None
-        """Why the run must stop, if it must."""
-
-    async def enter(self, name: str, tokens: float, share: str) -> Place:
-        """Wait for a place within a limit."""
-        place = _Here(self, name)
-        self.queue(name, tokens, share, place.admitted, place.take)
-        await place.wait(self._limiters[name].config.max_wait)
-        return place
-
-    def queue(
-        self, name: str, tokens: float, share: str, admit: Callable[[], None], take: Callable[[Ticket], None]
-    ) -> None:
-        """Queue a call. ``take`` is given its ticket, and ``admit`` is called when it may begin, perhaps at once.
-
-        Raises:
-            LimitError: there is no such limit, or it never lets this call through.
-        """
-        limiter = self._limiters.get(name)
-        if limiter is None:
-            raise LimitError(
-                f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
-                f"reward_loop.limits: {listing(self._limiters) or 'none'}"
-            )
-        ticket = Ticket(tokens or limiter.config.estimated_tokens_per_request, share, admit)
-        take(ticket)
-        limiter.enter(time.monotonic(), ticket)
-        self._advance(name)
-
-    def correct(self, name: str, ticket: Ticket, tokens: float) -> None:
-        """Correct the tokens of a call."""
-        self._limiters[name].used(time.monotonic(), ticket, tokens)
-        self._advance(name)
-
-    def leave(self, name: str, ticket: Ticket, refused: bool, retry_after: float | None) -> None:
-        """A call has ended, or will not be made."""
-        self._limiters[name].leave(time.monotonic(), ticket, refused=refused, retry_after=retry_after)
-        self._advance(name)
-
-    def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change some options of a limit, or add one, while the job runs.
-
-        Raises:
-            ConfigError: an option is wrong.
-        """
-        limiter = self._limiters.get(name)
-        known = limiter.config.model_dump() if limiter else {}
-        config = parse(LimitConfig, {**known, **changes}, f"limits.{name}")
-        if limiter is None:
-            self._limiters[name] = Limiter(name, config, self._period)
-            self.limited = frozenset(self._limiters)
-        else:
-            limiter.configure(config)
-            self._advance(name)
-
-    def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used."""
-        self.cost += cost
-        self.tokens += tokens
-        budget = self._options.budget
-        for what, used, cap in (("cost", self.cost, budget.max_cost), ("tokens", self.tokens, budget.max_tokens)):
-            if cap is not None and used >= cap and self.spent is None:
-                self.spent = f"the run's budget is used up: {used:g} of reward_loop.budget.max_{what}={cap:g}"
-
-    def count(self, failed: bool, error: str | None) -> None:
-        """Count one sample."""
-        try:
-            self._failures.add(failed, error)
-        except TooManyFailuresError as stop:
-            self.stopped = str(stop)
-            raise
-
-    async def why_stopped(self) -> str | None:
-        """Say why the run must stop, if it must."""
-        return self.stopped
-
-    def status(self) -> dict[str, Any]:
-        """What there is in flight, waiting and used."""
-        limits = {
-            name: {
-                **limiter.config.model_dump(),
-                "in_flight": limiter.in_flight,
-                "waiting": limiter.waiting,
-                "max_in_flight": None if limiter.max_in_flight == float("inf") else limiter.max_in_flight,
-            }
-            for name, limiter in self._limiters.items()
-        }
-        return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
-
-    def _advance(self, name: str) -> None:
-        limiter = self._limiters[name]
-        if not limiter.has_queue:
-            return
-        at = limiter.advance(time.monotonic())
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-        if at is not None:
-            # A little late rather than early: an early look would find no room, and come back at once.
-            delay = max(0.0, at - time.monotonic()) + 0.001
-            self._timers[name] = asyncio.get_running_loop().call_later(delay, self._advance, name)
-
-
-class _Here:
-    """A place of a call in this process."""
-
-    __slots__ = ("_job", "_name", "_ticket", "_turn")
-
-    def __init__(self, job: JobState, name: str) -> None:
-        self._job = job
-        self._name = name
-        self._ticket: Ticket | None = None
-        self._turn: asyncio.Future[None] | None = None
-
-    def take(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def admitted(self) -> None:
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
-
-    async def wait(self, max_wait: float | None) -> None:
-        assert self._ticket is not None
-        if self._ticket.state == "in flight":
-            return
-        loop = asyncio.get_running_loop()
-        turn = self._turn = loop.create_future()
-        # By hand: `asyncio.timeout` costs several times as much, with thousands that wait.
-        timer = None if max_wait is None else loop.call_later(max_wait, _give_up, turn, self._name, max_wait)
-        try:
-            await turn
-        except BaseException:
-            self.leave()
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def used(self, tokens: float) -> None:
-        assert self._ticket is not None
-        self._job.correct(self._name, self._ticket, tokens)
-
-    def leave(self, refused: bool = False, retry_after: float | None = None) -> None:
-        assert self._ticket is not None
-        self._job.leave(self._name, self._ticket, refused, retry_after)
-
-
-def _give_up(turn: asyncio.Future[None], name: str, max_wait: float) -> None:
-    if not turn.done():
-        turn.set_exception(LimitError(f"limit {name!r}: no place within max_wait={max_wait:g} s"))
-
-
-_jobs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Job]] = weakref.WeakKeyDictionary()
-
-
-def job_of(options: RewardLoopConfig) -> Job:
-    """Return the job of these options in the running loop: the same one for all that have the same options.
-
-    With ``options.job``, it is a connection to the service that keeps it for all processes.
-    """
-    jobs = _jobs.setdefault(asyncio.get_running_loop(), {})
-    shared = {"limits", "budget", "max_failed_share", "min_samples_for_failed_share", "failed_share_window"}
-    key = options.job or options.model_dump_json(include=shared)
-    job = jobs.get(key)
-    if job is None:
-        if options.job:
-            from reward_loop.scoring.service import RemoteJob
-
-            job = RemoteJob(options.job, options)
-        else:
-            job = JobState(options)
-        jobs[key] = job
-    return job
-
-
-class SharedFailureBound:
-    """The bound on failures over all workers of a job; counts as `FailureBound` does."""
-
-    def __init__(self, options: RewardLoopConfig) -> None:
-        self._options = options
-
-    def count(self, result: RewardResult) -> None:
-        """Count one sample.
-
-        Raises:
-            TooManyFailuresError: too large a share of the latest samples of the job failed.
-            JobServiceError: the job's service cannot be reached.
-        """
-        job_of(self._options).count(result.outcome is Outcome.FAILED, result.error)
-
-
-def failure_bound(options: RewardLoopConfig) -> FailureBound | SharedFailureBound:
-    """Return what counts failed samples: those of the whole job where it has a service, else a manager's own."""
-    if options.job:
-        return SharedFailureBound(options)
-    return FailureBound(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window)

@@ -3,141 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import time
 from types import TracebackType
-from typing import Any
 
-from reward_loop._text import did_you_mean, listing
-from reward_loop.errors import LimitError
 from reward_loop.processes import worker
-from reward_loop.scoring.job import DEFAULT, Job, Place
-from reward_loop.scoring.transient import is_refusal, retry_after
+from reward_loop.scoring import far
+from reward_loop.scoring.lease import Lease, current_lease, current_limits, enter
 
-__all__ = ["CallLimits", "Lease", "current_lease", "current_limits", "limit"]
-
-
-class CallLimits:
-    """One call of a reward function, as far as the limits inside it are concerned.
-
-    Args:
-        job: what all calls share.
-        share: ``train`` or ``validate``.
-        loop: where places are asked for.
-    """
-
-    __slots__ = ("_depth", "_since", "_total", "job", "leases", "loop", "share")
-
-    def __init__(self, job: Job, share: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.job = job
-        self.share = share
-        self.loop = loop
-        self.leases: set[Lease] = set()
-        self._depth = 0
-        self._since = 0.0
-        self._total = 0.0
-
-    def waited(self, now: float) -> float:
-        """How many seconds, up to `time.monotonic` ``now``, at least one part of the call waited for a limit."""
-        return self._total + (now - self._since if self._depth else 0.0)
-
-    def begin_wait(self) -> None:
-        """A part of the call waits from now on."""
-        if not self._depth:
-            self._since = time.monotonic()
-        self._depth += 1
-
-    def end_wait(self) -> None:
-        """It does not wait any more."""
-        self._depth -= 1
-        if not self._depth:
-            self._total += time.monotonic() - self._since
-
-    def release(self) -> None:
-        """Give back what a call holds that is given up: it may never come to do so itself."""
-        for lease in list(self.leases):
-            lease.end(None)
-
-
-current_limits: contextvars.ContextVar[CallLimits | None] = contextvars.ContextVar("reward_call_limits", default=None)
-"""The call of a reward function that the running code is part of."""
-
-
-class Lease:
-    """A place within a limit. Outside of a reward function's call it is one without a limit."""
-
-    def __init__(self, call: CallLimits | None, place: Place | None) -> None:
-        self._call = call
-        self._place = place
-        self._counted = (0.0, 0.0)
-        self._refused: tuple[bool, float | None] = (False, None)
-
-    def used(self, tokens: float | None = None, cost: float | None = None) -> None:
-        """Say what the call used: it takes the place of the estimate, and counts towards the run's budget.
-
-        Args:
-            tokens: all tokens of the call, as the service counts them; a later value replaces an earlier one.
-            cost: its costs, in the unit of ``reward_loop.budget.max_cost``; likewise.
-        """
-        self._on_loop(self._used, tokens, cost)
-
-    def add(self, tokens: float) -> None:
-        """Say that one more request took so many tokens; `reward_loop.client` does so by itself."""
-        self._on_loop(self._add, tokens)
-
-    def refused(self, retry_after: float | None = None) -> None:
-        """Say that the service answered 429, where the function does not raise that.
-
-        Args:
-            retry_after: the seconds that the service asked to wait.
-        """
-        self._refused = (True, retry_after)
-
-    def end(self, error: BaseException | None) -> None:
-        """Leave the place."""
-        call, place = self._call, self._place
-        if call is None or self not in call.leases:
-            return
-        call.leases.discard(self)
-        if place is not None:
-            refused, seconds = self._refused
-            if error is not None and is_refusal(error):
-                refused, seconds = True, retry_after(error)
-            self._on_loop(place.leave, refused, seconds)
-
-    def _used(self, tokens: float | None, cost: float | None) -> None:
-        if self._call is None:
-            return
-        if tokens is not None and self._place is not None and self in self._call.leases:
-            self._place.used(tokens)
-        before = self._counted
-        self._counted = (before[0] if tokens is None else tokens, before[1] if cost is None else cost)
-        self._call.job.spend(self._counted[1] - before[1], self._counted[0] - before[0])
-
-    def _add(self, tokens: float) -> None:
-        self._used(self._counted[0] + tokens, None)
-
-    def _on_loop(self, function: Any, *arguments: Any) -> None:
-        if self._call is None:
-            return
-        loop = self._call.loop
-        if loop is asyncio._get_running_loop():
-            function(*arguments)
-        elif not loop.is_closed():
-            loop.call_soon_threadsafe(function, *arguments)
-
-
-current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
-"""The innermost place that the running code holds."""
-
-
-def _current() -> CallLimits | None:
-    if worker.is_worker:
-        raise LimitError(
-            "reward_loop.limit does not reach out of a process of its own: run the function in threads, or let the "
-            "limit `default` hold for all of it"
-        )
-    return current_limits.get()
+__all__ = ["limit"]
 
 
 class limit:
@@ -164,7 +36,10 @@ class limit:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:
-        return self._hold(await self._enter(_current()))
+        if worker.is_worker:
+            return self._hold(await far.enter_async(self._name, self._tokens))
+        call = current_limits.get()
+        return self._hold(Lease(None, None) if call is None else await enter(call, self._name, self._tokens))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -172,30 +47,20 @@ class limit:
         self._leave(error)
 
     def __enter__(self) -> Lease:
-        call = _current()
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
+        if worker.is_worker:
+            return self._hold(far.enter(self._name, self._tokens))
+        call = current_limits.get()
         if call is None:
             return self._hold(Lease(None, None))
-        return self._hold(asyncio.run_coroutine_threadsafe(self._enter(call), call.loop).result())
+        entering = enter(call, self._name, self._tokens)
+        return self._hold(asyncio.run_coroutine_threadsafe(entering, call.loop).result())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(error)
-
-    async def _enter(self, call: CallLimits | None) -> Lease:
-        place = None
-        if call is not None and self._is_limited(call.job):
-            call.begin_wait()
-            try:
-                place = await call.job.enter(self._name, self._tokens, call.share)
-            finally:
-                call.end_wait()
-        lease = Lease(call, place)
-        if call is not None:
-            call.leases.add(lease)
-        return lease
 
     def _hold(self, lease: Lease) -> Lease:
         self._lease, self._token = lease, current_lease.set(lease)
@@ -205,16 +70,3 @@ class limit:
         assert self._lease is not None
         current_lease.reset(self._token)
         self._lease.end(error)
-
-    def _is_limited(self, job: Job) -> bool:
-        if self._name == DEFAULT:
-            raise LimitError("the limit 'default' holds for the whole function: inside it, name another one")
-        if self._name in job.limited:
-            return True
-        others = job.limited - {DEFAULT}
-        if others:
-            raise LimitError(
-                f"there is no limit {self._name!r}{did_you_mean(self._name, others) or '.'} Configured in "
-                f"reward_loop.limits: {listing(others)}"
-            )
-        return False

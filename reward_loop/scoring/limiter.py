@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import LimitError
@@ -87,6 +88,19 @@ class Limiter:
         if self._adaptive is not None:
             return self._adaptive.calls
         return math.inf if self.config.max_concurrent is None else self.config.max_concurrent
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The limits, and how far they are used."""
+        assert self._requests is not None
+        assert self._tokens is not None
+        return {
+            **self.config.model_dump(),
+            "in_flight": self.in_flight,
+            "waiting": self.waiting,
+            "max_in_flight": None if self.max_in_flight == math.inf else self.max_in_flight,
+            "requests_last_minute": self._requests.used(now),
+            "tokens_last_minute": self._tokens.used(now),
+        }
 
     def enter(self, now: float, ticket: Ticket) -> None:
         """Admit a call, or queue it until `advance` does.

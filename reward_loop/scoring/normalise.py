@@ -28,6 +28,8 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
     """
     if returned is None:
         return None, {}
+    if type(returned) is float and math.isfinite(returned):  # most are: what follows asks abstract classes
+        return returned, {"acc": returned}
     if isinstance(returned, Mapping):
         return _from_mapping(returned)
     if isinstance(returned, tuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from reward_loop._retry_after import retry_after_seconds
 
 __all__ = ["is_refusal", "is_transient", "retry_after"]
 
@@ -112,16 +112,9 @@ def _is_one_of(error: BaseException, names: Mapping[str, set[str]]) -> bool:
 
 
 def _seconds(headers: Any) -> float | None:
-    for name, unit in (("Retry-After-Ms", 1000.0), ("Retry-After", 1.0)):
+    def header(name: str) -> str | None:
         value = headers.get(name) or headers.get(name.lower())
-        if value is None:
-            continue
-        try:
-            return max(0.0, float(value) / unit)
-        except (TypeError, ValueError):
-            pass
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(str(value)).timestamp() - time.time())
-        except ValueError:
-            return None
-    return None
+        return None if value is None else str(value)
+
+    milliseconds = retry_after_seconds(header("Retry-After-Ms"))  # as OpenAI says it
+    return retry_after_seconds(header("Retry-After")) if milliseconds is None else milliseconds / 1000

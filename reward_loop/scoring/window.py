@@ -55,6 +55,11 @@ class SlidingWindow:
                 return charge.time + self._lifetime
         return now
 
+    def used(self, now: float) -> float:
+        """How much there is in the window that ends now."""
+        self._forget(now)
+        return self.total
+
     def add(self, now: float, amount: float) -> Charge:
         """Count ``amount`` at ``now``."""
         charge = Charge(now, amount)

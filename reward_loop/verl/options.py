@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,18 @@ from reward_loop.router.servers.models import ENGINES
 __all__ = [
     "CONFIG_DIR",
     "PIPELINE_MODE",
+    "REWARD_QUEUE",
     "PipelineOptions",
+    "RewardQueueOptions",
+    "has_reward_queue",
     "pipeline_options",
+    "queue_shares",
     "reward_loop_options",
     "reward_model_options",
+    "reward_queue_options",
     "scores_by_model",
     "settle",
+    "stall_timeout",
     "verl_config_dir",
     "without_reward",
 ]
@@ -41,6 +48,9 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 PIPELINE_MODE = "reward_pipeline"
 """The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
+
+REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
+"""The options of the queue between generation and judging."""
 
 _MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -182,6 +192,85 @@ class PipelineOptions(Config):
 def pipeline_options(config: DictConfig) -> PipelineOptions:
     """The ``trainer.v1.reward_pipeline`` group."""
     return parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
+
+
+class RewardQueueOptions(Config):
+    """``trainer.v1.separate_async.reward_queue``."""
+
+    enabled: bool = True
+    """Whether there is a queue between generation and judging in the mode `separate_async`."""
+
+    capacity: int | None = Field(default=None, ge=1)
+    """How many rollouts may be generated or wait for a judge, all together: a prompt's rollouts are not begun before
+    there is room for them. By default as many as verl has under way: a training step's, and `num_warmup_batches`."""
+
+    in_flight: int | None = Field(default=None, ge=1)
+    """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
+    training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
+    rollout got its reward; `None` waits for ever."""
+
+
+def reward_queue_options(config: DictConfig) -> RewardQueueOptions:
+    """The ``trainer.v1.separate_async.reward_queue`` group."""
+    return parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+
+
+def has_reward_queue(config: DictConfig) -> bool:
+    """Whether rollouts go through the queue to their judges."""
+    mode = config.trainer.v1.trainer_mode
+    return mode == "separate_async" and config.reward_model.use_reward_loop and reward_queue_options(config).enabled
+
+
+def stall_timeout(config: DictConfig) -> tuple[float | None, str]:
+    """Seconds without news that verl's replay buffer waits for, and the name of the option."""
+    if config.trainer.v1.trainer_mode == PIPELINE_MODE:
+        return pipeline_options(config).stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
+    timeout = reward_queue_options(config).stall_timeout_s if has_reward_queue(config) else None
+    return timeout, f"{REWARD_QUEUE}.stall_timeout_s"
+
+
+def queue_shares(config: DictConfig) -> tuple[int, int]:
+    """Each agent loop worker's share of the queue: how many rollouts it may hold, and have judged at a time."""
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
+    of_a_step = math.ceil(batch_size / workers) * rollout.n
+    of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
+    return (
+        of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
+        of_a_step if options.in_flight is None else options.in_flight // workers,
+    )
+
+
+def _check_reward_queue(config: DictConfig) -> None:
+    """Refuses a queue that could not work.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts another; the message names it and what to set instead.
+    """
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers = rollout.agent.num_workers
+    if not has_reward_queue(config):
+        return
+    if options.capacity is not None and options.capacity < workers * rollout.n:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.capacity={options.capacity}: at least {workers * rollout.n}, a prompt's rollouts "
+            f"(actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers that share it "
+            "(actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    if options.in_flight is not None and options.in_flight < workers:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={options.in_flight}: at least {workers}, one for each of the agent loop workers "
+            "that share it (actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    manager = rollout.agent.get("agent_loop_manager_class")
+    if manager is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} stands where the reward queue would "
+            f"be: leave it out, or set {REWARD_QUEUE}.enabled=False"
+        )
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
@@ -473,6 +562,8 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
     if config.trainer.v1.trainer_mode == PIPELINE_MODE:
         _check_pipeline(config)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        _check_reward_queue(config)
     served = reward_model_options(config)
     if served is not None and served.placement == "colocated":
         _check_colocated(config, served)

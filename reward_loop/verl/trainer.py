@@ -23,7 +23,8 @@ from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.options import without_reward
+from reward_loop.verl.options import stall_timeout, without_reward
+from reward_loop.verl.patience import Patience
 from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
@@ -100,6 +101,8 @@ class RewardLoopTrainer(PPOTrainer):
         switch_estimator(config)
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
+        # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
+        Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
 
     def _setup(self) -> None:
         if self._colocated is None:
@@ -144,6 +147,9 @@ class RewardLoopTrainer(PPOTrainer):
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self.reward_workers.raise_fatal_error()
+
+    def _look_at_workers(self) -> None:
+        self.reward_workers.look_for_fatal_error()
 
     @contextmanager
     def _told_by_workers(self) -> Iterator[None]:
@@ -362,8 +368,13 @@ def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
 
 
+_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_attempts"})
+"""What the reward loop itself measures of every sample."""
+
+
 def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Counts of outcomes, the mean of every number that the function returned, and how long it took.
+    """Counts of outcomes, the mean of every number that the function returned, how long it took and waited, and how
+    often it was called.
 
     Sessions count once. Keys may differ between samples: a mean is over those that have the key.
     """
@@ -373,20 +384,21 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
         if session not in last or last[session][0] < index:
             last[session] = (index, info)
     counts: dict[str, float] = {f"reward_loop/{outcome}": 0 for outcome in Outcome}
-    seconds: list[float] = []
+    measured: dict[str, list[float]] = defaultdict(list)
     components: dict[str, list[float]] = defaultdict(list)
     for _, info in last.values():
         outcome = info.get("reward_outcome")
         if outcome is not None:
             counts[f"reward_loop/{outcome}"] += 1
-            seconds.append(info["reward_seconds"])
+            for name in _MEASURED & info.keys():
+                measured[name.removeprefix("reward_")].append(info[name])
         for name, value in info.items():
             if _is_number(value) and name not in RESERVED_KEYS:
                 components[name].append(float(value))
     metrics = dict(counts)
-    if seconds:
-        metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
-        metrics["reward_loop/seconds/max"] = float(np.max(seconds))
+    for name, values in measured.items():
+        metrics[f"reward_loop/{name}/mean"] = float(np.mean(values))
+        metrics[f"reward_loop/{name}/max"] = float(np.max(values))
     return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from reward_loop.watch.calls import Call, current, in_work
 from reward_loop.watch.records import Records, record, records
-from reward_loop.watch.watchdog import watch
+from reward_loop.watch.watchdog import answers, watch
 
-__all__ = ["Call", "Records", "current", "in_work", "record", "records", "watch"]
+__all__ = ["Call", "Records", "answers", "current", "in_work", "record", "records", "watch"]

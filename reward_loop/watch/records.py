@@ -6,10 +6,10 @@ import atexit
 import contextlib
 import logging
 import os
-import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 CLOSING_S = 10.0
 """Seconds that the exit of the process waits for records that are not written yet."""
 
+GATHERING_S = 0.05
+"""Seconds in which records are gathered before they are written: a thread that is woken for each of them takes the
+interpreter's lock from the event loop each time."""
+
 
 class Records:
     """The file that one process writes its records to, ``DIRECTORY/HOST-PID.jsonl``: opened at the first of them.
@@ -35,26 +39,34 @@ class Records:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory).absolute() / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        self._queue: queue.SimpleQueue[Mapping[str, Any] | threading.Event] = queue.SimpleQueue()
+        self._waiting: deque[Mapping[str, Any] | threading.Event] = deque()
+        self._news = threading.Event()
+        self._hurry = threading.Event()
         self._failed = False
         threading.Thread(target=self._run, name="reward-records", daemon=True).start()
         atexit.register(self.flush)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Have a record written; it must not be changed afterwards."""
-        self._queue.put(record)
+        self._waiting.append(record)
+        if not self._news.is_set():
+            self._news.set()
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
         """Wait until all records so far are in the file; whether they were within ``timeout`` seconds."""
         written = threading.Event()
-        self._queue.put(written)
+        self._waiting.append(written)
+        self._hurry.set()
+        self._news.set()
         return written.wait(timeout)
 
     def _run(self) -> None:
         while True:
-            items = [self._queue.get()]
-            while not self._queue.empty():
-                items.append(self._queue.get())
+            self._news.wait()
+            self._hurry.wait(GATHERING_S)
+            self._hurry.clear()
+            self._news.clear()
+            items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             lines = [_line(item) for item in items if not isinstance(item, threading.Event)]
             if lines:
                 self._append(b"".join(lines))

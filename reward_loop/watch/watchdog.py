@@ -11,19 +11,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reward_loop.errors import ConfigError
 from reward_loop.watch.calls import in_work
 
-__all__ = ["ask", "processes", "report", "watch"]
+__all__ = ["answers", "ask", "processes", "report", "watch"]
 
 logger = logging.getLogger(__name__)
 
 _LISTED = 20
 _LOGGED = 3
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a peer
+_TALK_S = 5.0
+"""Seconds that a client may take to ask, or to take its answer."""
 
 
 def watch(bound_s: float | None) -> None:
@@ -63,18 +66,29 @@ def processes() -> list[int]:
     return sorted(int(name.removeprefix(prefix)) for name in found if name.startswith(prefix))
 
 
-def ask(pid: int, timeout: float = 5.0) -> dict[str, Any]:
-    """The `report` of another process.
+answers: dict[str, Callable[..., Any]] = {"report": report}
+"""What processes can be asked: a function for each question. It is called in the watchdog's thread."""
+
+
+def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: Any) -> Any:
+    """Ask another process: for its `report`, or another of its `answers`.
 
     Raises:
         OSError: there is no such process, or it does not answer, as code that keeps the interpreter to itself.
+        ConfigError: it refuses what is asked.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)
         connection.connect(f"\0{_name(pid)}")
+        connection.sendall(json.dumps([question, *arguments]).encode() + b"\n")
         chunks = iter(lambda: connection.recv(65536), b"")
-        answer: dict[str, Any] = json.loads(b"".join(chunks) or b"{}")
-        return answer
+        text = b"".join(chunks)
+    if not text:
+        raise ConnectionError("it closed the connection without an answer")
+    answer, refusal = json.loads(text)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return answer
 
 
 def _name(pid: int | str) -> str:
@@ -118,13 +132,20 @@ class _Watchdog:
             connection, _ = listener.accept()
         except TimeoutError:
             return
-        with connection:
-            connection.settimeout(5)
+        with connection, connection.makefile("rb") as questions:
+            connection.settimeout(_TALK_S)
             _, uid, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            if uid in (os.getuid(), 0):
-                connection.sendall(json.dumps(report()).encode("utf-8", "backslashreplace"))
+            if uid not in (os.getuid(), 0):
+                return
+            question, *arguments = json.loads(questions.readline())
+            answer, refusal = None, None
+            try:
+                answer = answers[question](*arguments)
+            except ConfigError as error:
+                refusal = str(error)
+            connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
         bound, now = self.bound_s, time.monotonic()

@@ -59,15 +59,6 @@ async def test_an_error_has_status_retry_after_and_what_the_server_said(
     assert len(str(error)) < 700
 
 
-@pytest.mark.parametrize("value", ["Wed, 21 Oct 2015 07:28:00 GMT", "-3"])
-def test_a_retry_after_in_the_past_is_now(value: str) -> None:
-    from reward_loop.client.http import _seconds
-
-    assert _seconds(value) == 0
-    assert _seconds("soon") is None
-    assert _seconds(None) is None
-
-
 @pytest.mark.parametrize(("behaviour", "status"), [(Drop(), None), (BadJson(), 200)])
 async def test_a_broken_answer_is_transient(behaviour: Drop | BadJson, status: int | None) -> None:
     async with FakeJudge() as judge:

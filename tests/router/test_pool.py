@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, Worker, WorkerPool, WorkerState
+from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, WorkerPool
+from reward_loop.router.worker import Worker, WorkerState
 from tests.router.serving import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]

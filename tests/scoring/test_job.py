@@ -4,8 +4,10 @@ import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop.config import RewardLoopConfig
-from reward_loop.scoring.job import JobState, SharedFailureBound, job_of
-from reward_loop.scoring.service import JobService, RemoteJob, serve_job
+from reward_loop.scoring.jobs import SharedFailureBound, job_of
+from reward_loop.scoring.remote import RemoteJob
+from reward_loop.scoring.service import JobService, serve_job
+from reward_loop.scoring.state import JobState
 from reward_loop.types import RewardResult
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
@@ -117,7 +119,7 @@ async def test_failures_of_all_workers_count_together():
     for worker in workers:
         worker.count(True, "sample u7: judge raised")
     await turns(lambda: all(worker.stopped for worker in workers))
-    with pytest.raises(TooManyFailuresError, match=r"4 of the last 4 samples failed.*u7"):
+    with pytest.raises(TooManyFailuresError, match=r"(?s)4 of the last 4 samples failed.*u7"):
         workers[0].count(False, None)
     late = RemoteJob(address)
     await late.status()

@@ -18,6 +18,10 @@ __all__ = ["CPURolloutServer"]
 MAX_BATCH_SIZE = 128
 """Sequences that run at a time; more of them make a CPU no faster."""
 
+QUIET_S, MAX_WAIT_S = 0.05, 1.0
+"""The agent loop starts the sessions of a batch one after the other, some milliseconds apart. A batch of the first few
+would take almost as long as one of all, and the others would wait for it."""
+
 
 class CPURolloutServer:
     """One replica's model. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`."""
@@ -34,6 +38,8 @@ class CPURolloutServer:
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             eos_token_ids=sorted(end_ids),
             max_batch_size=min(max_num_seqs, MAX_BATCH_SIZE),
+            max_wait_s=MAX_WAIT_S,
+            quiet_s=QUIET_S,
             seed=seed,
         )
         self._context_length = prompt_length + response_length
