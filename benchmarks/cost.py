@@ -14,9 +14,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample  # noqa: E402
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 IN_FLIGHT = 20_000
