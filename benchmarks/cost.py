@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample  # noqa: E402
+from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 IN_FLIGHT = 20_000
