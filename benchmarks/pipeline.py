@@ -1,11 +1,12 @@
 """What hiding the judging brings, and what it costs: the agent, its peers, and verl's own trainer, in one run.
 
-    python benchmarks/pipeline.py [--quick] [--verl [--full]]
+    python benchmarks/pipeline.py [--quick] [--verl] [--full] [--faults]
 
 *Engines that sleep*: the step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
 schedules as the recipe's agent does, beside the floor max(G + T, R). *Cost*: CPU time and memory a sample, with 20,000
 in flight in one process. *verl* (``--verl``): verl's trainer on a CPU, with judging that takes about as long as
-generation and training, as shipped and in the mode reward_pipeline. The last line is JSON.
+generation and training, as shipped and in the mode reward_pipeline. *Faults* (``--faults``): whether a run of verl that
+loses workers, judges and its trainer still trains on every sample exactly once. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -133,71 +136,195 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     report.figures |= {f"cpu_us_{key}": round(results[key]["cpu_us"], 1) for key in alone}
 
 
-def verl_runs(report: Report, steps: int, chosen: list[str], keep: Path | None) -> None:
-    """verl's trainer as shipped, and ours, one run after the other."""
-    from benchmarks import training
+class VerlRuns:
+    """verl's trainer, as shipped and in our modes: runs one after the other, in one folder and with one judge."""
 
-    report.add("verl: judging of a step at full concurrency, R", f"{training.JUDGING_S:.1f} s")
-    results: dict[str, training.Result] = {}
-    with tempfile.TemporaryDirectory(prefix="pipeline-") as temporary:
-        folder = keep.resolve() if keep else Path(temporary)
+    def __init__(self, report: Report, folder: Path) -> None:
+        from benchmarks import training
+
         folder.mkdir(parents=True, exist_ok=True)
         training.prepare(folder)
-        for key in chosen:
-            mode = training.modes()[key]
-            task = report.task(mode.name, steps)
-            try:
-                result = results[key] = training.run(
-                    mode,
-                    folder,
-                    folder / key,
-                    steps,
-                    lambda done, task=task: report.progress.update(task, completed=done),
-                )
-            except training.TrainingFailedError as error:
-                sys.exit(str(error))
-            report.progress.remove_task(task)
-            generation = "generation and judging" if key in ("verl", "verl_fair") else "generation"
-            waited = result.median("reward_pipeline/waiting_for_rewards_s")
-            report.add(
-                mode.name,
-                f"{result.seconds:.2f} s a step: {result.median('timing_s/gen'):.2f} {generation}, "
-                f"{result.working:.2f} training, {waited:.2f} waiting for rewards; reward {result.reward:.3f}",
+        self._training = training
+        self._report = report
+        self._folder = folder
+        self._scale = folder / "scale"
+        self._calibration = training.Calibration(self._scale)
+
+    def compare(self, steps: int) -> None:
+        """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: so many steps of
+        each, after those that do not count."""
+        training, report = self._training, self._report
+        calibration = self._calibration
+        before = calibration.STEPS + 1
+        rows = self._run("both", before + steps + 1, calibration.look)
+        both = training.Steps(rows[before:-1])  # during the last step, nothing else is generated
+        judging = training.seconds_of_judging(calibration.scale)
+        working = both.generation + both.working
+        report.add(
+            "verl: judging of a step at full concurrency, R",
+            f"{judging:.2f} s, {judging / working:.2f} of G + T",
+            ("about G + T", abs(judging / working - 1) <= 0.1),
+        )
+        self._add(training.MODES["both"].name, both)
+
+        first = training.FIRST
+        rows = self._run("verl", first + 2 * steps, SHIPPED_STEPS=first + steps, POLL_INTERVAL=0.05)
+        shipped, short = training.Steps(rows[first : first + steps]), training.Steps(rows[first + steps :])
+        self._add(training.SHIPPED, shipped)
+        self._add(training.SHORT, short)
+
+        # For some steps, judges may fall behind unnoticed. What they cannot keep up with does not count as gained.
+        lasting = max(both.seconds, judging)
+        reduction, fair = 1 - lasting / shipped.seconds, 1 - lasting / short.seconds
+        waiting = both.waiting_share
+        over_floor = both.seconds / max(working, both.median("reward_pipeline/judging_s")) - 1
+        report.add(
+            "Both overlaps, off verl's step as shipped", f"{reduction:.1%}", ("at least 45 %", reduction >= 0.45)
+        )
+        report.add("  off the short interval's", f"{fair:.1%}", ("at least 35 %", fair >= 0.35))
+        report.add("  share of a step spent waiting for rewards", f"{waiting:.1%}", ("under 3 %", waiting < 0.03))
+        report.add("  over the floor max(G + T, seconds in which rewards were out)", f"{over_floor:.1%}")
+        report.figures |= {
+            "verl_step_reduction": round(reduction, 4),
+            "verl_step_reduction_fair": round(fair, 4),
+            "verl_waiting_share": round(waiting, 4),
+            "verl_over_floor": round(over_floor, 4),
+            "verl_judging_share": round(judging / working, 3),
+            "verl_steps": steps,
+            "verl_step_s": {
+                "verl": round(shipped.seconds, 3),
+                "verl_fair": round(short.seconds, 3),
+                "both": round(both.seconds, 3),
+            },
+        }
+
+    def overlaps_alone(self, steps: int) -> None:
+        """Each overlap by itself, with the judge of `compare`."""
+        for key in ("mini_batch", "off_policy"):
+            first = self._training.FIRST
+            alone = self._training.Steps(self._run(key, first + steps + 1)[first:-1])
+            self._add(self._training.MODES[key].name, alone)
+            self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
+
+    def learning(self, steps: int, seeds: int) -> None:
+        """The rewards of both overlaps and of ``sync`` over a longer run, for some seeds. Responses are short and the
+        judge is quick here: how long they take changes when a step is made, and next to nothing of what it does."""
+        self._scale.write_text("0.1")
+        curves: dict[str, list[list[float]]] = {"verl": [], "both": []}
+        for seed in range(1, seeds + 1):
+            chosen = (
+                "data.max_response_length=32",
+                *(f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
             )
-    both, shipped, fair = (results[key] for key in ("both", "verl", "verl_fair"))
-    reduction, reduction_fair = 1 - both.seconds / shipped.seconds, 1 - both.seconds / fair.seconds
-    waiting = both.waiting_share
-    report.add("Both overlaps, off verl's step as shipped", f"{reduction:.1%}", ("at least 45 %", reduction >= 0.45))
-    report.add("  off the short interval's", f"{reduction_fair:.1%}", ("at least 35 %", reduction_fair >= 0.35))
-    report.add("  share of a step spent waiting for rewards", f"{waiting:.1%}", ("under 3 %", waiting < 0.03))
-    floor = max(both.median("timing_s/gen") + both.working, training.JUDGING_S)
-    report.figures |= {
-        "verl_step_reduction": round(reduction, 4),
-        "verl_step_reduction_fair": round(reduction_fair, 4),
-        "verl_waiting_share": round(waiting, 4),
-        "verl_over_floor": round(both.seconds / floor - 1, 4),
-        "verl_steps": steps,
-        "verl_step_s": {key: round(result.seconds, 3) for key, result in results.items()},
-        "verl_reward": {key: round(result.reward, 4) for key, result in results.items()},
-    }
+            for key, mode in curves.items():
+                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", SHIPPED_STEPS=0, POLL_INTERVAL=0.05)
+                mode.append([row["critic/score/mean"] for row in rows])
+                self._report.add(
+                    f"{self._training.MODES[key].name}, seed {seed}: mean reward of {steps} steps, of the last 5",
+                    f"{statistics.fmean(mode[-1]):.3f}, {statistics.fmean(mode[-1][-5:]):.3f}",
+                )
+        last = {key: [statistics.fmean(curve[-5:]) for curve in mode] for key, mode in curves.items()}
+        apart = statistics.fmean(last["both"]) - statistics.fmean(last["verl"])
+        noise = max(max(values) - min(values) for values in last.values())
+        self._report.add(
+            f"Both overlaps, reward of the last 5 of {steps} steps over that of sync",
+            f"{apart:+.3f}; seeds are up to {noise:.3f} apart",
+            ("not below by more than seeds differ", apart >= -noise),
+        )
+        self._report.figures |= {
+            "verl_reward": {key: [round(value, 4) for value in values] for key, values in last.items()},
+            "verl_reward_apart": round(apart, 4),
+            "verl_reward_noise": round(noise, 4),
+        }
+
+    def faults(self) -> None:
+        """Faults in the middle of a run, and a resume; an agent that is killed."""
+        from benchmarks import faults
+
+        report = self._report
+        task = report.task("Faults in the middle of a run", faults.STEPS)
+        try:
+            run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
+        except self._training.TrainingFailedError as error:
+            sys.exit(str(error))
+        report.progress.remove_task(task)
+        agent = faults.agent_through()
+        for what, how in (run.happened | agent.happened).items():
+            report.add(f"Faults: {what}", how)
+        wrong = [*run.wrong, *agent.wrong]
+        report.add(
+            f"  all {faults.STEPS} steps made, every sample ended exactly once",
+            "; ".join(wrong) or "yes",
+            ("nothing lost, nothing twice", not wrong),
+        )
+        report.figures["faults_wrong"] = wrong
+
+    def _run(
+        self,
+        key: str,
+        steps: int,
+        look: Callable[[Any], None] | None = None,
+        *overrides: str,
+        name: str = "",
+        **env: Any,
+    ) -> list[dict[str, float]]:
+        training, report = self._training, self._report
+        output = self._folder / (name or key)
+        command = training.command(
+            training.MODES[key], self._folder, output, steps, *overrides, JUDGE_SCALE=self._scale, **env
+        )
+        task = report.task(training.MODES[key].name, steps)
+
+        def show(rows: list[dict[str, float]]) -> None:
+            report.progress.update(task, completed=len(rows))
+            if look is not None:
+                look(rows)
+
+        try:
+            return training.run(command, output, steps, show)
+        except training.TrainingFailedError as error:
+            sys.exit(str(error))
+        finally:
+            report.progress.remove_task(task)
+
+    def _add(self, name: str, steps: Any) -> None:
+        judged = "" if steps.rows[0].get("reward_pipeline/generation_s") is not None else " and judging"
+        waited = steps.median("reward_pipeline/waiting_for_rewards_s")
+        self._report.add(
+            name,
+            f"{steps.seconds:.2f} s a step: {steps.generation:.2f} generation{judged}, {steps.working:.2f} training"
+            + ("" if judged else f", {waited:.2f} waiting for rewards"),
+        )
+
+
+PARTS = ("engines", "cost", "verl", "overlaps", "learning", "faults")
 
 
 def main() -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer repetitions: under 50 s")
+    parser.add_argument("--verl", action="store_true", help="also verl's trainer, which must be installed: minutes")
+    parser.add_argument("--full", action="store_true", help="also each overlap alone, and learning curves: 20 minutes")
     parser.add_argument(
-        "--verl", action="store_true", help="also verl's trainer, which must be installed: some minutes"
+        "--faults", action="store_true", help="also faults in the middle of a run, and a resume: minutes"
     )
-    parser.add_argument("--only-verl", action="store_true", help="nothing but verl's trainer")
-    parser.add_argument("--full", action="store_true", help="with --verl: each overlap alone as well, and more steps")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a run of verl (default: 7; full: 30)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these alone: {', '.join(PARTS)}")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of verl that count (default: 4)")
+    parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="of a learning curve (default: 30)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="of the learning curves (default: 2)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and metrics of verl's runs here")
     options = parser.parse_args()
-    with_verl = options.verl or options.only_verl
-    steps = options.steps or (30 if options.full else 7)
-    if steps < 5:
-        parser.error("--steps: at least 5, as the first two do not count")
+    parts = set(options.only or ("engines", "cost"))
+    if not options.only:
+        parts |= {"verl"} if options.verl or options.full else set()
+        parts |= {"overlaps", "learning"} if options.full else set()
+        parts |= {"faults"} if options.faults else set()
+    if "overlaps" in parts:
+        parts.add("verl")  # which sets the judge
+    with_verl = bool(parts & {"verl", "learning", "faults"})
+    if options.steps < 1 or options.learning_steps < 5 or options.seeds < 2:
+        parser.error("at least --steps 1, --learning-steps 5 and --seeds 2 are needed")
     if with_verl and importlib.util.find_spec("verl") is None:
         parser.error("--verl: verl is not installed: pip install 'reward-loop[verl]'")
     if options.keep and options.keep.exists():
@@ -211,12 +338,21 @@ def main() -> int:
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             report = Report(console, progress)
-            if not options.only_verl:
+            if "engines" in parts:
                 sleeping_engines(report, options.quick)
+            if "cost" in parts:
                 sample_cost(report, options.quick, with_verl)
             if with_verl:
-                both_alone = ["mini_batch", "off_policy"] if options.full else []
-                verl_runs(report, steps, ["verl", "verl_fair", *both_alone, "both"], options.keep)
+                with tempfile.TemporaryDirectory(prefix="pipeline-") as temporary:
+                    runs = VerlRuns(report, options.keep.resolve() if options.keep else Path(temporary))
+                    if "verl" in parts:
+                        runs.compare(options.steps)
+                    if "overlaps" in parts:
+                        runs.overlaps_alone(options.steps)
+                    if "learning" in parts:
+                        runs.learning(options.learning_steps, options.seeds)
+                    if "faults" in parts:
+                        runs.faults()
     except KeyboardInterrupt:
         console.print("Interrupted; nothing is left running.")
         return 130

@@ -17,16 +17,35 @@ from reward_loop.verl.options import CONFIG_DIR, PIPELINE_MODE, verl_config_dir
 from tests.tiny_models import build_tiny_model
 from tests.verl.runs import write_data
 
+__all__ = [
+    "FIRST",
+    "MODES",
+    "PROMPTS",
+    "RESPONSES",
+    "SHIPPED",
+    "SHORT",
+    "Calibration",
+    "Mode",
+    "Steps",
+    "TrainingFailedError",
+    "command",
+    "prepare",
+    "rows",
+    "run",
+    "seconds_of_judging",
+]
+
 HERE = Path(__file__).parent
 PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
-JUDGING_S = PROMPTS * RESPONSES * parse_latency(JUDGE).mean / CONCURRENCY
-"""All judging of a step, on average, at full concurrency."""
-WARM_UP = 2
-"""The first steps, which are not counted, nor is the last, during which nothing else is generated."""
+"""Seconds of a judge call before they are scaled, and how many calls there are at a time."""
+FIRST = 2
+"""The first steps of a run, which are not counted: they load and allocate."""
+CALIBRATING = 3
+"""The steps after those, of which the judge's scale is made."""
 LONGEST_RUN_S = 900.0
 LOG_TAIL = 30
-LOOK_S = 0.25
+LOOK_S = 0.1
 
 
 class TrainingFailedError(Exception):
@@ -39,7 +58,6 @@ class Mode:
 
     name: str
     command: tuple[str, ...]
-    environment: tuple[str, ...] = ()
 
 
 def _verl(*command: str) -> tuple[str, ...]:
@@ -57,22 +75,19 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
     )
 
 
-def modes() -> dict[str, Mode]:
-    """The modes by key, in the order in which they run."""
-    return {
-        "verl": Mode("verl, sync, as shipped (polls every 2.0 s)", _verl("-m", "verl.trainer.main_ppo")),
-        "verl_fair": Mode(
-            "verl, sync, polls every 0.05 s", _verl(str(HERE / "verl_short_poll.py")), ("POLL_INTERVAL=0.05",)
-        ),
-        "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
-        "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
-        "both": Mode("ours, both overlaps", _ours(True, True)),
-    }
+MODES = {
+    "both": Mode("ours, both overlaps", _ours(True, True)),
+    "verl": Mode("verl, sync", _verl(str(HERE / "verl_short_poll.py"))),
+    "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
+    "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
+}
+SHIPPED, SHORT = "verl, sync, as shipped (polls every 2.0 s)", "verl, sync, polls every 0.05 s"
+"""The two parts of the run of verl."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """A run's steps, without those that do not count."""
+class Steps:
+    """Steps of a run that count."""
 
     rows: list[dict[str, float]]
 
@@ -86,6 +101,11 @@ class Result:
         return self.median("timing_s/step")
 
     @property
+    def generation(self) -> float:
+        """G in our modes; in verl's, generation and judging."""
+        return self.median("timing_s/gen")
+
+    @property
     def waiting_share(self) -> float:
         """The share of a step in which the trainer waited for rewards, where it can be told."""
         return self.median("reward_pipeline/waiting_share")
@@ -96,10 +116,34 @@ class Result:
         parts = ("old_log_prob", "adv", "update_actor", "update_weights")
         return self.median(*(f"timing_s/{part}" for part in parts))
 
-    @property
-    def reward(self) -> float:
-        """The mean reward of the last three steps."""
-        return statistics.fmean(row["critic/score/mean"] for row in self.rows[-3:])
+
+def seconds_of_judging(scale: float) -> float:
+    """R: all judging of a step, on average, at full concurrency."""
+    return scale * PROMPTS * RESPONSES * parse_latency(JUDGE).mean / CONCURRENCY
+
+
+class Calibration:
+    """Makes judging take as long as generation and training do on this machine, which a run of ours measures in its
+    first steps. All runs read the scale from the same file, so that the others have it from their first step on."""
+
+    STEPS = FIRST + CALIBRATING
+    """After so many steps of the run, the scale is set. The next one is judged on both scales, and does not count."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.scale = 1.0
+        self._done = False
+        file.write_text("1.0")
+
+    def look(self, rows: list[dict[str, float]]) -> None:
+        """Sees the metrics of the steps so far."""
+        if not self._done and len(rows) >= self.STEPS:
+            steps = Steps(rows[FIRST : self.STEPS])
+            self.scale = (steps.generation + steps.working) / seconds_of_judging(1.0)
+            new = self._file.with_suffix(".new")
+            new.write_text(str(self.scale))
+            new.replace(self._file)
+            self._done = True
 
 
 def prepare(folder: Path) -> None:
@@ -111,16 +155,11 @@ def prepare(folder: Path) -> None:
     write_data(folder, prompts=2 * PROMPTS)
 
 
-def run(mode: Mode, folder: Path, output: Path, steps: int, progress: Callable[[int], None]) -> Result:
-    """Train for some steps on what is in ``folder``, in processes that are all gone afterwards.
-
-    Raises:
-        TrainingFailedError: it ended with an error; the end of its log is in the message.
-    """
-    output.mkdir()
-    command = [
-        *("env", *(f"{name}={value}" for name, value in CPU_ENVIRONMENT.items())),
-        *(f"JUDGE_LATENCY={JUDGE}", f"JUDGE_CONCURRENCY={CONCURRENCY}", *mode.environment),
+def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str, **environment: object) -> list[str]:
+    """The command that trains for some steps on what is in ``folder``, judged by ``judge.py``."""
+    variables = CPU_ENVIRONMENT | {"JUDGE_LATENCY": JUDGE, "JUDGE_CONCURRENCY": CONCURRENCY} | environment
+    return [
+        *("env", *(f"{name}={value}" for name, value in variables.items())),
         *(sys.executable, *mode.command),
         f"actor_rollout_ref.model.path={folder / 'policy'}",
         f"actor_rollout_ref.rollout.n={RESPONSES}",
@@ -130,6 +169,7 @@ def run(mode: Mode, folder: Path, output: Path, steps: int, progress: Callable[[
         f"data.train_files={folder}/train.parquet",
         f"data.val_files={folder}/val.parquet",
         f"data.train_batch_size={PROMPTS}",
+        "data.seed=1",
         "data.max_prompt_length=64",
         "data.max_response_length=128",
         f"reward.custom_reward_function.path={HERE / 'judge.py'}",
@@ -144,23 +184,39 @@ def run(mode: Mode, folder: Path, output: Path, steps: int, progress: Callable[[
         f"hydra.run.dir={output}",
         "ray_kwargs.ray_init.num_cpus=13",
         "ray_kwargs.ray_init.num_gpus=1",
+        *overrides,
     ]
+
+
+def run(
+    command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
+) -> list[dict[str, float]]:
+    """Run a training to its end, in processes that are all gone afterwards; returns the metrics of each step.
+
+    Args:
+        command: starts it.
+        output: a folder for its log and metrics, which is made.
+        steps: how many steps it must make.
+        look: is shown the metrics of the steps so far, again and again.
+
+    Raises:
+        TrainingFailedError: it ended with an error; the end of its log is in the message.
+    """
+    output.mkdir()
     log, metrics = output / "log", output / "metrics.jsonl"
     deadline = time.monotonic() + LONGEST_RUN_S
     with Training(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            progress(len(_rows(metrics)))
-    rows = _rows(metrics)
-    if status != 0 or len(rows) != steps:
+            look(rows(metrics))
+    done = rows(metrics)
+    if status != 0 or len(done) != steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
-        raise TrainingFailedError(
-            f"{tail}\n\n{mode.name}: ended with status {status} after {len(rows)} of {steps} steps"
-        )
-    return Result(rows[WARM_UP:])
+        raise TrainingFailedError(f"{tail}\n\n{log}: ended with status {status} after {len(done)} of {steps} steps")
+    return done
 
 
-def _rows(metrics: Path) -> list[dict[str, float]]:
+def rows(metrics: Path) -> list[dict[str, float]]:
     """The metrics of each step so far, without a line that is being written."""
     if not metrics.exists():
         return []

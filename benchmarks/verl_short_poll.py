@@ -1,6 +1,6 @@
 """verl's own ``main_ppo``, unchanged but for the interval at which its replay buffer is polled, in ``$POLL_INTERVAL``.
 
-It is 2.0 s as shipped, and no option of verl's configuration.
+It is 2.0 s as shipped, and no option of verl's configuration. The first ``$SHIPPED_STEPS`` steps are as shipped.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from verl.trainer import main_ppo
 
 
 class TaskRunner(main_ppo.TaskRunnerV1.__ray_actor_class__):
-    """Shortens the interval once the trainer is there."""
+    """Shortens the interval once the trainer has made so many steps."""
 
     def init_agent_loop_manager(self) -> None:
         """verl calls this between making the trainer and training."""
-        self.trainer.replay_buffer.poll_interval = float(os.environ["POLL_INTERVAL"])
+        trainer = self.trainer
+        begin, shipped = trainer.on_step_begin, int(os.environ["SHIPPED_STEPS"])
+
+        def begin_step() -> None:
+            if trainer.global_steps > shipped:
+                trainer.replay_buffer.poll_interval = float(os.environ["POLL_INTERVAL"])
+            begin()
+
+        trainer.on_step_begin = begin_step
         super().init_agent_loop_manager()
 
 

@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["json_or_text", "nested", "pairs"]
+__all__ = [
+    "DataSource",
+    "FieldPaths",
+    "Manager",
+    "MoreOptions",
+    "RewardKwargs",
+    "RouterAddress",
+    "Timeout",
+    "json_or_text",
+    "nested",
+    "pairs",
+]
+
+FieldPaths = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        "-f",
+        metavar="PART=PATH",
+        help="Where a part of the sample is found, e.g. [cyan]solution_str=output[/] or, nested, "
+        "[cyan]ground_truth=reward_model.ground_truth[/]. Parts: solution_str, ground_truth, data_source, "
+        "extra_info, extra_info.KEY. Default: fields of the same name. Repeatable.",
+    ),
+]
+DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
+RewardKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="An argument for the function; the value is JSON, or else text. Repeatable."
+    ),
+]
+Manager = Annotated[str, typer.Option(help="The reward manager: a name or an import path.")]
+RouterAddress = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/].")
+]
+Timeout = Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")]
+MoreOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-O",
+        metavar="NAME=VALUE",
+        help="Any other option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
+        "[cyan]retry.max_attempts=1[/]; the value is JSON, or else text. Repeatable.",
+    ),
+]
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:

@@ -12,7 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reward_loop import __version__, managers
-from reward_loop._options import json_or_text, nested, pairs
+from reward_loop._options import (
+    DataSource,
+    FieldPaths,
+    Manager,
+    MoreOptions,
+    RewardKwargs,
+    RouterAddress,
+    Timeout,
+    json_or_text,
+    nested,
+    pairs,
+)
 from reward_loop.check.command import command as check
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -72,31 +83,13 @@ def score(
             "--output", "-o", help="JSONL, or parquet by its suffix. Default: FILE with .scored before its suffix."
         ),
     ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            "-f",
-            metavar="PART=PATH",
-            help="Where a part of the sample is found, e.g. [cyan]solution_str=output[/] or, nested, "
-            "[cyan]ground_truth=reward_model.ground_truth[/]. Parts: solution_str, ground_truth, data_source, "
-            "extra_info, extra_info.KEY. Default: fields of the same name. Repeatable.",
-        ),
-    ] = None,
-    data_source: Annotated[str | None, typer.Option(help="The data source of all rows.")] = None,
-    reward_kwarg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="An argument for the function; the value is JSON, or else text. Repeatable."
-        ),
-    ] = None,
-    manager: Annotated[str, typer.Option(help="The reward manager: a name or an import path.")] = "naive",
-    router_address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/]."),
-    ] = None,
+    field: FieldPaths = None,
+    data_source: DataSource = None,
+    reward_kwarg: RewardKwargs = None,
+    manager: Manager = "naive",
+    router_address: RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    timeout: Timeout = 300,
     isolation: Annotated[
         str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
     ] = "thread",
@@ -114,16 +107,7 @@ def score(
     max_failed_share: Annotated[
         float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-O",
-            metavar="NAME=VALUE",
-            help="Any other option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
-            "[cyan]retry.max_attempts=1[/]; the value is JSON, or else text. Repeatable.",
-        ),
-    ] = None,
+    option: MoreOptions = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
     ] = False,

@@ -148,6 +148,9 @@ class ComponentConfig(Config):
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
 
+    max_threads: int | None = Field(default=None, ge=1)
+    """How many of its calls run at a time in threads."""
+
     isolation: Literal["thread", "process"] | None = None
     """Where it runs, if it is sync."""
 
@@ -159,6 +162,12 @@ class ComponentConfig(Config):
 
     limit: str = "default"
     """Which of ``reward_loop.limits`` holds for its calls."""
+
+    retry: RetryConfig | None = None
+    """When its calls are made again: the options of ``reward_loop.retry``; those not given are the run's."""
+
+    cache: CacheConfig | None = None
+    """Whether its equal calls are made once: the options of ``reward_loop.cache``; likewise."""
 
     on_failed: Policy | None = None
     """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
@@ -284,8 +293,8 @@ class ServedModelConfig(Config):
     """For vLLM and SGLang: the share of each GPU's memory that a server may take; by default the engine's own."""
 
     enable_sleep_mode: bool = False
-    """For vLLM and SGLang: lets ``RewardModelManager.sleep`` free the GPUs' memory. It opens endpoints for
-    administrators on the server."""
+    """Lets ``RewardModelManager.sleep`` free the memory that the model takes. It opens endpoints for administrators on
+    the server."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine's command line, as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true`` stands for
@@ -313,8 +322,9 @@ class RewardModelConfig(ServedModelConfig):
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """More models behind the same router, under the names that requests give them."""
 
-    placement: Literal["local", "ray"] = "local"
-    """Where servers run: as processes beside this one, or in Ray actors that reserve their GPUs, on any node."""
+    placement: Literal["local", "ray", "colocated"] = "local"
+    """Where servers run: as processes beside this one; in Ray actors that reserve their GPUs, on any node; or, in a
+    verl run, on the GPUs that train, awake only while the rollout sleeps."""
 
     starts_at_a_time: int = Field(default=2, ge=1)
     """How many servers may be starting at a time: each reads the whole model from disk."""

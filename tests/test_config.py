@@ -43,6 +43,14 @@ def test_mappings_of_other_libraries():
     ("cls", "options", "message"),
     [
         (RewardLoopConfig, {"timout": 3}, r"reward_loop.timout: unknown option; did you mean 'timeout'\? Known here: "),
+        (RewardLoopConfig, {"memory_limit_mb": 3}, r"reward_loop.memory_limit_mb: .*did you mean 'max_memory_mb'"),
+        (RewardLoopConfig, {"max_process": 3}, r"reward_loop.max_process: unknown .*did you mean 'max_processes'"),
+        (RewardLoopConfig, {"max_thread": 3}, r"reward_loop.max_thread: unknown .*did you mean 'max_threads'"),
+        (
+            RewardLoopConfig,
+            {"components": {"judge": {"max_memory": 64}}},
+            r"reward_loop.components.judge.max_memory: unknown option; did you mean 'max_memory_mb'",
+        ),
         (RewardLoopConfig, {"zzz": 3}, r"reward_loop.zzz: unknown option\. Known here: batch, "),
         (RewardLoopConfig, {"timeout": "soon"}, r"reward_loop.timeout: .*valid number.*; got 'soon'"),
         (RewardLoopConfig, {"timeout": 0}, r"reward_loop.timeout: .*greater than 0; got 0"),

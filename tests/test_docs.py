@@ -255,10 +255,10 @@ def test_the_options_are_those_of_the_code() -> None:
         assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
     pytest.importorskip("verl")
-    from reward_loop.verl.options import PipelineOptions
+    from reward_loop.verl.options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
-    group = "trainer.v1.reward_pipeline"
-    assert between("docs/verl.md", f"options {group}") == options(PipelineOptions, group)
+    for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
+        assert between("docs/verl.md", f"options {group}") == options(config, group)
 
 
 def test_the_moved_keys_are_those_of_the_code() -> None:

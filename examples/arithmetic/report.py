@@ -21,6 +21,9 @@ PHASES = {
 COLORS = ("#0b6e4f", "#a23b72", "#e0a458", "#9c9c9c", "#3a6ea5", "#6b4c9a", "#d7d9dd")
 """Of the phases, and of "other"."""
 
+HIDDEN = "#7fb8a4"
+"""The colour of judging that nothing waited for."""
+
 OVERLAP = "reward_pipeline/"
 """What the trainer mode of that name says about a step begins so."""
 
@@ -176,25 +179,36 @@ def plot(report: Report, path: Path) -> None:
     quality.yaxis.set_major_formatter(PercentFormatter(1))
     quality.legend(loc="lower right", frameon=False)
 
-    phases = [name for name, seconds in report.seconds_by_phase.items() if seconds >= 0.005]
-    colors = dict(zip([*PHASES, "other"], COLORS, strict=True))
-    time.stackplot(
-        numbers,
-        [[step.phases[name] for step in report.steps] for name in phases],
-        labels=phases,
-        colors=[colors[name] for name in phases],
-        step="mid",
-    )
-    longest = max((step.seconds for step in report.steps[1:]), default=1.0)
-    time.set(title="Time by phase", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.5 * longest))
-    handles, labels = time.get_legend_handles_labels()
-    time.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
-
+    _plot_phases(time, report)
     for axes in (quality, time, *others):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.03)
+    outcomes = ", ".join(f"{count:,} {name}" for name, count in report.outcomes.items())
+    figure.supxlabel(f"Rewards in training: {outcomes}", fontsize=10, color="#5a5f69")
     figure.savefig(path, dpi=150)
+
+
+def _plot_phases(axes: Any, report: Report) -> None:
+    """Seconds of each step by phase. The first step warms up: where it does not fit, its length is written there."""
+    phases = [name for name, seconds in report.seconds_by_phase.items() if seconds >= 0.005]
+    colors = dict(zip([*PHASES, "other"], COLORS, strict=True))
+    numbers = [step.number for step in report.steps]
+    bottom = [0.0] * len(numbers)
+    for name in phases:
+        heights = [step.phases[name] for step in report.steps]
+        axes.bar(numbers, heights, bottom=bottom, color=colors[name], label=name, width=0.8)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    top = 1.5 * max(step.seconds for step in report.steps[1:] or report.steps)
+    axes.set(title="Time by phase", xlabel="training step", ylabel="seconds a step", ylim=(0, top))
+    first = report.steps[0]
+    if first.seconds > top:
+        label = f"{first.seconds:.0f} s"
+        axes.annotate(
+            label, (first.number, top), textcoords="offset points", xytext=(0, 2), ha="center", annotation_clip=False
+        )
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
 
 
 def _plot_judging(axes: Any, steps: list[Step], hidden_share: float | None) -> None:
@@ -204,7 +218,7 @@ def _plot_judging(axes: Any, steps: list[Step], hidden_share: float | None) -> N
     numbers = [step.number for step in steps]
     axes.bar(numbers, waited, color=COLORS[1], label="waited for", width=0.8)
     hidden = [s - w for s, w in zip(judging, waited, strict=True)]
-    axes.bar(numbers, hidden, bottom=waited, color=COLORS[-1], label="hidden", width=0.8)
+    axes.bar(numbers, hidden, bottom=waited, color=HIDDEN, label="hidden behind the rest", width=0.8)
     share = "" if hidden_share is None else f": {hidden_share:.0%} hidden (median)"
     axes.set(title=f"Judging{share}", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.3 * max(judging)))
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=9)

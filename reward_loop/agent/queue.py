@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -51,11 +51,19 @@ class Staleness:
     max: int = 0
     mean: float = 0.0
 
+    @classmethod
+    def of(cls, steps: Iterable[int], current_step: int) -> Staleness:
+        """That of entries which were generated in these steps."""
+        ages = [max(0, current_step - step) for step in steps]
+        return cls(max(ages), sum(ages) / len(ages)) if ages else cls()
+
 
 class RewardQueue:
     """First in, first out, and bounded: `put` waits while it is full, and nothing is ever dropped.
 
     It belongs to one event loop. While it is paused, `get` waits, and `put` goes on until the queue is full.
+
+    A producer that would rather not begin what will have no room asks for it before: `reserve`, then `put_reserved`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -66,6 +74,7 @@ class RewardQueue:
         # Whoever holds the lock is first in line; the lock serves in order.
         self._first_putter, self._room = asyncio.Lock(), asyncio.Event()
         self._first_getter, self._filled = asyncio.Lock(), asyncio.Event()
+        self._reserved = 0
         self._waiting_producers = 0
         self._paused = False
         self._closed = False
@@ -73,6 +82,7 @@ class RewardQueue:
         self._got = 0
         self._most = 0
         self._producer_wait_s = 0.0
+        self._wait_until = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,6 +101,11 @@ class RewardQueue:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def steps(self) -> list[int]:
+        """The step of each entry."""
+        return [entry.step for entry in self._entries]
+
     async def put(
         self, sample: Any, *, step: int, group: Hashable = None, group_size: int = 1, member: int = 0
     ) -> None:
@@ -106,25 +121,74 @@ class RewardQueue:
         Raises:
             QueueClosedError: the queue was closed. The sample has not been taken.
         """
-        if not 0 <= member < group_size:
-            raise ConfigError(f"member {member} of a group of {group_size}: members are counted from 0")
-        started = time.monotonic()
-        self._waiting_producers += 1
+        _check_member(member, group_size)
+        await self.reserve()
+        self.put_reserved(sample, step=step, group=group, group_size=group_size, member=member)
+
+    async def reserve(self, count: int = 1) -> None:
+        """Wait until there are so many free places, and keep them free.
+
+        Who asks for more places than the queue has gets them when nothing else is in it.
+
+        Raises:
+            QueueClosedError: the queue was closed. No place is reserved.
+        """
+        self._count_wait(+1)
         try:
             async with self._first_putter:
-                while len(self._entries) >= self.capacity and not self._closed:
+                while self._taken and self._taken + count > self.capacity and not self._closed:
                     self._room.clear()
                     await self._room.wait()
                 if self._closed:
                     raise QueueClosedError("the queue is closed")
-                own = object() if group is None else group
-                self._entries.append(QueueEntry(sample, own, group_size, member, step))
+                self._reserved += count
         finally:
-            self._waiting_producers -= 1
-            self._producer_wait_s += time.monotonic() - started
+            self._count_wait(-1)
+
+    def put_reserved(
+        self, sample: Any, *, step: int, group: Hashable = None, group_size: int = 1, member: int = 0
+    ) -> QueueEntry:
+        """Add a rollout in a place that was reserved; as `put`, without waiting. Returns its entry.
+
+        Raises:
+            QueueClosedError: the queue was closed. The place is no longer reserved.
+        """
+        _check_member(member, group_size)
+        if not self._reserved:
+            raise RewardLoopError("put_reserved: no place is reserved; call reserve before")
+        self.release()
+        if self._closed:
+            raise QueueClosedError("the queue is closed")
+        entry = QueueEntry(sample, object() if group is None else group, group_size, member, step)
+        self._entries.append(entry)
         self._put += 1
         self._most = max(self._most, len(self._entries))
         self._filled.set()
+        return entry
+
+    def release(self, count: int = 1) -> None:
+        """Give back places that were reserved, and that nothing will be put in."""
+        self._reserved -= count
+        self._room.set()
+
+    def withdraw(self, entry: QueueEntry) -> None:
+        """Take an entry back that nobody has taken, because its producer gave up."""
+        kept = [other for other in self._entries if other is not entry]
+        if len(kept) == len(self._entries):
+            raise RewardLoopError("withdraw: the entry is not in the queue")
+        self._entries = deque(kept)
+        self._room.set()
+
+    @property
+    def _taken(self) -> int:
+        return len(self._entries) + self._reserved
+
+    def _count_wait(self, producers: int) -> None:
+        """Adds up the seconds until now, and then so many producers to those who wait."""
+        now = time.monotonic()
+        self._producer_wait_s += self._waiting_producers * (now - self._wait_until)
+        self._wait_until = now
+        self._waiting_producers += producers
 
     async def get(self) -> QueueEntry:
         """Take the oldest entry; wait while there is none, or while the queue is paused.
@@ -165,14 +229,23 @@ class RewardQueue:
 
     def staleness(self, current_step: int) -> Staleness:
         """How old the waiting entries are."""
-        return _staleness([entry.step for entry in self._entries], current_step)
+        return Staleness.of(self.steps, current_step)
+
+    def start_step(self) -> None:
+        """A training step begins: the largest size, what was put and got, and waits are counted from here."""
+        self._count_wait(0)
+        self._put = self._got = 0
+        self._producer_wait_s = 0.0
+        self._most = len(self)
 
     def metrics(self, current_step: int) -> dict[str, float]:
-        """Figures for a logger."""
+        """Figures for a logger, since the last `start_step`."""
+        self._count_wait(0)
         staleness = self.staleness(current_step)
         now = time.monotonic()
         return {
             "reward_queue/size": len(self),
+            "reward_queue/reserved": self._reserved,
             "reward_queue/largest_size": self._most,
             "reward_queue/capacity": self.capacity,
             "reward_queue/waiting_producers": self._waiting_producers,
@@ -312,8 +385,8 @@ class QueuedRewards:
 
     def staleness(self, current_step: int) -> Staleness:
         """How old everything is that the trainer has not got yet: in the queue, in judging, and behind it."""
-        return _staleness(
-            [entry.step for entry in self._queue._entries]
+        return Staleness.of(
+            self._queue.steps
             + [entry.step for entry, _ in self._judging.values()]
             + [entry.step for entry, _ in self._aggregator.members()]
             + [entry.step for group in self._ready for entry, _ in group.members],
@@ -369,6 +442,6 @@ class QueuedRewards:
         self._room.set()
 
 
-def _staleness(steps: list[int], current_step: int) -> Staleness:
-    ages = [max(0, current_step - step) for step in steps]
-    return Staleness(max(ages), sum(ages) / len(ages)) if ages else Staleness()
+def _check_member(member: int, group_size: int) -> None:
+    if not 0 <= member < group_size:
+        raise ConfigError(f"member {member} of a group of {group_size}: members are counted from 0")

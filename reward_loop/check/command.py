@@ -13,13 +13,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop import managers
 from reward_loop._json import encode
-from reward_loop._options import json_or_text, pairs
+from reward_loop._options import (
+    DataSource,
+    FieldPaths,
+    Manager,
+    MoreOptions,
+    RewardKwargs,
+    RouterAddress,
+    Timeout,
+    json_or_text,
+    nested,
+    pairs,
+)
 from reward_loop._text import shorten
 from reward_loop.check.trial import Report, check
+from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, read_rows
-from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring import load_function
 
 __all__ = ["command"]
 
@@ -35,29 +48,14 @@ def command(
     ],
     data: Annotated[Path, typer.Option(help="Some rollouts: JSONL, or parquet by its suffix.", show_default=False)],
     rows: Annotated[int, typer.Option(min=1, help="How many of them, from the first.")] = 8,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            "-f",
-            metavar="PART=PATH",
-            help="Where a part of the sample is found, as in [cyan]reward-loop score[/]. Repeatable.",
-        ),
-    ] = None,
-    data_source: Annotated[str | None, typer.Option(help="The data source of all rows.")] = None,
-    reward_kwarg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="An argument for the function; the value is JSON, or else text. Repeatable."
-        ),
-    ] = None,
-    manager: Annotated[str, typer.Option(help="The reward manager: a name or an import path.")] = "naive",
-    router_address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/]."),
-    ] = None,
+    field: FieldPaths = None,
+    data_source: DataSource = None,
+    reward_kwarg: RewardKwargs = None,
+    manager: Manager = "naive",
+    router_address: RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many calls are tried at a time.")] = 16,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")] = 300,
+    timeout: Timeout = 300,
+    option: MoreOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Try a reward function before a run.
@@ -77,8 +75,10 @@ def command(
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     reward_kwargs = {key: json_or_text(value) for key, value in pairs(reward_kwarg, "--reward-kwarg").items()}
     try:
+        given = {"timeout": timeout or None, **nested(pairs(option, "--option"), "--option")}
+        options = parse(RewardLoopConfig, given, "options")
         loaded = load_function(fn)
-        function = ScoringFunction(loaded, reward_kwargs=reward_kwargs)
+        function = managers.scoring_function(managers.get(manager), loaded, options, reward_kwargs=reward_kwargs)
         if not data.is_file():
             raise ConfigError(f"no such file: {data}")
         fields = Fields(pairs(field, "--field"), data_source=data_source, requires=function.requires)
@@ -91,7 +91,7 @@ def command(
                     reward_kwargs=reward_kwargs,
                     manager=manager,
                     router_address=router_address,
-                    timeout=timeout or None,
+                    options=options,
                     concurrency=concurrency,
                     on_step=lambda step: status.update(f"trying {step}"),
                 )
@@ -120,7 +120,10 @@ def _show(report: Report, out: Console) -> None:
         score = "" if row.score is None else f"{row.score:.6g}"
         beside = row.error.splitlines()[0] if row.error else components
         table.add_row(row.uid, row.outcome, score, f"{row.seconds * 1000:.3g} ms", escape(_cut(beside, 70)))
-    kind = "async, awaited on the event loop" if report.is_async else "sync, called in threads"
+    kind = f"sync, called in {'processes' if report.in_processes else 'threads'}"
+    kind = "async, awaited on the event loop" if report.is_async else kind
+    if report.of_lists:
+        kind += f", with lists of {len(report.rows)} samples"
     out.print(f"{escape(report.function)}: {kind}\n", highlight=False)
     out.print(table, highlight=False)
     out.print()

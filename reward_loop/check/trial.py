@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ import cloudpickle
 from reward_loop._text import listing, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.managers import NaiveRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
-from reward_loop.scoring import ScoringFunction
-from reward_loop.scoring.signature import resolve
+from reward_loop.scoring import ListScoringFunction, ScoringFunction
+from reward_loop.scoring.lists import CONTEXT, FIELDS
+from reward_loop.scoring.signature import PROVIDED, resolve
 from reward_loop.types import RewardSample
 
 __all__ = ["Finding", "Report", "Row", "check"]
@@ -68,6 +71,9 @@ class Report:
 
     function: str
     is_async: bool
+    in_processes: bool = False
+    of_lists: bool = False
+    """Whether it takes lists of samples, and was called with all of these at once."""
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -84,36 +90,38 @@ async def check(
     reward_kwargs: Mapping[str, Any] | None = None,
     manager: str = "naive",
     router_address: str | None = None,
-    timeout: float | None = 300.0,
+    options: RewardLoopConfig | None = None,
     concurrency: int = 16,
     max_lag_s: float = MAX_LAG_S,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """Call a reward function in the ways that a run may call it.
 
-    It is called some ``2 * len(samples) + concurrency + 6`` times.
+    It is called some ``2 * len(samples) + concurrency + 6`` times; a function of lists some
+    ``concurrency / len(samples) + 9`` times, with all samples.
 
     Args:
-        function: in any form that `ScoringFunction` takes.
+        function: in any form that `ScoringFunction` takes, or, for managers such as `batch` and `group`, of lists.
         samples: a few, such as a run would have.
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
         router_address: what the function gets as ``reward_router_address``.
-        timeout: seconds that the function may take for a sample.
+        options: as in a run; none of the policies and bounds on failures holds here.
         concurrency: how many calls are made at a time where that is tried.
         max_lag_s: how long an async function may block the event loop.
         on_step: told what is tried next.
 
     Raises:
         FunctionLoadError: it cannot be called with what the reward loop provides.
-        ConfigError: there are no samples, some are broken, or there is no such manager, or it is one of lists.
+        ConfigError: there are no samples, some are broken, or there is no such manager.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
     if broken := [f"{sample.uid}: {sample.error}" for sample in samples if sample.error]:
         raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
-    trial = _Trial(function, reward_kwargs, manager, router_address, timeout, concurrency, max_lag_s)
-    report = Report(trial.function.name, trial.function.is_async)
+    options = options or RewardLoopConfig()
+    trial = _Trial(function, reward_kwargs, manager, router_address, options, concurrency, len(samples), max_lag_s)
+    report = Report(trial.function.name, trial.function.is_async, trial.function.in_processes, trial.of_lists)
     try:
         for step, look in (
             ("the samples, one by one", trial.samples),
@@ -128,7 +136,7 @@ async def check(
             if all(row.outcome == "failed" for row in trial.first):
                 break  # whatever else is tried would show the same
     finally:
-        trial.function.close()
+        await asyncio.to_thread(trial.function.close)
     report.rows = trial.first
     return report
 
@@ -140,37 +148,46 @@ class _Trial:
         reward_kwargs: Mapping[str, Any] | None,
         manager: str,
         router_address: str | None,
-        timeout: float | None,
+        options: RewardLoopConfig,
         concurrency: int,
+        samples: int,
         max_lag_s: float,
     ) -> None:
         self.loaded = function
         self.reward_kwargs = reward_kwargs
-        self.timeout = timeout
         self.concurrency = concurrency
         self.max_lag_s = max_lag_s
-        # What goes wrong is to be seen, not to stop the trial.
-        config = RewardLoopConfig(max_failed_share=1.0, timeout=timeout, max_threads=concurrency)
-        self.function = ScoringFunction(function, reward_kwargs=reward_kwargs, timeout=timeout, max_threads=concurrency)
         cls: Any = get_manager(manager)
-        if getattr(cls, "function_type", ScoringFunction) is not ScoringFunction:
-            raise ConfigError(
-                f"the reward manager {manager!r} takes functions of lists; those of one sample are tried here"
-            )
+        self.of_lists = getattr(cls, "function_type", ScoringFunction) is ListScoringFunction
+        self.of_groups = getattr(cls, "needs_group", False)
+        # What goes wrong is to be seen, not to stop the trial. All samples are one call for a function of lists.
+        batch = options.batch.model_copy(update={"max_batch_size": samples})
+        update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "max_threads": concurrency}
+        self.options = options.model_copy(update={**update, "batch": batch})
+        self.function = scoring_function(cls, function, self.options, reward_kwargs=reward_kwargs)
         self._new_manager = functools.partial(
             cls,
-            config=config,
+            config=self.options,
             tokenizer=None,
             reward_router_address=router_address,
             reward_model_tokenizer=None,
         )
         self._manager = self._new_manager(compute_score=self.function)
+        self._groups = itertools.count()
         self.first: list[Row] = []
         self.same = True
         self.lags: list[float] = []
 
-    async def run(self, sample: RewardSample, function: ScoringFunction | None = None) -> Row:
-        manager = self._manager if function is None else self._new_manager(compute_score=function)
+    async def rows(self, samples: Sequence[RewardSample], manager: Any = None) -> list[Row]:
+        """What becomes of the samples: one after the other, or, of a function of lists, all together."""
+        if not self.of_lists:
+            return [await self.run(sample, manager) for sample in samples]
+        group = f"group {next(self._groups)}" if self.of_groups else None
+        together = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
+        return list(await asyncio.gather(*(self.run(sample, manager) for sample in together)))
+
+    async def run(self, sample: RewardSample, manager: Any = None) -> Row:
+        manager = manager or self._manager
         reward = await manager.run_single(sample)
         info = dict(reward.get("reward_extra_info") or {})
         outcome = info.pop("reward_outcome", "scored")
@@ -182,7 +199,7 @@ class _Trial:
 
     async def samples(self, samples: Sequence[RewardSample]) -> list[Finding]:
         async with self._watched_loop():
-            self.first = [await self.run(sample) for sample in samples]
+            self.first = await self.rows(samples)
         failed = [row for row in self.first if row.outcome == "failed"]
         unscored = sum(row.outcome == "unscored" for row in self.first)
         if failed:
@@ -198,7 +215,7 @@ class _Trial:
 
     async def again(self, samples: Sequence[RewardSample]) -> list[Finding]:
         async with self._watched_loop():
-            second = [await self.run(sample) for sample in samples]
+            second = await self.rows(samples)
         changed = [(one, two) for one, two in zip(self.first, second, strict=True) if not _same(one, two)]
         self.same = not changed
         if changed:
@@ -214,7 +231,8 @@ class _Trial:
 
     def _blocking(self) -> Finding:
         if not self.function.is_async:
-            return Finding("event loop", "ok", "it is not async, and runs in threads, where it may block")
+            where = "processes" if self.function.in_processes else "threads"
+            return Finding("event loop", "ok", f"it is not async, and runs in {where}, where it may block")
         # A busy machine delays now and then, what blocks does each time.
         lag = min(self.lags)
         if lag <= self.max_lag_s:
@@ -227,18 +245,27 @@ class _Trial:
         )
 
     async def together(self, samples: Sequence[RewardSample]) -> list[Finding]:
-        copies = [index % len(samples) for index in range(max(self.concurrency, len(samples)))]
-        name = "concurrent calls" if self.function.is_async else "threads"
-        slots = asyncio.Semaphore(self.concurrency)
+        name = "threads"
+        if self.function.is_async or self.function.in_processes:
+            name = "concurrent calls" if self.function.is_async else "processes"
+        if self.of_lists:
+            calls = max(2, self.concurrency // len(samples))
+            copies = [*range(len(samples))] * calls
+            what = f"samples of {calls} calls at a time"
+            rows = [row for call in await asyncio.gather(*(self.rows(samples) for _ in range(calls))) for row in call]
+        else:
+            what = f"calls, {self.concurrency} at a time"
+            copies = [index % len(samples) for index in range(max(self.concurrency, len(samples)))]
+            slots = asyncio.Semaphore(self.concurrency)
 
-        async def run(index: int) -> Row:
-            async with slots:
-                return await self.run(samples[index])
+            async def run(index: int) -> Row:
+                async with slots:
+                    return await self.run(samples[index])
 
-        rows = await asyncio.gather(*(run(index) for index in copies))
+            rows = await asyncio.gather(*(run(index) for index in copies))
         if not self.same:
             failed = sum(row.outcome == "failed" for row in rows)
-            text = f"{failed} of {len(rows)} fail at {self.concurrency} at a time; results differ between calls anyway"
+            text = f"{failed} of {len(rows)} {what}, fail; results differ between calls anyway"
             return [Finding(name, "skipped", text)]
         changed = [
             (self.first[index], row)
@@ -246,11 +273,11 @@ class _Trial:
             if not _same(self.first[index], row)
         ]
         if not changed:
-            text = f"{len(rows)} calls, {self.concurrency} at a time, give what single ones do"
+            text = f"{len(rows)} {what}, give what single ones do"
             return [Finding(name, "ok", text)]
         one, two = changed[0]
         text = (
-            f"{len(changed)} of {len(rows)} calls, {self.concurrency} at a time, give something else than alone; "
+            f"{len(changed)} of {len(rows)} {what}, give something else than alone; "
             f"{one.uid}: {_shown(one)} alone, {_shown(two)} beside others. Calls share something that changes, such as "
             "globals, attributes or caches: keep it within the call, or guard it with a lock"
         )
@@ -268,9 +295,13 @@ class _Trial:
                 "a huge response": huge,
                 "a malformed response": _MALFORMED,
             }.items():
-                row = await self.run(replace(samples[0], solution_str=response, uid=name))
+                one = replace(samples[0], solution_str=response, uid=name)
+                # A function of lists gets it among others, which must not suffer from it.
+                row, *others = await self.rows([one, *samples[1:]] if self.of_lists else [one])
                 if row.outcome == "failed":
                     advice = "Policies write such: give a score, or None for no score, instead of failing"
+                    if others and all(other.outcome == "failed" for other in others):
+                        advice += f". The {len(others)} other samples of the call have failed with it"
                     found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
                 else:
                     found.append(Finding(name, "ok", f"{_shown(row)}, in {row.seconds:.3g} s"))
@@ -279,7 +310,8 @@ class _Trial:
         return found
 
     async def arguments(self, samples: Sequence[RewardSample]) -> list[Finding]:
-        target = resolve(self.loaded, self.reward_kwargs)
+        provided = (*FIELDS, *CONTEXT) if self.of_lists else PROVIDED
+        target = resolve(self.loaded, self.reward_kwargs, provided)
         changed: set[str] = set()
 
         def before(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -312,13 +344,24 @@ class _Trial:
                     compare(passed, copies)
                 return returned
 
-        await self.run(samples[0], ScoringFunction(watched, timeout=self.timeout))
-        shared = changed - {"extra_info"}
+        # In this process, so that changes are seen, though a run may have it in others.
+        here = self.options.model_copy(update={"isolation": "thread"})
+        function = type(self.function)(watched, options=here)
+        if self.function.in_processes and not self.of_lists:
+            manager: Any = NaiveRewardLoopManager(here, compute_score=function)
+        else:
+            manager = self._new_manager(compute_score=function)
+        truths = repr([sample.ground_truth for sample in samples])
+        await self.rows(samples if self.of_lists else samples[:1], manager)
+        own = {"extra_info", *FIELDS} & changed
+        if repr([sample.ground_truth for sample in samples]) != truths:
+            own -= {"ground_truths"}  # the list is the call's own, what is in it is not
+        shared = changed - own
         if shared:
             text = f"it changes {listing(shared)}, which other calls share: work on a copy"
             return [Finding("arguments", "problem", text)]
-        if changed:
-            text = "it changes extra_info: harmless here, where each call has its own, but not in verl's own managers"
+        if own:
+            text = f"it changes {listing(own)}: harmless here, where each call has its own, but not in verl's managers"
             return [Finding("arguments", "note", text)]
         return [Finding("arguments", "ok", "it leaves them as they are")]
 
@@ -331,25 +374,24 @@ class _Trial:
                 text = f"it cannot be pickled: {type(error).__name__}: {error}. It must be named by its path, then"
                 return [Finding(name, "note", text)]
             return [Finding(name, "ok", "it can be sent to other processes")]
+        if self.function.in_processes:
+            return [Finding(name, "ok", "it runs in processes, as was seen above")]
+        options = self.options.model_copy(update={"isolation": "process", "max_processes": 1})
         try:
-            isolated = ScoringFunction(
-                self.loaded,
-                reward_kwargs=self.reward_kwargs,
-                timeout=self.timeout,
-                isolation="process",
-                max_processes=1,
-            )
+            isolated = type(self.function)(self.loaded, reward_kwargs=self.reward_kwargs, options=options)
         except FunctionLoadError as error:
             return [Finding(name, "note", str(error))]
         try:
-            row = await self.run(samples[0], isolated)
+            tried = samples if self.of_lists else samples[:1]
+            rows = await self.rows(tried, self._new_manager(compute_score=isolated))
         finally:
-            isolated.close()
-        if row.outcome == "failed" and self.first[0].outcome != "failed":
-            return [Finding(name, "note", f"it fails in a process of its own. {_explained(row.error)}")]
-        if self.same and not _same(self.first[0], row):
-            text = f"it gives {_shown(row)} in a process of its own, and {_shown(self.first[0])} here"
-            return [Finding(name, "note", text)]
+            await asyncio.to_thread(isolated.close)
+        for first, row in zip(self.first, rows, strict=False):
+            if row.outcome == "failed" and first.outcome != "failed":
+                return [Finding(name, "note", f"it fails in a process of its own. {_explained(row.error)}")]
+            if self.same and not _same(first, row):
+                text = f"it gives {_shown(row)} in a process of its own, and {_shown(first)} here"
+                return [Finding(name, "note", text)]
         return [Finding(name, "ok", "it runs in a process of its own, too")]
 
     @contextlib.asynccontextmanager

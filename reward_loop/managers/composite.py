@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from reward_loop._text import did_you_mean, listing
-from reward_loop.config import ComponentConfig, RewardLoopConfig
-from reward_loop.errors import ConfigError, InvalidScoreError
+from reward_loop.config import ComponentConfig, Config, RewardLoopConfig
+from reward_loop.errors import BudgetSpentError, ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
 from reward_loop.scoring.call import describe, ended_badly
-from reward_loop.scoring.failures import FailureBound
 from reward_loop.scoring.job import DEFAULT
+from reward_loop.scoring.jobs import failure_bound
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
 
-_OF_THE_FUNCTION = {"limit", "name", "reward_kwargs", "timeout", "isolation", "max_processes", "max_memory_mb"}
+C = TypeVar("C", bound=Config)
+
+_OF_THE_FUNCTION = ComponentConfig.model_fields.keys() & RewardLoopConfig.model_fields.keys() - {
+    "on_failed",
+    "on_unscored",
+    "default_score",
+} | {"limit", "name", "reward_kwargs"}
 """Options of a component that are not its own, where its function is that of the run."""
 
 
@@ -70,15 +77,28 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             component.failures.count(result)
             score, policy = component.settle(result)
             logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
-            info |= {**logged, f"{name}/outcome": str(result.outcome), f"{name}/seconds": result.seconds}
+            info |= {
+                **logged,
+                f"{name}/outcome": str(result.outcome),
+                f"{name}/seconds": result.seconds,
+                f"{name}/wait_seconds": result.wait_seconds,
+                f"{name}/attempts": result.attempts,
+            }
             if result.error:
                 info[f"{name}/error"] = result.error
             if score is None:
                 return replace(result, extra_info=info, policy=policy)
             info[name] = score
             total += component.config.weight * score
-        seconds = sum(result.seconds for result in results.values())
-        return RewardResult(Outcome.SCORED, total, {"score": total, **info}, seconds=seconds)
+        ended = results.values()
+        return RewardResult(
+            Outcome.SCORED,
+            total,
+            {"score": total, **info},
+            seconds=sum(result.seconds for result in ended),
+            wait_seconds=sum(result.wait_seconds for result in ended),
+            attempts=max(result.attempts for result in ended),
+        )
 
     async def _results(self, sample: RewardSample) -> dict[str, RewardResult]:
         calls: dict[str, asyncio.Task[RewardResult]] = {}
@@ -114,8 +134,8 @@ class _Component:
                 f"{did_you_mean(config.limit, options.limits) or '.'} Known: {listing(options.limits)}"
             )
         self.config = config
-        self.options = options.model_copy(
-            update={key: value for key, value in own.items() if key in RewardLoopConfig.model_fields}
+        self.options = _merged(
+            options, {key: value for key, value in own.items() if key in RewardLoopConfig.model_fields}
         )
         if config.path is not None:
             function = load_function(config.path, config.name)
@@ -132,13 +152,24 @@ class _Component:
             raise ConfigError(f"{where}.{unused[0]}: has an effect only beside {where}.path")
         else:
             self.function = default
-        self.failures = FailureBound(
-            options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
-        )
+        self.failures = failure_bound(options, where)
 
     def settle(self, result: RewardResult) -> tuple[float | None, Policy | None]:
         """Return the score, or the policy of a sample that this component leaves without one."""
         if result.score is not None:
             return result.score, None
-        policy = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
+        policy: Policy | None = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
+        if isinstance(result.exception, BudgetSpentError):  # which has a policy of its own
+            policy = "default" if self.options.budget.at_cap == "default" else None
         return (self.options.default_score, None) if policy == "default" else (None, policy)
+
+
+def _merged(options: C, own: Mapping[str, Any]) -> C:
+    """Return the options with one's own in their place; a group keeps those of its options that are not named."""
+    update = {
+        key: _merged(getattr(options, key), {name: getattr(value, name) for name in value.model_fields_set})
+        if isinstance(value, Config)
+        else value
+        for key, value in own.items()
+    }
+    return options.model_copy(update=update)

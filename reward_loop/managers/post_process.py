@@ -20,9 +20,7 @@ class PostProcess:
     def __init__(self, function: ScoringFunction, options: RewardLoopConfig) -> None:
         self._function = function
         self._options = options
-        self._failures = FailureBound(
-            options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
-        )
+        self._failures = FailureBound.of_options(options)
 
     async def __call__(self, rewards: Sequence[Reward], names: Sequence[str | None]) -> list[Reward]:
         """Return the rewards of a group, with new scores for those of its members that were scored.

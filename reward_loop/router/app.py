@@ -10,9 +10,10 @@ from reward_loop.router.control import CONTROL_PATHS, OPEN_PATHS, control_plane
 from reward_loop.router.exchange import Receive, Scope, Send
 from reward_loop.router.headers import find
 from reward_loop.router.health import check_health
-from reward_loop.router.pool import Worker, WorkerPool
-from reward_loop.router.proxy import Proxy
+from reward_loop.router.pool import WorkerPool
+from reward_loop.router.proxy import Client, Proxy
 from reward_loop.router.refusal import Refusal
+from reward_loop.router.worker import Worker
 
 __all__ = ["Router", "create_app"]
 
@@ -65,6 +66,13 @@ class Router:
             return await self._control(scope, receive, send)
         return await self._proxy(scope, receive, send)
 
+    def begin(self, client: Client) -> bool:
+        """Serves a request in callbacks, if it may be forwarded at once; see :meth:`~.proxy.Proxy.begin`."""
+        scope = client.scope
+        if scope["path"] in CONTROL_PATHS or (self._credentials and not self._is_allowed(scope)):
+            return False
+        return self._proxy.begin(client)
+
     def _is_allowed(self, scope: Scope) -> bool:
         assert self._credentials is not None
         given = find(scope["headers"], b"authorization") or b""
@@ -76,4 +84,5 @@ class Router:
             self._proxy = Proxy(self._pool, self._config)
             await send({"type": "lifespan.startup.complete"})
             await receive()
+            self._proxy.close()
         await send({"type": "lifespan.shutdown.complete"})

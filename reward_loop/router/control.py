@@ -9,8 +9,9 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response
 
 from reward_loop.router.config import WorkerConfig
-from reward_loop.router.pool import Worker, WorkerPool
+from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
+from reward_loop.router.worker import Worker
 
 __all__ = ["CONTROL_PATHS", "OPEN_PATHS", "control_plane"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reward_loop.router.headers import RawHeader, end_to_end
 from reward_loop.router.refusal import Refusal
-from reward_loop.router.upstream import Answer
+from reward_loop.router.upstream import NO_BODY, Answer
 
 __all__ = ["WATCH_AFTER_S", "ClientLeftError", "Exchange", "Receive", "Scope", "Send"]
 
@@ -31,6 +31,7 @@ class Exchange:
         scope, receive, send: of ASGI.
         timeout_s: seconds until it is broken off with what `late` gives.
         late: the refusal of a request that took too long.
+        arrived: when it came, in the loop's time; by default, now.
     """
 
     __slots__ = (
@@ -50,7 +51,13 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, timeout_s: float, late: Callable[[Exchange], Refusal]
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        timeout_s: float,
+        late: Callable[[Exchange], Refusal],
+        arrived: float | None = None,
     ) -> None:
         self.scope = scope
         self.started = False
@@ -63,7 +70,7 @@ class Exchange:
         self._send = send
         self._late = late
         self._loop = loop = asyncio.get_running_loop()
-        self.arrived = loop.time()
+        self.arrived = loop.time() if arrived is None else arrived
         self._deadline = self.arrived + timeout_s
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
@@ -128,7 +135,7 @@ class Exchange:
             BrokenError: it broke off.
         """
         headers = end_to_end(answer.headers)
-        if answer.status in (204, 304):
+        if answer.status in NO_BODY:
             # The length of what a GET would have brought: uvicorn would wait for it.
             headers = [header for header in headers if header[0] != b"content-length"]
         elif not answer.complete and self.scope["http_version"] == "1.0" and answer.length is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import lru_cache
 
-__all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "to_wire"]
+__all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "named_by_connection", "to_wire"]
 
 RawHeader = tuple[bytes, bytes]
 """A header's name, in lower case, and its value."""
@@ -33,12 +34,22 @@ _NEVER_NAMED = frozenset({b"content-length", b"host"})
 def end_to_end(headers: Sequence[RawHeader]) -> list[RawHeader]:
     """The headers that are not about this connection: neither hop-by-hop, nor named in ``Connection``."""
     kept = [header for header in headers if header[0] not in HOP_BY_HOP]
-    if len(kept) < len(headers):
-        options = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
-        named = {option.strip() for option in options} - _TRIVIAL_OPTIONS - _NEVER_NAMED
-        if named:
-            kept = [header for header in kept if header[0] not in named]
+    if len(kept) < len(headers) and (named := named_by_connection(headers)):
+        kept = [header for header in kept if header[0] not in named]
     return kept
+
+
+def named_by_connection(headers: Sequence[RawHeader]) -> frozenset[bytes]:
+    """The names of headers that ``Connection`` says are about this connection only."""
+    values = [value for name, value in headers if name == b"connection"]
+    # Nearly always there is one, and it is one of two.
+    return _options(values[0]) if len(values) == 1 else _options(b",".join(values))
+
+
+@lru_cache(maxsize=64)
+def _options(connection: bytes) -> frozenset[bytes]:
+    named = {option.strip() for option in connection.lower().split(b",")}
+    return frozenset(named - _TRIVIAL_OPTIONS - _NEVER_NAMED)
 
 
 def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:

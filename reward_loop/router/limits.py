@@ -30,14 +30,20 @@ class Gate:
         """Whether :meth:`enter` would return at once."""
         return self.inside < self._max_inside and not self.waiting
 
+    def enter_at_once(self) -> bool:
+        """Enters if there is room; whoever does must :meth:`leave`."""
+        if self.has_room:
+            self.inside += 1
+            return True
+        return False
+
     async def enter(self) -> None:
         """Waits for room. Everyone who is inside must :meth:`leave`.
 
         Raises:
             Refusal: too many wait.
         """
-        if self.has_room:
-            self.inside += 1
+        if self.enter_at_once():
             return
         if self.waiting >= self._max_waiting:
             message = f"{self.inside} requests are in work, and {self.waiting} wait: the router takes no more"

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
@@ -30,7 +30,10 @@ from reward_loop.router.servers.gpus import GpuShares
 from reward_loop.router.servers.models import ENGINES, served_models
 from reward_loop.router.servers.process import ServerProcess
 from reward_loop.router.sockets import listen, reserve, url_of
-from reward_loop.router.supervisor import RestartPolicy, Server, Supervisor
+from reward_loop.router.supervisor import RestartPolicy, Server, Starts, Supervisor
+
+if TYPE_CHECKING:
+    from reward_loop.router.servers.ray_server import SharedGpus
 
 __all__ = ["RewardModelManager", "serve_reward_model"]
 
@@ -82,14 +85,21 @@ class RewardModelManager:
     Entry and exit must happen in the same task. Synchronous programs use
     :func:`serve_reward_model`.
 
+    Args:
+        config: the models, and how they are served.
+        gpus: for the placement ``colocated``, the GPUs that the servers share with others. A server that dies while
+            the models sleep is started again when they wake.
+
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind is not the configured one, an option is not the
-            engine's, the port is in use, or there are too few GPUs.
+            engine's, the port is in use, there are too few GPUs, or none to share.
         ServerStartError: a server or the router did not become ready; the message shows the end of its log.
     """
 
-    def __init__(self, config: RewardModelConfig) -> None:
+    def __init__(self, config: RewardModelConfig, gpus: SharedGpus | None = None) -> None:
         self._config = config
+        self._gpus = gpus
+        self._starts = Starts(config.starts_at_a_time)
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._runs: list[asyncio.Task[None]] = []
@@ -108,6 +118,11 @@ class RewardModelManager:
 
     async def __aenter__(self) -> Self:
         models = served_models(self._config)
+        if (self._config.placement == "colocated") is not (self._gpus is not None):
+            raise ConfigError(
+                "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "
+                "and this is none; set placement='local' or 'ray'"
+            )
         try:
             self._tasks = await asyncio.TaskGroup().__aenter__()
             self._start(models)
@@ -136,17 +151,20 @@ class RewardModelManager:
             self._resources.close()
 
     async def sleep(self) -> None:
-        """Frees the GPUs' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
+        """Frees the models' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
 
-        Servers that hold no GPU memory, or that someone else runs, only get no requests.
+        Servers that someone else runs only get no requests.
 
         Raises:
-            ConfigError: a model of vLLM or SGLang is served without `enable_sleep_mode`.
+            ConfigError: a model is served without `enable_sleep_mode`.
             ServerError: the router or a server did not do it.
         """
         for worker in self._workers:
             if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
                 raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
+        if self._gpus:
+            # There is no room for it to start while others use the GPUs.
+            await self._starts.forbid()
         await asyncio.gather(*map(self._put_to_sleep, self._workers))
 
     async def wake(self) -> None:
@@ -156,6 +174,7 @@ class RewardModelManager:
             ServerError: a server did not do it.
         """
         await asyncio.gather(*map(self._wake, self._workers))
+        await self._starts.allow()
 
     async def _put_to_sleep(self, worker: _Worker) -> None:
         if worker.url is None or worker.lost:
@@ -181,8 +200,7 @@ class RewardModelManager:
         logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
         router = self._listen(config.host, config.router_port)
         self._router_url = url_of(router)
-        starts = asyncio.Semaphore(config.starts_at_a_time)
-        launch = self._in_ray() if config.placement == "ray" else self._beside_us(log_dir)
+        launch = self._beside_us(log_dir) if config.placement == "local" else self._in_ray()
         for model in models:
             if model.engine == "external":
                 self._workers += [_Worker(model, url) for url in model.urls]
@@ -195,7 +213,7 @@ class RewardModelManager:
                 self._supervise(
                     role,
                     functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
-                    starts=starts,
+                    starts=self._starts,
                     on_up=functools.partial(self._server_is_up, worker),
                     on_down=functools.partial(self._tell_router, "bury", worker),
                     on_lost=functools.partial(self._lose_server, worker, close),
@@ -211,7 +229,7 @@ class RewardModelManager:
                 health_path="/live",
                 start_timeout_s=config.start_timeout_s,
             ),
-            starts=asyncio.Semaphore(),
+            starts=Starts(1),
             on_up=self._tell_what_is_known,
             on_lost=functools.partial(self._lose_router, router),
         )
@@ -253,28 +271,26 @@ class RewardModelManager:
 
     def _in_ray(self) -> _Launch:
         # Ray is imported for those alone who use it.
-        from reward_loop.router.servers.ray_server import GpuReservation, RayServer
+        from reward_loop.router.servers.ray_server import GpuReservation, Place, RayServer
 
-        reservation = GpuReservation()
-        self._resources.callback(reservation.release)
+        gpus = self._gpus or GpuReservation()
+        self._resources.callback(gpus.release)
+        log_dir = Path(self._config.log_dir).absolute() if self._config.log_dir else None
 
         def launch(model: ServedModelConfig) -> Iterator[_Place]:
             engine = ENGINES[model.engine]
-            gpus = engine.gpus(model)
-            for _ in range(model.replicas):
-                group = reservation.reserve(gpus, model.threads)
+            for place in gpus.places(model.replicas, engine.gpus(model), model.threads):
 
-                def new_process(name: str, role: str, group: Any = group) -> Server:
+                def new_process(name: str, role: str, place: Place = place) -> Server:
                     return RayServer(
                         name,
                         functools.partial(engine.command, model),
                         inherits_socket=engine.inherits_socket,
-                        group=group,
-                        gpus=gpus,
-                        cpus=model.threads,
+                        place=place,
                         env=engine.environment(model),
                         health_path=engine.health_path,
                         start_timeout_s=model.start_timeout_s,
+                        log_path=log_dir / f"{role.replace(' ', '-')}.log" if log_dir else None,
                     )
 
                 yield None, new_process, lambda: None

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import RawHeader, find
-
-if TYPE_CHECKING:
-    from reward_loop.router.pool import Worker
+from reward_loop.router.worker import Worker
 
 __all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "TwoChoices", "policy_for"]
 

@@ -6,18 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from reward_loop.errors import ServerError
 from reward_loop.router.config import Kind, RouterConfig, WorkerConfig
 from reward_loop.router.policies import policy_for
-from reward_loop.router.stats import WorkerStats
 from reward_loop.router.upstream import ConnectError, Upstream
+from reward_loop.router.worker import Worker, WorkerState
 
-__all__ = ["AllRestError", "AsleepError", "Group", "NoWorkerError", "Worker", "WorkerPool", "WorkerState"]
+__all__ = ["AllRestError", "AsleepError", "Group", "NoWorkerError", "WorkerPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,23 +24,6 @@ _LONGEST_PAUSE_S = 5.0
 
 _TRIAL_S = 5.0
 """A server on trial whose first request takes longer than this is taken to be well."""
-
-
-class WorkerState(StrEnum):
-    """What the router knows about a server."""
-
-    DOWN = "down"
-    """Not in use: it is being asked for its health until it answers."""
-    TRIAL = "trial"
-    """Well again after a failure: one request at a time, until the first one succeeds."""
-    UP = "up"
-    """In use."""
-    DRAINING = "draining"
-    """Gets no new requests, and finishes those that it has."""
-    ASLEEP = "asleep"
-    """Its engine sleeps, because its owner wants it to: requests for it wait."""
-    RETIRED = "retired"
-    """Never to be used again."""
 
 
 class NoWorkerError(ServerError):
@@ -60,52 +41,6 @@ class AllRestError(ServerError):
 
 class AsleepError(ServerError):
     """The server is well, and its engine sleeps: what it is asked now hangs."""
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One server."""
-
-    config: WorkerConfig
-    upstream: Upstream
-    state: WorkerState = WorkerState.DOWN
-    last_error: str | None = None
-    """Why it was last taken out of use, or why its latest check failed."""
-    requests: int = 0
-    """How many requests it was given."""
-    in_flight: int = 0
-    models: tuple[str, ...] = ()
-    """The models that it serves; none if that is not known."""
-    cards: list[dict[str, Any]] = field(default_factory=list)
-    """Their entries in its ``/v1/models``."""
-    stats: WorkerStats = field(default_factory=WorkerStats)
-    failures: int = 0
-    """5xx answers since the last other one."""
-    failed_checks: int = 0
-    relapses: int = 0
-    """How often in a row it failed on trial."""
-    rests_until: float = 0.0
-    """It asked for a pause until then (monotonic)."""
-    trial_until: float = 0.0
-    taken_out: asyncio.Event = field(default_factory=asyncio.Event)
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an asleep server has finished its last request."""
-
-    @property
-    def url(self) -> str:
-        """``http://host:port``"""
-        return self.config.url
-
-    @property
-    def resting(self) -> bool:
-        """Whether it has asked for a pause."""
-        return self.rests_until > time.monotonic()
-
-    def can_answer(self, model: str | None, kind: Kind | None) -> bool:
-        """Whether it serves a model and a kind of request, as far as is known; ``None`` stands for any."""
-        return (model is None or not self.models or model in self.models) and (
-            kind is None or self.config.kind in (None, kind)
-        )
 
 
 class Group:
@@ -299,10 +234,13 @@ class WorkerPool:
                 await worker.idle.wait()
 
     def resume(self, worker: Worker) -> None:
-        """Takes a drained, sleeping or retired server into use again once it is well."""
+        """Takes a sleeping server into use again, which its owner has woken; a drained or retired one once it is well.
+
+        If those that were woken together were checked one by one, the first would get all that waits.
+        """
         if worker.state in (WorkerState.DRAINING, WorkerState.ASLEEP, WorkerState.RETIRED):
             worker.relapses = 0
-            self._set_state(worker, WorkerState.DOWN)
+            self._set_state(worker, WorkerState.UP if worker.state is WorkerState.ASLEEP else WorkerState.DOWN)
             self._watch(worker)
 
     def remove(self, worker: Worker) -> None:
@@ -333,7 +271,8 @@ class WorkerPool:
     async def _look_after(self, worker: Worker) -> None:
         new = True
         while True:
-            await self._readmit(worker, new)
+            if worker.state is not WorkerState.UP:
+                await self._readmit(worker, new)
             new = False
             worker.taken_out.clear()
             while not worker.taken_out.is_set():

@@ -1,13 +1,16 @@
 """uvicorn's HTTP protocol, with a bound on the length of a request's head, and with less to do for each request.
 
-uvicorn collects a head for as long as one comes, and writes the head and the body of an answer with a system call each.
-What is left out here are access logs, WebSockets, a root path, and the check of header names and values: they come from
-httptools, which has checked them, or from the control plane.
+uvicorn collects a head for as long as one comes, writes the head and the body of an answer with a system call each, has
+a task for every request and a timer after it. Here a request that came in one piece is first offered to `begin`, which
+may serve it in callbacks; any other goes to the ASGI app as usual. What is left out are access logs, WebSockets, a root
+path, and the check of header names and values: they come from httptools, which has checked them, or from the control
+plane.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -16,7 +19,11 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from reward_loop.router.exchange import Receive, Scope, Send
+from reward_loop.router.headers import RawHeader
+from reward_loop.router.proxy import Client
 from reward_loop.router.refusal import Refusal
+from reward_loop.router.upstream import NO_BODY
 
 __all__ = ["protocol_for"]
 
@@ -24,27 +31,47 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
-_NO_BODY = frozenset({204, 304})
 
+def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> type[asyncio.Protocol]:
+    """A protocol class for uvicorn.
 
-def protocol_for(max_head_bytes: int) -> type[asyncio.Protocol]:
-    """A protocol class for uvicorn that refuses longer heads with 431."""
-    return type("Protocol", (_Protocol,), {"max_head_bytes": max_head_bytes})
+    Args:
+        max_head_bytes: longer heads are refused with 431.
+        begin: takes a request whose body is there, or says that it is one for the ASGI app.
+    """
+    return type("Protocol", (_Protocol,), {"max_head_bytes": max_head_bytes, "begin": staticmethod(begin)})
 
 
 class _Protocol(HttpToolsProtocol):
     max_head_bytes = 0
+    begin: Callable[[Client], bool]
+    cycle: Any
+    """The request that came last."""
+    _served: _Cycle | None = None
+    """The request in work, or the last one that was."""
+    _unserved: _Cycle | None = None
+    """One whose turn it is, while it is not known whether its body has come with it."""
     _in_head = True
     _head_bytes = 0
-    cycle: Any
+    _idle_since = 0.0
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
+        # Not within the parser, which would take an exception for a request that is not HTTP.
+        if self._unserved and not self.transport.is_closing():
+            self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
         if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
             self._refuse_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._cancel_timer()
+        self.pipeline.clear()
+        if self._served and not self._served.response_complete:
+            self._served.leave()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -79,7 +106,7 @@ class _Protocol(HttpToolsProtocol):
         before = self.cycle
         self.cycle = cycle = _Cycle(self, version != "1.0" and parser.should_keep_alive())
         if before is None or before.response_complete:
-            self._start_asgi_task(cycle, self.app)
+            self._unserved = cycle
         else:
             # The client did not wait for the answer to its last request.
             self.flow.pause_reading()
@@ -96,7 +123,46 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         # The first bytes of the next head come before its beginning is parsed.
         self._in_head = True
-        super().on_message_complete()
+        self.cycle.more_body = False
+        self.cycle.set()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._serve(self.pipeline.pop()[0])
+        else:
+            self._idle_since = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._set_timer(self.timeout_keep_alive)
+
+    def timeout_keep_alive_handler(self) -> None:
+        # One timer for many requests: it looks when the last one was.
+        idle = self.cycle.response_complete
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time() if idle else self.timeout_keep_alive
+        if left > 0:
+            self._set_timer(left)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Leaves the timer alone."""
+
+    def _set_timer(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def _cancel_timer(self) -> None:
+        if self.timeout_keep_alive_task:
+            self.timeout_keep_alive_task.cancel()
+
+    def _serve(self, cycle: Any) -> None:
+        self._unserved = None
+        self._served = cycle
+        # A task waits for a client that does not read its answers; callbacks do not.
+        if cycle.more_body or self.flow.write_paused or not self.begin(cycle):
+            self._start_asgi_task(cycle, self.app)
 
     def _refuse_head(self) -> None:
         refusal = Refusal(431, f"the head of the request is longer than {self.max_head_bytes} bytes", close=True)
@@ -107,7 +173,19 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Cycle(RequestResponseCycle):
-    """One request and its answer. It is its own `message_event`."""
+    """One request and its answer, for ASGI and as a `Client`."""
+
+    disconnected = False
+    body = b""  # type: ignore[assignment]
+    more_body = True
+    response_started = False
+    response_complete = False
+    chunked_encoding = False
+    expected_content_length = 0
+    on_leave: Callable[[], None] | None = None
+    _head = b""
+    _news = False
+    _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, protocol: _Protocol, keep_alive: bool) -> None:
         self.scope = protocol.scope
@@ -115,19 +193,30 @@ class _Cycle(RequestResponseCycle):
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.on_response = protocol.on_response_complete
-        self.message_event = self  # type: ignore[assignment]
-        self.disconnected = False
+        self._start_task = protocol._start_asgi_task
         self.keep_alive = keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
-        self.body = b""  # type: ignore[assignment]
-        self.more_body = True
-        self.response_started = False
-        self.response_complete = False
-        self.chunked_encoding = False
-        self.expected_content_length = 0
-        self._head = b""
-        self._news = False
-        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def message_event(self) -> Any:  # type: ignore[override]
+        """Itself; as an attribute, each request would be garbage that only the collector gets rid of."""
+        return self
+
+    def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
+        """Sends a whole answer."""
+        self._start(status, headers)
+        self._continue(body, False)
+
+    def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        """Leaves the rest to an ASGI app, in a task."""
+        self._start_task(self, app)  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.disconnected = True
+        self.set()
+        if self.on_leave:
+            self.on_leave()
 
     def set(self) -> None:
         """There is something to receive."""
@@ -146,7 +235,7 @@ class _Cycle(RequestResponseCycle):
         self._news = False
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
-        body, self.body = self.body, b""  # type: ignore[assignment]
+        body, self.body = self.body, b""
         self.flow.resume_reading()
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
@@ -173,7 +262,7 @@ class _Cycle(RequestResponseCycle):
                 length = int(value)
             elif name == b"connection" and value == b"close":
                 self.keep_alive = False
-        if self.scope["method"] == "HEAD" or status in _NO_BODY:
+        if self.scope["method"] == "HEAD" or status in NO_BODY:
             pass
         elif length is None:
             self.chunked_encoding = True
@@ -202,6 +291,7 @@ class _Cycle(RequestResponseCycle):
         self.transport.write(head + body if head else body)
         if not more:
             self.response_complete = True
+            self.body = b""
             self.set()
             if not self.keep_alive:
                 self.transport.close()

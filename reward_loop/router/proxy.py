@@ -4,39 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
 
 import orjson
 
-from reward_loop._retry_after import retry_after_seconds
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.exchange import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
-from reward_loop.router.headers import RawHeader, end_to_end, find, to_wire
+from reward_loop.router.forward import WORTH_A_RETRY, Attempt, Forwarder, Request
+from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, named_by_connection, to_wire
 from reward_loop.router.limits import Gate, RetryBudget
-from reward_loop.router.pool import AllRestError, NoWorkerError, Worker, WorkerPool, WorkerState
+from reward_loop.router.pool import WorkerPool
 from reward_loop.router.refusal import Refusal
-from reward_loop.router.routing import Route, merged_models, route
-from reward_loop.router.upstream import Answer, BrokenError, ConnectError
+from reward_loop.router.routing import merged_models, route
+from reward_loop.router.upstream import NO_BODY, Answer, Connection, StaleError, UpstreamError
+from reward_loop.router.worker import Worker, WorkerState
 
-__all__ = ["Proxy"]
+__all__ = ["Client", "Proxy"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 0.05
-_LONGEST_BACKOFF_S = 2.0
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
-_PAUSE_S = 1.0
-"""For a 429 that does not say how long to wait."""
-_LONGEST_PAUSE_S = 60.0
+_SPECIAL = WORTH_A_RETRY | NO_BODY
+"""Statuses of answers that are not simply passed on."""
 
-_WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
+_SHORT_S = 4 * WATCH_AFTER_S
+"""Shorter deadlines need a timer for each request."""
+
+
+class Client(Protocol):
+    """Who waits for the answer to a request, in callbacks: see :meth:`Proxy.begin`."""
+
+    scope: Scope
+    body: bytes
+    on_leave: Callable[[], None] | None
+    """Called when it is gone."""
+
+    def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
+        """Sends it a whole answer."""
+
+    def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        """Leaves the rest to an ASGI app, in a task."""
 
 
 class Proxy:
-    """An ASGI app that forwards every request to a server of the pool.
+    """An ASGI app that forwards every request to a server of the pool. To be made in a running event loop.
 
-    What fails before an answer has begun is repeated on another server, or on the same one once it is back. If there is
-    none, whatever the server answered is passed on, errors included.
+    It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
+    neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
 
     The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 413 and 431 for what is
     too long, 429 when all servers have asked for a pause, 502 when the request has broken several servers, 503 when no
@@ -47,30 +64,27 @@ class Proxy:
         config = config or RouterConfig()
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
+        self._forwarder = Forwarder(pool, self.budget, config)
+        self.loop = asyncio.get_running_loop()
         self._pool = pool
         self._config = config
         # The length is known anew, and there is nothing more to expect, once the body is complete.
-        not_passed_on = {b"host", b"content-length", b"expect"}
+        self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
-            not_passed_on.add(b"authorization")
-        self._not_passed_on = frozenset(not_passed_on)
-        self._forwarded: set[Exchange] = set()
+            self._not_passed_on |= {b"authorization"}
+        self._watched: set[Exchange | _Direct] = set()
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] != "http":
             raise NotImplementedError(f"the router forwards HTTP requests only, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self._late)
+        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self.late)
+        await self._run(exchange, self._serve(exchange))
+
+    async def _run(self, exchange: Exchange, work: Awaitable[None]) -> None:
         try:
-            if not self.gate.has_room:
-                exchange.set_timer()
-            await self.gate.enter()
-            try:
-                await self._serve(exchange)
-            finally:
-                self.gate.leave()
-                self._forwarded.discard(exchange)
+            await work
         except Refusal as refusal:
             await self._refuse(exchange, refusal)
         except ClientLeftError:
@@ -86,142 +100,210 @@ class Proxy:
             exchange.end()
 
     async def _serve(self, exchange: Exchange) -> None:
-        scope = exchange.scope
-        headers: list[RawHeader] = scope["headers"]
-        passed_on = self._headers_for_servers(headers)
-        body = await exchange.read_body(self._config.max_body_bytes)
-        if body or scope["method"] in ("POST", "PUT", "PATCH"):
-            passed_on += b"content-length: %d\r\n" % len(body)
-        pool = self._pool
-        path = scope["path"]
-        if pool.several_models and path == "/v1/models" and scope["method"] == "GET":
-            content = orjson.dumps(merged_models(pool))
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-            return await exchange.answer(200, headers, content)
-        destination = route(pool, path, body)
-        key = pool.policy.key(headers, body) if pool.policy.by_content else 0
-        self.budget.earn()
-        self._watch(exchange)
-        await self._forward(exchange, destination, key, passed_on, body)
-        return None
-
-    def _watch(self, exchange: Exchange) -> None:
-        """From now on its deadline holds, and a while later its client's leaving is noticed."""
-        if self._config.request_timeout_s < 4 * WATCH_AFTER_S:
+        if not self.gate.has_room:
             exchange.set_timer()
-        # One timer for all: one for each would be a good part of what a quick request costs.
-        self._forwarded.add(exchange)
-        if self._sweeping is None:
-            self._sweeping = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._sweep)
-
-    def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for exchange in self._forwarded:
-            exchange.check(now)
-        self._sweeping = loop.call_later(WATCH_AFTER_S, self._sweep) if self._forwarded else None
-
-    def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
-        passed_on = to_wire(end_to_end(headers), without=self._not_passed_on)
-        if len(passed_on) > self._config.max_header_bytes:
-            raise Refusal(431, f"the headers are longer than {self._config.max_header_bytes} bytes", close=True)
-        length = find(headers, b"content-length")
-        if length and int(length) > self._config.max_body_bytes:
-            raise Refusal(413, f"the body is longer than {self._config.max_body_bytes} bytes", close=True)
-        if (find(headers, b"upgrade") or b"").lower() == b"websocket":
-            raise Refusal(501, "the router does not forward WebSockets", close=True)
-        return passed_on
-
-    async def _forward(self, exchange: Exchange, destination: Route, key: int, headers: bytes, body: bytes) -> None:
-        scope = exchange.scope
-        target: bytes = scope.get("raw_path") or scope["path"].encode()
-        if scope["query_string"]:
-            target = b"%b?%b" % (target, scope["query_string"])
-        method = scope["method"].encode()
-        pool = self._pool
-        loop = asyncio.get_running_loop()
-        failed: list[Worker] = []
-        attempts = 0
-        while True:
-            exchange.waits_for = None
-            worker = pool.pick(pool.group(*destination), key, failed) or await self._wait(destination, key, failed)
-            exchange.waits_for = worker.url
-            worker.requests += 1
-            worker.in_flight += 1
-            began = loop.time()
-            status = 0
-            try:
-                answer = await worker.upstream.request(method, target, headers, body)
-                status = answer.status
-                if status in _WORTH_A_RETRY:
-                    attempts += 1
-                    if self._may_retry(worker, answer, destination, [*failed, worker], attempts):
-                        answer.close()
-                    else:
-                        return await exchange.pass_on(answer)
-                else:
-                    if worker.failures or worker.state is not WorkerState.UP:
-                        pool.succeeded(worker)
-                    return await exchange.pass_on(answer)
-            except (ConnectError, BrokenError) as error:
-                worker.stats.broken += 1
-                pool.eject(worker, f"{type(error).__name__}: {error}")
-                if exchange.started:
-                    logger.warning("%s: the answer of %s broke off: %s", exchange.name, worker.url, error)
-                    return None
-                attempts += isinstance(error, BrokenError)
-                if attempts >= self._config.max_attempts:
-                    raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
-            finally:
-                worker.in_flight -= 1
-                if not worker.in_flight and worker.state is WorkerState.ASLEEP:
-                    worker.idle.set()
-                if status:
-                    worker.stats.count(status, loop.time() - began)
-            worker.stats.retries += 1
-            failed.append(worker)
-            await self._back_off(exchange, len(failed))
-
-    async def _wait(self, destination: Route, key: int, failed: list[Worker]) -> Worker:
+        await self.gate.enter()
         try:
-            return await self._pool.acquire(*destination, key, failed)
-        except NoWorkerError as error:
-            raise Refusal(503, str(error)) from error
-        except AllRestError as error:
-            raise Refusal(429, str(error), retry_after_s=error.seconds) from error
+            scope = exchange.scope
+            headers = self._headers_for_servers(scope["headers"])
+            body = await exchange.read_body(self._config.max_body_bytes)
+            pool = self._pool
+            if pool.several_models and scope["path"] == "/v1/models" and scope["method"] == "GET":
+                content = orjson.dumps(merged_models(pool))
+                own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+                return await exchange.answer(200, own, content)
+            request = self._request(scope, headers, body)
+            self.budget.earn()
+            await self._forward(exchange, request)
+        finally:
+            self.gate.leave()
 
-    def _may_retry(
-        self, worker: Worker, answer: Answer, destination: Route, failed: list[Worker], attempts: int
-    ) -> bool:
-        """Takes note of a failure that a server has answered with; whether to try another one."""
-        pause = find(answer.headers, b"retry-after")
-        if answer.status == 429 or (answer.status == 503 and pause):
-            self._pool.rest(worker, _pause(pause))
-        else:
-            self._pool.failed(worker, f"status {answer.status}")
-        if attempts >= self._config.max_attempts:
+    async def _forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
+        if self._config.request_timeout_s < _SHORT_S:
+            exchange.set_timer()
+        self._watch(exchange)
+        try:
+            await self._forwarder.forward(exchange, request, attempt)
+        finally:
+            self._watched.discard(exchange)
+
+    def begin(self, client: Client) -> bool:
+        """Forwards a request whose body is there, if nothing stands in its way; else it is one for :meth:`__call__`."""
+        scope, body = client.scope, client.body
+        if (
+            not self.gate.has_room
+            or len(body) > self._config.max_body_bytes
+            or self._config.request_timeout_s < _SHORT_S
+            or scope["path"] == "/v1/models"
+        ):
             return False
-        other = self._pool.pick(self._pool.group(*destination), 0, failed)
-        return other is not None and self.budget.spend()
+        try:
+            request = self._request(scope, self._headers_for_servers(scope["headers"]), body)
+        except Refusal:
+            return False
+        pool = self._pool
+        worker = pool.pick(pool.group(*request.destination), request.key)
+        if not worker:
+            return False
+        self.gate.enter_at_once()
+        self.budget.earn()
+        direct = _Direct(self, client, request, worker, self._config.request_timeout_s)
+        self._watch(direct)
+        direct.start()
+        return True
 
-    async def _back_off(self, exchange: Exchange, failures: int) -> None:
-        # The first time another server is tried at once.
-        if failures > 1:
-            longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
-            await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
+    def close(self) -> None:
+        """Gives up the requests that have no task."""
+        for exchange in list(self._watched):
+            if isinstance(exchange, _Direct):
+                exchange.give_up()
 
-    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
-        logger.warning("%s: %d, %s", exchange.name, refusal.status, refusal.message)
-        await exchange.refuse(refusal)
+    async def go_on(self, attempt: Attempt, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves, in a task, a request that began without one, and has a place inside the gate."""
+        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self.late, attempt.began)
+        try:
+            await self._run(exchange, self._forward(exchange, request, attempt))
+        finally:
+            self.gate.leave()
 
-    def _late(self, exchange: Exchange) -> Refusal:
+    def let_go(self, direct: _Direct) -> None:
+        """It is no longer to be watched."""
+        self._watched.discard(direct)
+
+    def late(self, exchange: Exchange | _Direct) -> Refusal:
+        """What a request gets whose time is over."""
         timeout = f"{self._config.request_timeout_s:g} s"
         if exchange.waits_for:
             return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
+    def _watch(self, exchange: Exchange | _Direct) -> None:
+        """From now on its deadline holds, and a while later its client's leaving is noticed."""
+        # One timer for all: one for each would be a good part of what a quick request costs.
+        self._watched.add(exchange)
+        if self._sweeping is None:
+            self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep)
 
-def _pause(retry_after: bytes | None) -> float:
-    """How long a server rests that has too much to do."""
-    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
-    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        for exchange in list(self._watched):
+            exchange.check(now)
+        self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self._watched else None
+
+    def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
+        fields = dict(headers)
+        without = self._not_passed_on
+        if b"connection" in fields:
+            without |= named_by_connection(headers)
+        passed_on = to_wire(headers, without)
+        if len(passed_on) > self._config.max_header_bytes:
+            raise Refusal(431, f"the headers are longer than {self._config.max_header_bytes} bytes", close=True)
+        if int(fields.get(b"content-length", 0)) > self._config.max_body_bytes:
+            raise Refusal(413, f"the body is longer than {self._config.max_body_bytes} bytes", close=True)
+        if fields.get(b"upgrade", b"").lower() == b"websocket":
+            raise Refusal(501, "the router does not forward WebSockets", close=True)
+        return passed_on
+
+    def _request(self, scope: Scope, headers: bytes, body: bytes) -> Request:
+        method, path = scope["method"], scope["path"]
+        target: bytes = scope.get("raw_path") or path.encode()
+        if scope["query_string"]:
+            target = b"%b?%b" % (target, scope["query_string"])
+        if body or method in _WITH_BODY:
+            headers += b"content-length: %d\r\n" % len(body)
+        pool = self._pool
+        destination = route(pool, path, body)
+        key = pool.policy.key(scope["headers"], body) if pool.policy.by_content else 0
+        return Request(method.encode(), target, headers, body, destination, key)
+
+    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        _log(exchange.scope, refusal)
+        await exchange.refuse(refusal)
+
+
+class _Direct:
+    """A request that was given to a server within the callback that brought it, and has no task.
+
+    It is told of its answer. If that is whole and no error, the client gets it in the same callback; whatever else
+    comes is left to a task, which goes on from there.
+    """
+
+    __slots__ = ("_began", "_client", "_connection", "_deadline", "_proxy", "_request", "_worker")
+
+    def __init__(self, proxy: Proxy, client: Client, request: Request, worker: Worker, timeout_s: float) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._request = request
+        self._worker = worker
+        self._began = began = proxy.loop.time()
+        self._deadline = began + timeout_s
+        self._connection: Connection | None = None
+
+    @property
+    def waits_for(self) -> str:
+        """The URL of the server that has it."""
+        return self._worker.url
+
+    def start(self) -> None:
+        """Gives it to the server."""
+        worker = self._worker
+        worker.begin()
+        self._client.on_leave = self.give_up
+        self._connection = worker.upstream.send(self, *self._request[:4])
+        if not self._connection:
+            self._go_on(worker.upstream.request(*self._request[:4]))
+
+    def done(self) -> bool:
+        """Whether it does not want to know of its answer."""
+        return False
+
+    def set_result(self, answer: Answer, /) -> None:
+        """The server has answered."""
+        worker, status = self._worker, answer.status
+        if answer.complete and status not in _SPECIAL and worker.state is WorkerState.UP and not worker.failures:
+            self._end(status)
+            self._client.answer(status, end_to_end(answer.headers), answer.take())
+        else:
+            future: asyncio.Future[Answer] = self._proxy.loop.create_future()
+            future.set_result(answer)
+            self._go_on(future)
+
+    def set_exception(self, error: UpstreamError, /) -> None:
+        """The connection broke."""
+        if isinstance(error, StaleError):
+            return self._go_on(self._worker.upstream.request(*self._request[:4]))
+        future: asyncio.Future[Answer] = self._proxy.loop.create_future()
+        future.set_exception(error)
+        return self._go_on(future)
+
+    def give_up(self) -> None:
+        """Takes it back from the server."""
+        assert self._connection
+        self._connection.close()
+        self._end()
+
+    def check(self, now: float) -> None:
+        """Ends it if it is late."""
+        if now >= self._deadline:
+            self.give_up()
+            refusal = self._proxy.late(self)
+            _log(self._client.scope, refusal)
+            self._client.answer(refusal.status, *refusal.render())
+
+    def _go_on(self, answer: Awaitable[Answer]) -> None:
+        self._leave()
+        attempt = Attempt(self._worker, self._began, answer)
+        self._client.go_on(partial(self._proxy.go_on, attempt, self._request))
+
+    def _end(self, status: int = 0) -> None:
+        self._leave()
+        self._worker.end(status, self._proxy.loop.time() - self._began)
+        self._proxy.gate.leave()
+
+    def _leave(self) -> None:
+        self._client.on_leave = None
+        self._proxy.let_go(self)
+
+
+def _log(scope: Scope, refusal: Refusal) -> None:
+    logger.warning("%s %s: %d, %s", scope["method"], scope["path"], refusal.status, refusal.message)

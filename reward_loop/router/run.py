@@ -53,7 +53,7 @@ def run_router(
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with _ending_well():
-        serving.serve(app, listener, "router", http=protocol_for(config.max_header_bytes), grace_s=grace_s)
+        serving.serve(app, listener, "router", http=protocol_for(config.max_header_bytes, app.begin), grace_s=grace_s)
 
 
 def _allow_many_connections(requests: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from reward_loop.errors import ServerDiedError, ServerError
 
-__all__ = ["RestartPolicy", "Server", "Supervisor"]
+__all__ = ["RestartPolicy", "Server", "Starts", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,38 @@ class RestartPolicy:
     """Restarts longer ago than this many seconds do not count."""
 
 
+class Starts:
+    """Entered while a server starts: so many at a time, and none while that is forbidden."""
+
+    def __init__(self, at_a_time: int) -> None:
+        self._at_a_time = at_a_time
+        self._starting = 0
+        self._allowed = True
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._allowed and self._starting < self._at_a_time)
+            self._starting += 1
+
+    async def __aexit__(self, *exc: object) -> None:
+        async with self._changed:
+            self._starting -= 1
+            self._changed.notify_all()
+
+    async def forbid(self) -> None:
+        """Waits until no server is starting; none will before :meth:`allow`."""
+        async with self._changed:
+            self._allowed = False
+            await self._changed.wait_for(lambda: not self._starting)
+
+    async def allow(self) -> None:
+        """Undoes :meth:`forbid`."""
+        async with self._changed:
+            self._allowed = True
+            self._changed.notify_all()
+
+
 async def _nothing(*_: str) -> None:
     pass
 
@@ -58,7 +90,7 @@ class Supervisor:
     Args:
         new_process: makes the next run of the server.
         policy: when to give up.
-        starts: how many servers may be starting at a time.
+        starts: when the server may start.
         on_up: awaited with its URL whenever the server has become ready.
         on_down: awaited with the reason whenever it has died and will be started again.
         on_lost: awaited with the reason when it is given up.
@@ -69,7 +101,7 @@ class Supervisor:
         new_process: Callable[[], Server],
         policy: RestartPolicy,
         *,
-        starts: asyncio.Semaphore,
+        starts: Starts,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -12,7 +12,17 @@ import httptools
 from reward_loop.errors import ServerError
 from reward_loop.router.headers import RawHeader, to_wire
 
-__all__ = ["Answer", "BrokenError", "ConnectError", "Upstream", "UpstreamError"]
+__all__ = [
+    "NO_BODY",
+    "Answer",
+    "Arrival",
+    "BrokenError",
+    "ConnectError",
+    "Connection",
+    "StaleError",
+    "Upstream",
+    "UpstreamError",
+]
 
 _WHOLE_UP_TO = 1 << 20
 """Answers of a known length up to this are awaited whole: should one break off, it can still be asked for again."""
@@ -23,7 +33,8 @@ _BUFFER = 256 * 1024
 _IDLE_S = 4.0
 """An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
 
-_NO_BODY = frozenset({204, 304})
+NO_BODY = frozenset({204, 304})
+"""Statuses of answers without a body, whatever their headers say."""
 
 
 class UpstreamError(ServerError):
@@ -38,8 +49,21 @@ class BrokenError(UpstreamError):
     """The connection broke, or what came is not HTTP."""
 
 
-class _StaleError(BrokenError):
+class StaleError(BrokenError):
     """A connection that had been idle broke before the first byte of the answer."""
+
+
+class Arrival(Protocol):
+    """What is told when an answer is there, or will not come; an `asyncio.Future` is one."""
+
+    def done(self) -> bool:
+        """Whether nobody wants to know."""
+
+    def set_result(self, answer: Answer, /) -> None:
+        """It is there: all of it if it is of a known, moderate length, else its head."""
+
+    def set_exception(self, error: UpstreamError, /) -> None:
+        """The connection broke first."""
 
 
 class Answer:
@@ -47,7 +71,7 @@ class Answer:
 
     __slots__ = ("_connection", "_error", "_parts", "_waiter", "complete", "headers", "length", "size", "status")
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: list[RawHeader] = []
         self.length: int | None = None
@@ -101,15 +125,17 @@ class Answer:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, with at most one request on its way."""
+class Connection(asyncio.Protocol):
+    """One connection to a server, with at most one request on its way."""
 
     __slots__ = (
         "_answer",
-        "_arrived",
+        "_arrival",
+        "_ended",
         "_head_only",
         "_headers",
         "_in_body",
+        "_keep",
         "_parser",
         "_paused",
         "_to_its_end",
@@ -132,46 +158,49 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._answer: Answer | None = None
-        self._arrived: asyncio.Future[Answer]
+        self._arrival: Arrival | None = None
         self._headers: list[RawHeader] = []
         self._head_only = False
         self._in_body = False
+        self._ended = False
+        self._keep = False
         self._to_its_end = False
         self._paused = False
 
     @property
     def unanswered(self) -> bool:
         """Whether a request waits for its answer to begin."""
-        return self._answer is not None and not self._arrived.done()
+        return self._answer is not None and self._arrival is not None
 
-    def send(self, message: bytes, head_only: bool) -> asyncio.Future[Answer]:
-        """Sends a request; the future's result is the answer, whole if it is of a known, moderate length."""
-        self._arrived = self._upstream.loop.create_future()
+    def send(self, message: bytes, head_only: bool, arrival: Arrival) -> None:
+        """Sends a request; `arrival` is told of its answer."""
+        self._upstream.busy.add(self)
+        self._arrival = arrival
         self._answer = Answer(self)
         self._head_only = head_only
-        self._in_body = False
+        self._in_body = self._ended = self._keep = False
         self.heard = False
         self._transport.write(message)
-        return self._arrived
 
     def close(self) -> None:
-        """Closes it at once, without waiting for what is still to be written."""
+        """Closes it at once, without waiting for what is still to be written; nobody is told any more."""
         self.closed = True
+        self._answer = self._arrival = None
         self._upstream.busy.discard(self)
         self._transport.abort()
 
     def fail(self, reason: str) -> None:
         """Ends the request on its way, if any, with an error."""
-        answer, self._answer = self._answer, None
+        answer, arrival = self._answer, self._arrival
         self.close()
         if answer is None:
             return
         stale = self.used and not self.heard
-        error = (_StaleError if stale else BrokenError)(reason)
-        if not self._arrived.done():
-            self._arrived.set_exception(error)
-        else:
+        error = (StaleError if stale else BrokenError)(reason)
+        if arrival is None:
             answer.wake(error)
+        elif not arrival.done():
+            arrival.set_exception(error)
 
     def pause(self) -> None:
         if not self._paused and not self.closed:
@@ -191,13 +220,20 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.heard = True
         if self._answer is None:
-            return self.close()
+            self.close()
+            return
+        wrong = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.fail("it switched to another protocol")
+            wrong = "it switched to another protocol"
         except httptools.HttpParserError as error:
-            self.fail(f"what it answered is not HTTP: {error}")
+            wrong = f"what it answered is not HTTP: {error}"
+        # Not before all is parsed: who is told may send the next request, and what came now is no answer to that.
+        if self._ended:
+            self._finish(keep=self._keep and not wrong)
+        elif wrong:
+            self.fail(wrong)
 
     def eof_received(self) -> bool:
         if self._answer and self._to_its_end and self._in_body:
@@ -210,7 +246,7 @@ class _Connection(asyncio.Protocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
-        if self._answer is None:
+        if self._ended:
             raise ValueError("an answer to nothing")
         self._headers = []
 
@@ -221,7 +257,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            return None
+            return
         answer = self._answer
         assert answer is not None
         self._in_body = True
@@ -234,23 +270,28 @@ class _Connection(asyncio.Protocol):
             elif name == b"transfer-encoding":
                 chunked = True
         if self._head_only:
-            # The parser would wait for a body: it does not know what was asked.
-            return self._finish(keep=False)
-        self._to_its_end = answer.length is None and not chunked and status not in _NO_BODY
-        if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in _NO_BODY:
-            self._arrived.set_result(answer)
-        return None
+            # The parser waits for a body: it does not know what was asked.
+            self._ended = True
+            return
+        self._to_its_end = answer.length is None and not chunked and status not in NO_BODY
+        if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in NO_BODY:
+            arrival, self._arrival = self._arrival, None
+            if arrival and not arrival.done():
+                arrival.set_result(answer)
+        return
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
+        if self._answer and not self._ended:
             self._answer.add(body)
 
     def on_message_complete(self) -> None:
-        if self._in_body and self._answer is not None:
-            self._finish(keep=self._parser.should_keep_alive())
+        if self._in_body:
+            self._ended = True
+            self._keep = not self._head_only and self._parser.should_keep_alive()
 
     def _finish(self, *, keep: bool) -> None:
-        answer, self._answer = self._answer, None
+        answer, arrival = self._answer, self._arrival
+        self._answer = self._arrival = None
         assert answer is not None
         answer.complete = True
         self.used = True
@@ -260,10 +301,10 @@ class _Connection(asyncio.Protocol):
             self._upstream.release(self)
         else:
             self.close()
-        if not self._arrived.done():
-            self._arrived.set_result(answer)
-        else:
+        if arrival is None:
             answer.wake()
+        elif not arrival.done():
+            arrival.set_result(answer)
 
 
 class Upstream:
@@ -283,7 +324,7 @@ class Upstream:
     def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 10.0) -> None:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
-        self.busy: set[_Connection] = set()
+        self.busy: set[Connection] = set()
         """The connections with a request on its way."""
         self._host = parts.hostname or ""
         self._tls = parts.scheme == "https"
@@ -293,7 +334,7 @@ class Upstream:
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
         self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self._trimming: asyncio.TimerHandle | None = None
 
     async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
@@ -312,17 +353,34 @@ class Upstream:
             BrokenError: it broke.
         """
         message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
-        head_only = method == b"HEAD"
         connection = self._take_idle() or await self._connect()
         while True:
-            self.busy.add(connection)
+            arrival: asyncio.Future[Answer] = self.loop.create_future()
+            connection.send(message, method == b"HEAD", arrival)
             try:
-                return await connection.send(message, head_only)
+                return await arrival
             except asyncio.CancelledError:
                 connection.close()
                 raise
-            except _StaleError:
+            except StaleError:
                 connection = await self._connect()
+
+    def send(
+        self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b""
+    ) -> Connection | None:
+        """Sends a request if a connection is idle; then `arrival` is told of its answer.
+
+        A :class:`StaleError` says that the connection had died while it was idle: the server has not answered, and may
+        well be asked again.
+
+        Returns:
+            the connection, which is to be closed if nobody wants the answer any more.
+        """
+        connection = self._take_idle()
+        if connection:
+            message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
+            connection.send(message, method == b"HEAD", arrival)
+        return connection
 
     def break_off(self, reason: str) -> None:
         """Fails the requests whose answers have not begun, and forgets the idle connections."""
@@ -337,7 +395,7 @@ class Upstream:
             connection.fail("the router stops")
         self._drop_idle()
 
-    def release(self, connection: _Connection) -> None:
+    def release(self, connection: Connection) -> None:
         """Takes a connection back whose answer is complete."""
         self.busy.discard(connection)
         connection.idle_since = time.monotonic()
@@ -345,18 +403,18 @@ class Upstream:
         if self._trimming is None:
             self._trimming = self.loop.call_later(_IDLE_S, self._trim)
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=self._tls or None
+                    lambda: Connection(self), self._host, self._port, ssl=self._tls or None
                 )
         except TimeoutError:
             raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import sqlite3
 import threading
@@ -43,12 +44,17 @@ class Cache:
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
-        self._basis = orjson.dumps([source_hash(target.call), target.name, config.version])
+        basis = [source_hash(target.call), target.name, config.version, target.instance_kwargs, _bound(target.call)]
+        self._basis: bytes | None = None
+        with contextlib.suppress(TypeError):
+            self._basis = orjson.dumps(basis, option=_FORMAT)
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
         """Return what a call is known by; ``None`` if it cannot be."""
+        if self._basis is None:
+            return None
         named = {name: _identity(value) for name, value in arguments.items() if name != "reward_router_address"}
         try:
             text = orjson.dumps(named, option=_FORMAT)
@@ -147,6 +153,15 @@ class _Store:
             yield
         except sqlite3.Error as error:
             raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
+
+
+def _bound(function: Any) -> list[Any]:
+    """The arguments that `functools.partial` has bound."""
+    bound = []
+    while isinstance(function, functools.partial):
+        bound.append([function.args, function.keywords])
+        function = function.func
+    return bound
 
 
 def _identity(value: Any) -> Any:

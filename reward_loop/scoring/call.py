@@ -113,6 +113,11 @@ class ScoringFunction:
         return self._target.is_async
 
     @property
+    def in_processes(self) -> bool:
+        """Whether it runs in processes of its own."""
+        return isinstance(self._executor, WorkerProcesses)
+
+    @property
     def requires(self) -> frozenset[str]:
         """The fields of a sample that its signature names without a default."""
         return self._target.requires

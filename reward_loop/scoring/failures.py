@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Self
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.types import Outcome, RewardResult
 
 __all__ = ["FailureBound"]
 
+_SHOWN = 3
+"""How many causes a message names."""
+
 
 class FailureBound:
-    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound."""
+    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound.
 
-    def __init__(self, max_share: float, min_samples: int, window: int = 1024) -> None:
+    Args:
+        max_share: the share that may fail.
+        min_samples: how many must have ended before it holds.
+        window: how many of the latest are looked at.
+        of: what is counted, for messages, if not whole samples.
+    """
+
+    def __init__(self, max_share: float, min_samples: int, window: int = 1024, of: str = "") -> None:
+        self.of = of
         self.max_share = max_share
         self.min_samples = min_samples
         self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
         self._failures = 0
+        self._causes: dict[str, str] = {}
+
+    @classmethod
+    def of_options(cls, options: RewardLoopConfig, of: str = "") -> Self:
+        """Return the bound that is configured."""
+        return cls(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window, of)
 
     def count(self, result: RewardResult) -> None:
         """Count one sample.
@@ -34,8 +53,24 @@ class FailureBound:
         self._failed.append(failed)
         self._failures += failed
         seen = len(self._failed)
-        if failed and seen >= self.min_samples and self._failures > self.max_share * seen:
+        if not failed:
+            return
+        error = error or "(it did not say why)"
+        self._causes.pop(_cause(error), None)
+        self._causes[_cause(error)] = error
+        if len(self._causes) > _SHOWN:
+            del self._causes[next(iter(self._causes))]
+        if seen >= self.min_samples and self._failures > self.max_share * seen:
+            of = f"{self.of}: " if self.of else ""
+            latest = "\n".join(f"- {error}" for error in reversed(self._causes.values()))
             raise TooManyFailuresError(
-                f"{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} that "
-                f"max_failed_share allows. The latest: {error}"
+                f"{of}{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
+                f"that max_failed_share allows. Of each cause the latest:\n{latest}\n"
+                "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, "
+                "raise reward_loop.max_failed_share."
             )
+
+
+def _cause(error: str) -> str:
+    """What an error says after the name of the sample, without the lines of code beneath it."""
+    return error.partition(": ")[2].partition("\n")[0]

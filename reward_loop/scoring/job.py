@@ -41,8 +41,8 @@ class Job(Protocol):
     def spend(self, cost: float, tokens: float) -> None:
         """Count what a call used."""
 
-    def count(self, failed: bool, error: str | None) -> None:
-        """Count one sample.
+    def count(self, failed: bool, error: str | None, of: str = "") -> None:
+        """Count one sample, or what ``of`` names in it.
 
         Raises:
             TooManyFailuresError: too large a share of the latest samples failed.

@@ -44,8 +44,9 @@ def job_of(options: RewardLoopConfig) -> Job:
 class SharedFailureBound:
     """The bound on failures over all workers of a job; counts as `FailureBound` does."""
 
-    def __init__(self, options: RewardLoopConfig) -> None:
+    def __init__(self, options: RewardLoopConfig, of: str = "") -> None:
         self._options = options
+        self._of = of
 
     def count(self, result: RewardResult) -> None:
         """Count one sample.
@@ -54,14 +55,17 @@ class SharedFailureBound:
             TooManyFailuresError: too large a share of the latest samples of the job failed.
             JobServiceError: the job's service cannot be reached.
         """
-        job_of(self._options).count(result.outcome is Outcome.FAILED, result.error)
+        job_of(self._options).count(result.outcome is Outcome.FAILED, result.error, self._of)
 
 
-def failure_bound(options: RewardLoopConfig) -> FailureBound | SharedFailureBound:
-    """Return what counts failed samples: those of the whole job where it has a service, else a manager's own."""
-    if options.job:
-        return SharedFailureBound(options)
-    return FailureBound(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window)
+def failure_bound(options: RewardLoopConfig, of: str = "") -> FailureBound | SharedFailureBound:
+    """Return what counts failed samples: those of the whole job where it has a service, else a manager's own.
+
+    Args:
+        options: the bound, and the job.
+        of: what is counted, if not whole samples, but what each has of that name.
+    """
+    return SharedFailureBound(options, of) if options.job else FailureBound.of_options(options, of)
 
 
 def _each(do: Callable[[JobState | RemoteJob], Coroutine[Any, Any, Any]], name: str | None = None) -> Iterator[Any]:

@@ -15,9 +15,9 @@ from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["ListScoringFunction"]
+__all__ = ["CONTEXT", "FIELDS", "ListScoringFunction"]
 
-_FIELDS = {
+FIELDS = {
     "data_sources": "data_source",
     "solution_strs": "solution_str",
     "ground_truths": "ground_truth",
@@ -25,7 +25,8 @@ _FIELDS = {
 }
 """The lists that a function can take, by verl's names, and the field of each sample that they hold."""
 
-_CONTEXT = ("reward_router_address", "reward_model_tokenizer")
+CONTEXT = ("reward_router_address", "reward_model_tokenizer")
+"""What it can take besides."""
 
 _NAMED = 8
 """How many samples of a call a message names."""
@@ -53,21 +54,21 @@ class ListScoringFunction:
         """
         if (given := options.get("options")) is not None and given.cache.enabled:
             raise ConfigError("reward_loop.cache.enabled: calls of a function of lists are not cached; leave it off")
-        target = resolve(function, reward_kwargs, (*_FIELDS, *_CONTEXT))
+        target = resolve(function, reward_kwargs, (*FIELDS, *CONTEXT))
         # As a function of one sample, which carries the others.
         call = functools.partial(_call, target)
         carry_mark(target.call, to=call)
         of_one = replace(
             target,
             call=call,
-            passes=frozenset({"extra_info", *_CONTEXT}),
+            passes=frozenset({"extra_info", *CONTEXT}),
             requires=frozenset(),
             reward_kwargs={},
             post_process_scores=None,
             log=None,
         )
         self._function = ScoringFunction(of_one, **options)
-        self.requires = frozenset(_FIELDS[name] for name in target.requires & _FIELDS.keys())
+        self.requires = frozenset(FIELDS[name] for name in target.requires & FIELDS.keys())
 
     @property
     def name(self) -> str:
@@ -75,9 +76,23 @@ class ListScoringFunction:
         return self._function.name
 
     @property
+    def is_async(self) -> bool:
+        """Whether it is awaited on the loop."""
+        return self._function.is_async
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether it runs in processes of its own."""
+        return self._function.in_processes
+
+    @property
     def timeout(self) -> float | None:
         """Seconds from the start of a call to its deadline."""
         return self._function.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._function.timeout = seconds
 
     def close(self) -> None:
         """End the processes that the function ran in, if any."""
@@ -128,8 +143,8 @@ def _call(
     samples = extra_info["samples"]
     passes = target.passes
     arguments = dict(target.reward_kwargs)
-    for name in passes & _FIELDS.keys():
-        arguments[name] = [getattr(sample, _FIELDS[name]) for sample in samples]
+    for name in passes & FIELDS.keys():
+        arguments[name] = [getattr(sample, FIELDS[name]) for sample in samples]
     if "extra_infos" in passes:
         arguments["extra_infos"] = [copied(sample.extra_info) for sample in samples]
     if "reward_router_address" in passes:

@@ -68,13 +68,13 @@ class RemoteJob:
         """Count what a call used."""
         self._send("spend", cost, tokens)
 
-    def count(self, failed: bool, error: str | None) -> None:
-        """Count one sample; what the service makes of it is raised at one of the next."""
+    def count(self, failed: bool, error: str | None, of: str = "") -> None:
+        """Count one sample, or what ``of`` names in it; what the service makes of it is raised at one of the next."""
         if self.stopped is not None:
             raise TooManyFailuresError(self.stopped)
         if self._lost is not None:
             raise self._lost
-        self._send("count", failed, error)
+        self._send("count", failed, error, of)
 
     async def why_stopped(self) -> str | None:
         """Say why the run must stop, if it must; all that was counted here before is taken into account."""

@@ -143,9 +143,9 @@ class _Client:
         if self._state.spent != before:
             self._service.tell_all("spent", self._state.spent)
 
-    def _count(self, failed: bool, error: str | None) -> None:
+    def _count(self, failed: bool, error: str | None, of: str) -> None:
         try:
-            self._state.count(failed, error)
+            self._state.count(failed, error, of)
         except TooManyFailuresError as stop:
             self._service.tell_all("stop", str(stop))
 

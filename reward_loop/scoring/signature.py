@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Target:
     """The class's hook for logging, and not some other method of that name."""
     logs: frozenset[str] = frozenset()
     """Those of `LOGGED` that it is called with."""
+    instance_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The configured arguments that its class was instantiated with."""
 
 
 def resolve(
@@ -104,6 +106,7 @@ def resolve(
         passes=frozenset(passes),
         requires=frozenset(required & passes),
         reward_kwargs=call_kwargs,
+        instance_kwargs={key: kwargs[key] for key in used},
         post_process_scores=post_process if callable(post_process) else None,
         log=log,
         logs=logs,

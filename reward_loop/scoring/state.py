@@ -36,9 +36,7 @@ class JobState:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.name = f"process {os.getpid()}"
         self.limited = frozenset(self._limiters)
-        self._failures = FailureBound(
-            options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window
-        )
+        self._failures: dict[str, FailureBound] = {}
         self.cost = 0.0
         self.tokens = 0.0
         self.spent: str | None = None
@@ -106,11 +104,17 @@ class JobState:
         for what, used, cap in (("cost", self.cost, budget.max_cost), ("tokens", self.tokens, budget.max_tokens)):
             if cap is not None and used >= cap and self.spent is None:
                 self.spent = f"the run's budget is used up: {used:g} of reward_loop.budget.max_{what}={cap:g}"
+                if budget.at_cap == "stop":
+                    self.spent += ". Raise it, or let the run go on without calls by reward_loop.budget.at_cap"
+                else:
+                    logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
 
-    def count(self, failed: bool, error: str | None) -> None:
-        """Count one sample."""
+    def count(self, failed: bool, error: str | None, of: str = "") -> None:
+        """Count one sample, or what ``of`` names in it."""
         try:
-            self._failures.add(failed, error)
+            if of not in self._failures:
+                self._failures[of] = FailureBound.of_options(self._options, of)
+            self._failures[of].add(failed, error)
         except TooManyFailuresError as stop:
             self.stopped = str(stop)
             raise

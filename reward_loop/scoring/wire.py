@@ -9,7 +9,7 @@ the queues are gone; what they counted for in the current minute stays counted.
     ["used", id, tokens]
     ["leave", id, refused, retry_after]
     ["spend", cost, tokens]                         ["spent", why], to all
-    ["count", failed, error]                        ["stop", why], to all
+    ["count", failed, error, of]                    ["stop", why], to all
     ["configure", id, name, changes]                ["answer", id, why not, or null]; ["limited", limits], to all
     ["status", id]                                  ["answer", id, status]
 """

@@ -1,8 +1,8 @@
 """verl's agent loop, with trajectories published before their rewards are in.
 
-verl holds a trajectory back until it is judged. Here it goes to TransferQueue as soon as it is generated, and its
-reward follows; so the trainer can put the rollout engine to sleep, and compute what needs no reward, while judges work.
-A session still lasts until its reward is in: verl's own prompt statuses keep their meaning.
+verl holds a trajectory back until it is judged. Here it goes to TransferQueue as soon as it is generated, and the
+rewards of its group follow; so the trainer can put the rollout engine to sleep, and compute what needs no reward, while
+judges work. A session still lasts until its reward is in: verl's own prompt statuses keep their meaning.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         super().__init__(*args, **kwargs)
         self._generating: dict[str, set[int]] = {}
         self._judging: dict[Session, asyncio.Task[None] | None] = {}
+        self._unjudged: dict[str, set[int]] = {}
+        self._rewards: dict[str, dict[str, dict[str, Any]]] = {}
+        """The rewards of each prompt that are in and not published, by key."""
         self._news: list[Event] = []
         self._told = asyncio.Event()
 
@@ -70,11 +73,12 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         uid = prompt["uid"]
         if trajectory["validate"]:
             return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
-        self._generating[uid] = set(range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)))
+        sessions = range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n))
+        self._generating[uid], self._unjudged[uid], self._rewards[uid] = set(sessions), set(sessions), {}
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         finally:
-            del self._generating[uid]
+            del self._generating[uid], self._unjudged[uid], self._rewards[uid]
             self._tell(("over", uid))
         return None
 
@@ -84,6 +88,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         finally:
             # A session that failed before it published anything will publish nothing.
             await self._note_generated(kwargs["uid"], kwargs["session_id"])
+            await self._note_judged(kwargs["uid"], kwargs["session_id"])
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if validate:
@@ -105,6 +110,8 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         session = (kwargs["uid"], kwargs["session_id"])
+        if self.reward_loop_worker_handles is None:
+            return  # The trainer has the whole batch judged.
         if session in self._judging and outputs[-1].reward_score is None:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
             self._tell(("judging", session[0]))
@@ -120,9 +127,20 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
                 self._tell(("generated", uid))
 
+    async def _note_judged(self, uid: str, session_id: int) -> None:
+        """Publishes the rewards of a prompt when the last of its sessions ends: nobody trains on a part of a group,
+        and each write costs several milliseconds."""
+        left = self._unjudged.get(uid)
+        if left and session_id in left:
+            left.discard(session_id)
+            rewards = self._rewards[uid]
+            if not left and rewards:
+                fields = list_of_dict_to_tensordict(list(rewards.values()))
+                await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
+
     async def _await_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
-        """Publishes the reward when it comes. A trajectory that gets none, the run going on, is left out of training:
-        it has been published already, and its group is not to lose the others."""
+        """Takes the reward when it comes. A trajectory that gets none, the run going on, is left out of training: it
+        has been published already, and its group is not to lose the others."""
         final = outputs[-1]
         try:
             await judging
@@ -134,20 +152,20 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 "reward_seconds": 0.0,
                 "reward_error": f"{type(error).__name__}: {error}",
             }
-            await self._publish_reward(outputs, session)
+            self._take_reward(outputs, session)
             raise
-        await self._publish_reward(outputs, session)
+        self._take_reward(outputs, session)
 
-    async def _publish_reward(self, outputs: list[Any], session: Session) -> None:
+    def _take_reward(self, outputs: list[Any], session: Session) -> None:
         final = outputs[-1]
-        keys, fields = [], []
         for index, output in enumerate(outputs):
             output.reward_score = final.reward_score
             output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
             published = output.as_dict()
-            keys.append(f"{session[0]}_{session[1]}_{index}")
-            fields.append({"rm_scores": published["rm_scores"], "extra_fields": published["extra_fields"]})
-        await tq.async_kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(fields), partition_id="train")
+            self._rewards[session[0]][f"{session[0]}_{session[1]}_{index}"] = {
+                "rm_scores": published["rm_scores"],
+                "extra_fields": published["extra_fields"],
+            }
 
 
 class PipelineAgentLoopManager(AgentLoopManagerTQ):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -23,6 +25,7 @@ from reward_loop.router.servers.checkpoint import model_kind
 from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
+from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.options import (
     CONFIG_DIR,
     reward_loop_options,
@@ -72,7 +75,13 @@ def run(config: DictConfig) -> None:
         in_ray = sum(one.replicas * one.threads for one in served) if model.placement == "ray" else 0
     if config.trainer.device == "cpu":
         _prepare_cpu(config, in_ray)
+        with _preloaded(config):
+            _train(config)
+    else:
+        _train(config)
 
+
+def _train(config: DictConfig) -> None:
     # verl chooses its platform while it is imported, so it is imported no sooner.
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
@@ -152,8 +161,24 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
     # Logical devices and processors: verl's actors ask for them, and it waits without a word when there are too few.
     if config.ray_kwargs.ray_init.num_gpus is None:
         config.ray_kwargs.ray_init.num_gpus = ranks
+    # Two processes less to start.
+    with open_dict(config.ray_kwargs.ray_init):
+        config.ray_kwargs.ray_init.setdefault("include_dashboard", False)
     if config.ray_kwargs.ray_init.num_cpus is None:
         config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
+
+
+@contextmanager
+def _preloaded(config: DictConfig) -> Iterator[None]:
+    """Has Ray's workers forked from a process that has imported verl, unless the user has an executable for them."""
+    ray_init = config.ray_kwargs.ray_init
+    if sys.platform != "linux" or OmegaConf.select(ray_init, "runtime_env.py_executable"):
+        yield
+        return
+    with preloaded() as executable:
+        with open_dict(ray_init):
+            OmegaConf.update(ray_init, "runtime_env.py_executable", executable)
+        yield
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)

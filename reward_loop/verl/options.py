@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,18 @@ from reward_loop.router.servers.models import ENGINES
 __all__ = [
     "CONFIG_DIR",
     "PIPELINE_MODE",
+    "REWARD_QUEUE",
     "PipelineOptions",
+    "RewardQueueOptions",
+    "has_reward_queue",
     "pipeline_options",
+    "queue_shares",
     "reward_loop_options",
     "reward_model_options",
+    "reward_queue_options",
     "scores_by_model",
     "settle",
+    "stall_timeout",
     "verl_config_dir",
     "without_reward",
 ]
@@ -41,6 +48,9 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 PIPELINE_MODE = "reward_pipeline"
 """The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
+
+REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
+"""The options of the queue between generation and judging."""
 
 _MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -184,6 +194,85 @@ def pipeline_options(config: DictConfig) -> PipelineOptions:
     return parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
 
 
+class RewardQueueOptions(Config):
+    """``trainer.v1.separate_async.reward_queue``."""
+
+    enabled: bool = True
+    """Whether there is a queue between generation and judging in the mode `separate_async`."""
+
+    capacity: int | None = Field(default=None, ge=1)
+    """How many rollouts may be generated or wait for a judge, all together: a prompt's rollouts are not begun before
+    there is room for them. By default as many as verl has under way: a training step's, and `num_warmup_batches`."""
+
+    in_flight: int | None = Field(default=None, ge=1)
+    """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
+    training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
+    rollout got its reward; `None` waits for ever."""
+
+
+def reward_queue_options(config: DictConfig) -> RewardQueueOptions:
+    """The ``trainer.v1.separate_async.reward_queue`` group."""
+    return parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+
+
+def has_reward_queue(config: DictConfig) -> bool:
+    """Whether rollouts go through the queue to their judges."""
+    mode = config.trainer.v1.trainer_mode
+    return mode == "separate_async" and config.reward_model.use_reward_loop and reward_queue_options(config).enabled
+
+
+def stall_timeout(config: DictConfig) -> tuple[float | None, str]:
+    """Seconds without news that verl's replay buffer waits for, and the name of the option."""
+    if config.trainer.v1.trainer_mode == PIPELINE_MODE:
+        return pipeline_options(config).stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
+    timeout = reward_queue_options(config).stall_timeout_s if has_reward_queue(config) else None
+    return timeout, f"{REWARD_QUEUE}.stall_timeout_s"
+
+
+def queue_shares(config: DictConfig) -> tuple[int, int]:
+    """Each agent loop worker's share of the queue: how many rollouts it may hold, and have judged at a time."""
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
+    of_a_step = math.ceil(batch_size / workers) * rollout.n
+    of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
+    return (
+        of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
+        of_a_step if options.in_flight is None else options.in_flight // workers,
+    )
+
+
+def _check_reward_queue(config: DictConfig) -> None:
+    """Refuses a queue that could not work.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts another; the message names it and what to set instead.
+    """
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers = rollout.agent.num_workers
+    if not has_reward_queue(config):
+        return
+    if options.capacity is not None and options.capacity < workers * rollout.n:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.capacity={options.capacity}: at least {workers * rollout.n}, a prompt's rollouts "
+            f"(actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers that share it "
+            "(actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    if options.in_flight is not None and options.in_flight < workers:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={options.in_flight}: at least {workers}, one for each of the agent loop workers "
+            "that share it (actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    manager = rollout.agent.get("agent_loop_manager_class")
+    if manager is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} stands where the reward queue would "
+            f"be: leave it out, or set {REWARD_QUEUE}.enabled=False"
+        )
+
+
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
     """The ``reward_loop`` group, and what the configured manager makes of options that verl has for it."""
     name = config.reward.reward_manager.name
@@ -207,13 +296,9 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
-    if served.placement == "local" and "placement" not in config.reward_model.server and _takes_gpus(served):
-        raise ConfigError(
-            f"reward_model.enable_resource_pool=False: {served.engine} on GPUs that it shares with the trainer is not "
-            "supported. Set reward_model.enable_resource_pool=True with n_gpus_per_node and nnodes, or "
-            "+reward_model.server.placement=local if the task runner sees GPUs that Ray does not give to others"
-        )
-    return served
+    if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
+        served = served.model_copy(update={"placement": "colocated"})
+    return _colocated(config, served) if served.placement == "colocated" else served
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
@@ -238,14 +323,40 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"reward_model.server.{name} contradicts reward_model.enable_resource_pool=True, which decides it"
             )
     size = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
-    replicas = model.n_gpus_per_node // size * model.nnodes
+    replicas = _room(model, size, "reward_model.enable_resource_pool=True")
+    return {"replicas": replicas, "placement": "ray"}
+
+
+def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
+    """On the trainer's GPUs: as many replicas as there is room for, unless their number is given, and all can sleep."""
+    if served.engine == "external":
+        raise ConfigError(
+            "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
+            "external) is not put to sleep. Leave out placement"
+        )
+    rooms = {
+        name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
+        for name, model in {"": served, **served.models}.items()
+        if model.engine in ENGINES
+    }
+    for name, room in rooms.items():
+        option, model = (f"models.{name}.replicas", served.models[name]) if name else ("replicas", served)
+        if model.replicas > room:
+            raise ConfigError(f"reward_model.server.{option}={model.replicas}: the trainer's GPUs have room for {room}")
+    can_sleep = {"enable_sleep_mode": True}
+    models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
+    replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas})
+
+
+def _room(pool: DictConfig, size: int, which: str) -> int:
+    replicas = pool.n_gpus_per_node // size * pool.nnodes
     if replicas < 1:
         raise ConfigError(
-            f"reward_model.enable_resource_pool=True: nnodes={model.nnodes} with n_gpus_per_node="
-            f"{model.n_gpus_per_node} have no room for a server of {size} GPU(s) (tensor_model_parallel_size times "
-            "data_parallel_size); a server's GPUs are on one node"
+            f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size); a server's GPUs are on one node"
         )
-    return {"replicas": replicas, "placement": "ray"}
+    return replicas
 
 
 def _takes_gpus(config: RewardModelConfig) -> bool:
@@ -290,6 +401,41 @@ def _check_pipeline(config: DictConfig) -> None:
     for what, (given, instead) in refused.items():
         if given:
             raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
+
+
+def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
+    """Refuses what needs rewards while the model sleeps, or the model's GPUs while it is awake.
+
+    Raises:
+        ConfigError: an option contradicts it; the message names it and what to set instead.
+    """
+    mode = config.trainer.v1.trainer_mode
+    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
+    filters = OmegaConf.select(config, "algorithm.filter_groups.enable")
+    keeps = _takes_gpus(served) and not config.actor_rollout_ref.rollout.free_cache_engine
+    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
+    refused = {
+        f"trainer.v1.trainer_mode={mode}": (mode == "separate_async", f"the rollout never sleeps; {own_gpus}"),
+        f"{off_policy}=True": (
+            mode == PIPELINE_MODE and pipeline_options(config).one_step_off_policy,
+            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
+        ),
+        "algorithm.filter_groups.enable=True": (
+            filters,
+            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
+        ),
+        "reward_model.launch_reward_fn_async=True": (
+            config.reward_model.launch_reward_fn_async,
+            "log-probabilities need the memory that the model judges in. Leave it out",
+        ),
+        "actor_rollout_ref.rollout.free_cache_engine=False": (
+            keeps,
+            "the rollout would keep its GPU memory when it sleeps. Set it to True",
+        ),
+    }
+    for what, (given, why) in refused.items():
+        if given:
+            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
@@ -416,7 +562,11 @@ def _check(config: DictConfig, defaults: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
     if config.trainer.v1.trainer_mode == PIPELINE_MODE:
         _check_pipeline(config)
-    reward_model_options(config)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        _check_reward_queue(config)
+    served = reward_model_options(config)
+    if served is not None and served.placement == "colocated":
+        _check_colocated(config, served)
 
 
 def _check_gdpo(algorithm: DictConfig) -> None:

@@ -32,6 +32,7 @@ from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.news import Listener
 from reward_loop.verl.options import PIPELINE_MODE, pipeline_options
+from reward_loop.verl.patience import Patience
 from reward_loop.verl.progress import Progress, StepTimes
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training import PipelineActorWorker, PipelineTrainingWorker
@@ -97,13 +98,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _build_replay_buffer(self) -> Any:
         """verl's buffer, which validation waits in, with an eye on the agent loop workers."""
         buffer = super()._build_replay_buffer()
-        wait = buffer._wait_for_next_poll
-
-        def watch_and_wait(*args: Any) -> Any:
-            self._listener.raise_error()
-            return wait(*args)
-
-        buffer._wait_for_next_poll = watch_and_wait
+        Patience(buffer, lambda: self._listener.raise_error())
         return buffer
 
     def _init_resource_pool_mgr(self) -> None:
@@ -161,9 +156,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """One training step: what the schedule says, to the last update."""
-        self._seconds = {"generation": 0.0, "rewards": 0.0}
+        self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
-        self._progress.start_step()
+        with self._listener.lock:
+            self._progress.start_step(time.monotonic())
         if self._actions is None:
             self._actions = self._schedule.actions(
                 self.total_training_steps - self.global_steps + 1,
@@ -239,7 +235,13 @@ class RewardPipelineTrainer(PPOTrainerSync):
         with self._timed("generation", timing_raw, "gen"):
             self.on_sample_end()
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
-        whole = copy(self._balance_batch(self._trajectories(uids), metrics=metrics))
+        trajectories = self._trajectories(uids)
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            # By a model on these GPUs: nothing else can go on meanwhile.
+            with self._timed("rewards", timing_raw, "wait_reward"):
+                self._compute_reward_colocate(trajectories, metrics)
+            self._seconds["judging"] = self._seconds["rewards"]
+        whole = copy(self._balance_batch(trajectories, metrics=metrics))
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         padding = []
@@ -256,6 +258,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         buffer._sync_metadata_from_transfer_queue()
         reasons = buffer._terminal_eviction_reasons(self.global_steps, "train")
         thrown, stale, _, why = buffer._evict_terminal_groups(self.global_steps, "train", reasons)
+        if thrown:
+            self._look_at_workers()  # whether all that replace them would fail, too
         _accumulate_eviction_metrics(metrics, why, stale)
         self._submitted = [uid for uid in self._submitted if uid not in thrown]
         with self._listener.lock:
@@ -303,7 +307,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        rows = self._balance_batch(rows, metrics={})
+        if self._data_parallel_size() > 1:
+            rows = self._balance_batch(rows, metrics={})
         if self.use_critic:
             with _added_timer("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)
@@ -322,9 +327,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] = self._progress.finish(batch.uids)
+            self._seconds["judging"] += self._progress.judging_s(time.monotonic())
             metrics["reward_pipeline/rewards_pending"] = self._progress.pending
             metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
+            metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
         metrics["reward_pipeline/off_policy_steps"] = self._staleness(batch.whole)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,10 +27,10 @@ class Progress:
         """Rewards that are out."""
         self.most_pending = 0
         """The most there were since the last `start_step`."""
-        self._out: Counter[str] = Counter()
-        self._judged: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        """For each prompt, from when to when rewards of it were out."""
-        self._last_reward = float("-inf")
+        self._judging_s = 0.0
+        self._out_since = 0.0
+        self._out: dict[str, tuple[int, float]] = {}
+        """By prompt: how many rewards are out, and since when at least one has been."""
 
     def submit(self, uids: Iterable[str]) -> None:
         """Prompts were handed to the rollout."""
@@ -44,46 +43,43 @@ class Progress:
         kind, uid = event
         self.events += 1
         if kind == "judging":
+            if not self.pending:
+                self._out_since = at
             self.pending += 1
             self.most_pending = max(self.most_pending, self.pending)
-            if not self._out[uid]:
-                self._judged[uid].append((at, at))
-            self._out[uid] += 1
+            count, since = self._out.get(uid, (0, at))
+            self._out[uid] = (count + 1, since)
         elif kind == "judged":
             self.pending -= 1
-            if times := self._judged.get(uid):  # it may have been thrown out meanwhile
-                self._out[uid] -= 1
-                times[-1] = (times[-1][0], at)
+            count, since = self._out.pop(uid, (1, at))
+            if count > 1:
+                self._out[uid] = (count - 1, since)
+            if not self.pending:
+                self._judging_s += at - self._out_since
         else:
             self.generating.discard(uid)
             if kind == "over":
                 self.unfinished.discard(uid)
 
-    def start_step(self) -> None:
+    def start_step(self, at: float) -> None:
         """A training step begins."""
         self.most_pending = self.pending
+        self._judging_s = 0.0
+        self._out_since = at
 
-    def finish(self, uids: Collection[str]) -> float:
-        """Forgets the prompts of a batch that was trained on; returns how many seconds their judging took.
+    def judging_s(self, at: float) -> float:
+        """In how many seconds since the step began rewards were out, of whatever batch."""
+        return self._judging_s + (at - self._out_since if self.pending else 0.0)
 
-        These are the seconds in which rewards of the batch were out, without those before the last reward of the batch
-        before: until then the judges were busy with that one.
-        """
-        seconds, until = 0.0, self._last_reward
-        for begin, end in sorted(times for uid in uids for times in self._judged.get(uid, ())):
-            seconds += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        self._last_reward = until
-        self.forget(uids)
-        return seconds
+    def oldest(self, now: float) -> float:
+        """How many seconds ago the judging of a prompt began that has had rewards out ever since, at the most."""
+        return max((now - since for _, since in self._out.values()), default=0.0)
 
     def forget(self, uids: Iterable[str]) -> None:
         """Prompts were thrown away."""
         for uid in uids:
             self.generating.discard(uid)
             self.unfinished.discard(uid)
-            self._judged.pop(uid, None)
-            self._out.pop(uid, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +96,12 @@ class StepTimes:
     """Everything between the rollouts and the next step's, the wait excluded: log-probabilities, values, advantages,
     updates, and the synchronisation of weights."""
     judging: float
-    """Rewards of the batch were out, and all of the batch before were in."""
+    """Rewards were out, of this batch or of the next one."""
 
     @property
     def floor(self) -> float:
-        """Seconds that steps take at least, with both overlaps: generation and training, or judging. As a batch may be
-        judged in the step before its own, a single step can be shorter."""
+        """Seconds that the step would have taken, had all its judging been hidden: generation and training, or
+        judging. Both are parts of the step, so that it is never longer."""
         return max(self.generation + self.training, self.judging)
 
     def metrics(self) -> dict[str, float]:

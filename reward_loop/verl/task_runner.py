@@ -10,7 +10,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl.options import PIPELINE_MODE, reward_loop_options, reward_model_options
+from reward_loop.verl.options import PIPELINE_MODE, has_reward_queue, reward_loop_options, reward_model_options
 
 __all__ = ["TaskRunner"]
 
@@ -20,34 +20,43 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
     """verl's V1 task runner, with the reward loop in its trainer and the reward model behind it."""
 
     def run(self, config: DictConfig) -> None:
-        """Starts the reward model, trains, and stops the reward model whatever happens."""
+        """Starts the reward model, or lets the trainer do so, trains, and stops the reward model whatever happens."""
         import transfer_queue as tq
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
 
         from reward_loop.router.manager import serve_reward_model
         from reward_loop.scoring.service import serve_job
+        from reward_loop.verl.colocated import ColocatedRewardModel
         from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
+        from reward_loop.verl.separate import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
         from reward_loop.verl.trainer import with_reward_loop
 
         configure_verl_logging()
         logging.getLogger("reward_loop").setLevel(logging.INFO)
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        if config.trainer.v1.trainer_mode == PIPELINE_MODE:
+        trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
+        manager_class = AGENT_LOOP_MANAGER if config.trainer.v1.trainer_mode == PIPELINE_MODE else None
+        if has_reward_queue(config):
+            trainer_class, manager_class = QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER
+        if manager_class is not None:
             with open_dict(config):
-                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = manager_class
         self.config = config
         with ExitStack() as stack:
             tq.init(config.transfer_queue)
             stack.callback(tq.close)
-            address = None
+            address = colocated = None
             model = reward_model_options(config)
-            if model is not None:
+            if model is not None and model.placement == "colocated":
+                colocated = stack.enter_context(ColocatedRewardModel(model))
+            elif model is not None:
                 address = stack.enter_context(serve_reward_model(model))
             if config.reward_loop.job is None:
                 config.reward_loop.job = stack.enter_context(serve_job(reward_loop_options(config), _address_of_node()))
-            trainer: Any = with_reward_loop(get_trainer_cls(config.trainer.v1.trainer_mode))(config, address)
+            trainer_cls: Any = with_reward_loop(trainer_class)
+            trainer = trainer_cls(config, address, colocated)
             self.trainer = trainer
             succeeded = False
             try:

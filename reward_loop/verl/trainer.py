@@ -14,14 +14,17 @@ from omegaconf import DictConfig
 from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
+from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.options import without_reward
+from reward_loop.verl.options import stall_timeout, without_reward
+from reward_loop.verl.patience import Patience
 from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
@@ -79,11 +82,18 @@ class RewardLoopTrainer(PPOTrainer):
     Args:
         config: verl's whole configuration, settled.
         reward_router_address: ``host:port`` of the router before the reward models.
+        colocated: instead of it, the reward model on this trainer's GPUs.
     """
 
-    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        reward_router_address: str | None,
+        colocated: ColocatedRewardModel | None = None,
+    ) -> None:
         self._full_config = config
         self._reward_router_address = reward_router_address
+        self._colocated = colocated
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
         self._infos: dict[str, dict[str, Any]] = {}
         """``reward_extra_info`` of the step's trajectories that have their advantage."""
@@ -91,14 +101,23 @@ class RewardLoopTrainer(PPOTrainer):
         switch_estimator(config)
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
+        # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
+        Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
 
     def _setup(self) -> None:
-        # First, so that they load while the policy does.
-        self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
+        if self._colocated is None:
+            # First, so that they load while the policy does.
+            self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
         super()._setup()
+        if self._colocated is not None:
+            # The rollout sleeps now: the GPUs have the room that they will have for judging.
+            pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
+            address = self._colocated.start(pool.get_placement_groups(device_name=self.config.trainer.device))
+            self.reward_workers = RewardWorkers(self._full_config, address)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
-        self.reward_loop_manager = _RewardLoop(self.reward_workers, self._full_config.reward_model.use_reward_loop)
+        inside_rollout = self._full_config.reward_model.use_reward_loop and self._colocated is None
+        self.reward_loop_manager = _RewardLoop(self.reward_workers, inside_rollout)
         if self.reward_workers.client.by_group:
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             self.val_dataloader: Any = _WithGroupSize(self.val_dataloader, n)
@@ -129,6 +148,9 @@ class RewardLoopTrainer(PPOTrainer):
         super().on_sample_end()
         self.reward_workers.raise_fatal_error()
 
+    def _look_at_workers(self) -> None:
+        self.reward_workers.look_for_fatal_error()
+
     @contextmanager
     def _told_by_workers(self) -> Iterator[None]:
         """Raises what the reward workers say must stop the run. verl turns the failure of every group into an error of
@@ -141,8 +163,13 @@ class RewardLoopTrainer(PPOTrainer):
         self.reward_workers.raise_fatal_error()
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Scores the whole batch after the rollout (``use_reward_loop=False``)."""
+        """Scores the whole batch after the rollout: with ``use_reward_loop=False``, or by a model on these GPUs."""
         keys, rows = _session_rows(batch)
+        if self._colocated is not None:
+            with self._colocated.awake(metrics):
+                rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
+            _write_rewards(batch, keys, rewards)
+            return batch
         pending = self.reward_workers.start_batch(rows)
         in_background = self._full_config.reward_model.launch_reward_fn_async and batch.partition_id == "train"
         if in_background:
@@ -341,8 +368,13 @@ def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
 
 
+_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_attempts"})
+"""What the reward loop itself measures of every sample."""
+
+
 def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Counts of outcomes, the mean of every number that the function returned, and how long it took.
+    """Counts of outcomes, the mean of every number that the function returned, how long it took and waited, and how
+    often it was called.
 
     Sessions count once. Keys may differ between samples: a mean is over those that have the key.
     """
@@ -352,20 +384,21 @@ def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
         if session not in last or last[session][0] < index:
             last[session] = (index, info)
     counts: dict[str, float] = {f"reward_loop/{outcome}": 0 for outcome in Outcome}
-    seconds: list[float] = []
+    measured: dict[str, list[float]] = defaultdict(list)
     components: dict[str, list[float]] = defaultdict(list)
     for _, info in last.values():
         outcome = info.get("reward_outcome")
         if outcome is not None:
             counts[f"reward_loop/{outcome}"] += 1
-            seconds.append(info["reward_seconds"])
+            for name in _MEASURED & info.keys():
+                measured[name.removeprefix("reward_")].append(info[name])
         for name, value in info.items():
             if _is_number(value) and name not in RESERVED_KEYS:
                 components[name].append(float(value))
     metrics = dict(counts)
-    if seconds:
-        metrics["reward_loop/seconds/mean"] = float(np.mean(seconds))
-        metrics["reward_loop/seconds/max"] = float(np.max(seconds))
+    for name, values in measured.items():
+        metrics[f"reward_loop/{name}/mean"] = float(np.mean(values))
+        metrics[f"reward_loop/{name}/max"] = float(np.max(values))
     return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import time
@@ -49,6 +50,10 @@ START_TIMEOUT_S = 300.0
 
 STATUS_TIMEOUT_S = 60.0
 """Seconds until a worker must have said how it is; a restart fits in."""
+
+
+LOOK_S = 2.0
+"""Seconds between two looks at whether the run must stop, while the trainer waits for rewards."""
 
 
 def settle_gc() -> None:
@@ -338,6 +343,8 @@ class RewardWorkers:
             for i in range(config.reward.num_workers)
         ]
         self.client = RewardClient(self.handles, config)
+        self._asked: list[Any] = []
+        self._asked_at = 0.0
 
     def wait_until_ready(self) -> None:
         """Waits until every worker has loaded the tokenizer and the user's function.
@@ -356,6 +363,24 @@ class RewardWorkers:
         for message in self._ask_all("fatal_error", STATUS_TIMEOUT_S):
             if message is not None:
                 raise RewardLoopError(message)
+
+    def look_for_fatal_error(self) -> None:
+        """As `raise_fatal_error`, but waits for nobody: it takes the answers to what an earlier call asked, and asks
+        again after `LOOK_S`. A worker that does not answer may be at work.
+
+        Raises:
+            RewardLoopError: a worker said that the run must stop.
+        """
+        answered, self._asked = (
+            ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        )
+        for answer in answered:
+            with contextlib.suppress(RayActorError):  # it is restarted, or its samples fail
+                if (message := ray.get(answer)) is not None:
+                    raise RewardLoopError(message)
+        if not self._asked and time.monotonic() - self._asked_at > LOOK_S:
+            self._asked = [worker.fatal_error.remote() for worker in self.handles]
+            self._asked_at = time.monotonic()
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
         """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""

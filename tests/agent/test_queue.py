@@ -241,3 +241,47 @@ def test_nothing_is_lost_whatever_the_bounds(data):
     groups = asyncio.run(asyncio.wait_for(main(), 30))
     assert sorted(group.group for group in groups) == list(range(len(sizes)))
     assert sum(len(group.members) for group in groups) == sum(sizes)
+
+
+async def test_places_are_kept_for_who_reserved_them():
+    queue = RewardQueue(3)
+    await queue.reserve(2)
+    await queue.put("a", step=1)
+    waiting = asyncio.create_task(queue.put("c", step=1))
+    await turns()
+    assert not waiting.done()
+    queue.put_reserved("b", step=1)
+    await turns()
+    assert not waiting.done()
+    queue.release()
+    await within(waiting)
+    assert [(await within(queue.get())).sample for _ in range(3)] == ["a", "b", "c"]
+    with pytest.raises(RewardLoopError, match="reserve"):
+        queue.put_reserved("d", step=1)
+
+
+async def test_an_entry_can_be_withdrawn_once():
+    queue = RewardQueue(2)
+    await queue.reserve(2)
+    first, second = (queue.put_reserved("same", step=1, group="g", group_size=2, member=0) for _ in range(2))
+    waiting = asyncio.create_task(queue.put("c", step=1))
+    queue.withdraw(second)
+    await within(waiting)
+    assert await within(queue.get()) is first
+    with pytest.raises(RewardLoopError, match="not in the queue"):
+        queue.withdraw(second)
+
+
+async def test_figures_are_counted_from_the_start_of_a_step():
+    queue = RewardQueue(1)
+    await queue.put("a", step=1)
+    waiting = asyncio.create_task(queue.put("b", step=1))
+    await turns()
+    assert queue.metrics(1)["reward_queue/producer_wait_s"] > 0
+    await within(queue.get())
+    await within(waiting)
+    queue.start_step()
+    metrics = queue.metrics(1)
+    assert (metrics["reward_queue/put"], metrics["reward_queue/got"]) == (0, 0)
+    assert metrics["reward_queue/largest_size"] == metrics["reward_queue/size"] == 1
+    assert metrics["reward_queue/producer_wait_s"] == 0

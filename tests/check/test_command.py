@@ -14,6 +14,10 @@ FUNCTIONS = """
 def fine(solution_str, ground_truth, bonus=0.0):
     return {"score": float(solution_str.endswith(ground_truth)) + bonus, "length": len(solution_str)}
 
+def ranks(solution_strs):
+    order = sorted(range(len(solution_strs)), key=lambda i: solution_strs[i])
+    return [float(order.index(i)) for i in range(len(solution_strs))]
+
 def empty(solution_str):
     return float(solution_str[-1] == "4")
 """
@@ -62,6 +66,15 @@ def test_arguments_reach_the_function() -> None:
 
 
 @pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("manager", ["batch", "group"])
+def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
+    done = runner.invoke(app, ["check", "reward.py:ranks", *FIELDS, "--rows", "5", "--manager", manager])
+    assert done.exit_code == 0, done.output
+    assert "ranks (reward.py): sync, called in threads, with lists of 5 samples" in done.output
+    assert "no problems found" in done.output
+
+
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -69,7 +82,8 @@ def test_arguments_reach_the_function() -> None:
         (["reward.py:fine", *FIELDS], 1, "no field 'ground_truth'"),
         (["reward.py:fin", *FIELDS], 1, "fine"),
         (["reward.py:empty", *FIELDS, "--manager", "naiv"], 1, "naive"),
-        (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "functions of lists"),
+        (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
+        (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 1, "did you mean 'max_attempts'"),
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "--data"),
     ],

@@ -5,11 +5,12 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from reward_loop import ConfigError, FunctionLoadError, RewardSample
+from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.check import Report, check
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
@@ -181,3 +182,107 @@ async def test_without_good_samples_nothing_is_tried() -> None:
         await check(fine, [*SAMPLES, RewardSample("", uid="line 3", error="not JSON")])
     with pytest.raises(FunctionLoadError, match="answer"):
         await check(lambda answer: 1.0, SAMPLES)
+
+
+def at_end(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+    return [float(text.endswith(truth[0])) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+
+@pytest.mark.parametrize("manager", ["batch", "group"])
+async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> None:
+    lengths: list[int] = []
+
+    async def counted(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+        lengths.append(len(solution_strs))
+        return at_end(solution_strs, ground_truths)
+
+    report, findings = await found(counted, manager=manager)
+    assert report.problems == []
+    assert report.of_lists
+    assert report.is_async
+    assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
+    assert set(lengths) == {5}
+    assert "15 samples of 3 calls at a time, give what single ones do" in findings["concurrent calls"][1]
+    report, findings = await found(at_end, manager=manager)
+    assert report.problems == []
+    assert findings["pickling"] == ("ok", "it runs in a process of its own, too")
+
+
+async def test_lists_that_share_what_changes_are_found() -> None:
+    class Shared:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+            self.calls = threading.Barrier(3)
+            self.count = itertools.count()
+
+        def compute_score(self, solution_strs: list[str]) -> list[float]:
+            self.texts = solution_strs
+            if next(self.count) in (2, 3, 4):  # those that are made at the same time
+                self.texts = [text + "!" for text in self.texts]
+                self.calls.wait(60)
+            return [float(text.endswith("4")) for text in self.texts]
+
+    _, findings = await found(Shared(), manager="batch")
+    assert findings["threads"][0] == "problem"
+    assert "give something else than alone" in findings["threads"][1]
+
+
+async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
+    def last(solution_strs: list[str]) -> list[float]:
+        return [float(text[-1] == "4") for text in solution_strs]
+
+    _, findings = await found(last, manager="group")
+    status, text = findings["an empty response"]
+    assert status == "problem"
+    assert "IndexError" in text
+    assert "The 4 other samples of the call have failed with it" in text
+
+
+async def test_changed_lists_are_found() -> None:
+    def sorts(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+        scores = at_end(solution_strs, ground_truths)
+        solution_strs.sort(reverse=True)
+        return scores
+
+    _, findings = await found(sorts, manager="batch")
+    assert findings["arguments"][0] == "note"
+    assert "it changes solution_strs" in findings["arguments"][1]
+
+    def spoils(ground_truths: list[list[str]]) -> list[float]:
+        ground_truths[0].append("5")
+        return [0.0 for _ in ground_truths]
+
+    samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
+    report = await check(spoils, samples, manager="batch", **QUIET)
+    (problem,) = [finding for finding in report.findings if finding.check == "arguments"]
+    assert (problem.status, "changes ground_truths, which other calls share" in problem.text) == ("problem", True)
+
+
+def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, float]:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # only the main thread may
+    ground_truth.append("5")
+    return {"score": float(solution_str.endswith("4"))}
+
+
+async def test_managers_with_processes_are_tried_in_them() -> None:
+    samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
+    options = RewardLoopConfig(max_processes=2)
+    report = await check(of_its_process, samples, manager="prime", options=options, concurrency=5, **QUIET)
+    findings = {finding.check: (finding.status, finding.text) for finding in report.findings}
+    assert report.in_processes
+    assert [row.score for row in report.rows] == [0, 0, 0, 0, 1]
+    assert findings["processes"][0] == "ok"
+    assert findings["pickling"][0] == "ok"
+    assert "threads" not in findings
+
+
+async def test_options_are_those_of_the_run() -> None:
+    async def limited(solution_str: str) -> float:
+        async with limit("judge"):
+            return float(solution_str.endswith("4"))
+
+    options = RewardLoopConfig(limits={"jugde": {"max_concurrent": 2}}, on_failed="raise")
+    _, findings = await found(limited, options=options)
+    assert "there is no limit 'judge'; did you mean 'jugde'" in findings["samples"][1]
+    report, _ = await found(limited, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    assert report.problems == []

@@ -192,7 +192,7 @@ async def test_a_run_whose_samples_fail_stops():
     failing = manager(fails, {"min_samples_for_failed_share": 3})
     for _ in range(2):
         await failing.run_single(RewardSample("x"))
-    with pytest.raises(TooManyFailuresError, match=r"3 of the last 3.*sample u9: fails .*KeyError: 'rubric'"):
+    with pytest.raises(TooManyFailuresError, match=r"(?s)3 of the last 3.*sample u9: fails .*KeyError: 'rubric'"):
         await failing.run_single(RewardSample("x", uid="u9"))
 
 

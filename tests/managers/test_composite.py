@@ -4,8 +4,18 @@ import types
 
 import pytest
 
-from reward_loop import ConfigError, RewardFunctionError, RewardSample, TooManyFailuresError
+from reward_loop import (
+    BudgetSpentError,
+    ConfigError,
+    RewardFunctionError,
+    RewardLoopConfig,
+    RewardSample,
+    TooManyFailuresError,
+    limit,
+)
 from reward_loop.managers import CompositeRewardLoopManager
+from reward_loop.scoring.jobs import job_of
+from reward_loop.scoring.service import JobService
 
 SOURCE = """
 import asyncio
@@ -161,6 +171,82 @@ async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):
         await run(manager, "down")
 
 
+async def test_failures_of_a_component_count_over_the_whole_job(make, path):
+    options = {"min_samples_for_failed_share": 4}
+    service = JobService(RewardLoopConfig(**options))
+    address = await service.start()
+    parts = {"form": {}, "Judge": {"on_failed": "default", "retry": {"max_attempts": 1}}}
+    workers = [make(parts, job=address, **options) for _ in range(2)]
+    for manager in workers:
+        for _ in range(2):  # four in all: fewer in each worker than the bound needs
+            await run(manager, "down")
+    job = job_of(workers[0].options)
+    assert "components.Judge: 4 of the last 4 samples failed" in await job.why_stopped()
+    await job.close()
+    await service.stop()
+
+
+async def test_each_component_has_its_own_retries(make, calls):
+    parts = {
+        "form": {},
+        "Judge": {"on_failed": "default", "retry": {"max_attempts": 2}},
+    }
+    manager = make(parts, retry={"max_attempts": 3, "initial_wait": 0.001}, max_failed_share=1)
+    info = (await run(manager, "down"))["reward_extra_info"]
+    assert calls == ["down"] * 2
+    assert (info["Judge/attempts"], info["form/attempts"], info["reward_attempts"]) == (2, 1, 2)
+    # The pause between the two is that of the run.
+    assert 0 < info["Judge/wait_seconds"] == info["reward_wait_seconds"]
+    with pytest.raises(ConfigError, match=r"components\.Judge\.retry\.max_atempts: .*did you mean 'max_attempts'"):
+        make({"Judge": {"retry": {"max_atempts": 2}}})
+
+
+async def test_each_component_has_its_own_cache(make, calls, tmp_path):
+    cache = {"enabled": True, "path": str(tmp_path / "scores.sqlite")}
+    first = make({"accuracy": {}, "Judge": {"cache": cache}})
+    doubled = make({"accuracy": {}, "Judge": {"cache": cache, "reward_kwargs": {"scale": 2}}})
+    for _ in range(2):
+        assert (await run(first, "<4>"))["reward_score"] == 4.0
+    assert calls == ["<4>"]
+    for _ in range(2):  # another instance of the same class
+        assert (await run(doubled, "<4>"))["reward_score"] == 7.0
+    assert calls == ["<4>", "<4>"]
+    info = (await run(doubled, "<4>"))["reward_extra_info"]
+    assert (info["Judge/attempts"], info["accuracy/attempts"]) == (0, 1)
+
+
+async def test_a_component_has_the_runs_cache_unless_it_says_otherwise(make, calls, tmp_path):
+    parts = {"Judge": {"cache": {"enabled": False}}, "again": {"name": "Judge", "cache": {"version": "2"}}}
+    manager = make(parts, cache={"enabled": True, "path": str(tmp_path / "scores.sqlite")})
+    for _ in range(3):
+        await run(manager, "<4>")
+    assert calls == ["<4>"] * 4
+
+
+@pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", 1 - 2.0), ("mask", 0.0)])
+async def test_the_budget_says_what_becomes_of_components_that_are_not_called(at_cap, score):
+    async def judge():
+        async with limit("judge") as lease:
+            lease.used(tokens=100)
+        return 1.0
+
+    module = types.ModuleType("judges_with_a_budget")
+    module.judge = judge
+    sys.modules[module.__name__] = module
+    # Whatever the policies for other samples without a score are.
+    component = {"path": f"{module.__name__}:judge", "on_unscored": "default", "on_failed": "default"}
+    given = {"components": {"a": {**component, "default_score": 1.0}, "b": {**component, "default_score": -2.0}}}
+    budget = {"max_tokens": 150, "at_cap": at_cap}
+    manager = CompositeRewardLoopManager({"reward_loop": {**given, "budget": budget}})
+    assert (await run(manager, "x"))["reward_score"] == 2.0
+    if score is None:
+        with pytest.raises(BudgetSpentError, match=r"budget is used up: 200 of reward_loop.budget.max_tokens=150"):
+            await run(manager, "y")
+        return
+    reward = await run(manager, "y")
+    assert (reward["reward_score"], reward["reward_extra_info"]["reward_masked"]) == (score, at_cap == "mask")
+
+
 async def test_a_component_without_path_is_the_function_of_the_run(path):
     config = {"reward_loop": {"components": {"form": {"path": f"{path}:form"}, "rest": {"weight": 2}}}}
     manager = CompositeRewardLoopManager(config, compute_score=lambda solution_str, ground_truth: 3.0)
@@ -213,6 +299,10 @@ def test_wrong_options_are_named(path):
         make({"a": {"path": f"{path}:form", "limit": "judge"}})
     with pytest.raises(ConfigError, match=r"components\.a\.timeout: has an effect only beside"):
         CompositeRewardLoopManager({"reward_loop": {"components": {"a": {"timeout": 3}}}}, compute_score=lambda: 1)
+    for own in ({"retry": {"max_attempts": 1}}, {"cache": {"enabled": True}}, {"max_threads": 3}):
+        (option,) = own
+        with pytest.raises(ConfigError, match=rf"components\.a\.{option}: has an effect only beside"):
+            CompositeRewardLoopManager({"reward_loop": {"components": {"a": own}}}, compute_score=lambda: 1)
 
 
 async def test_a_cancelled_sample_cancels_its_components(make, calls):

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from reward_loop import managers
+from reward_loop.managers.registry import names
+from reward_loop.scoring import ListScoringFunction
 from tests.gsm8k import needs_gsm8k
 from tests.managers.rows import CharTokenizer, data_proto, gsm8k, split
 
@@ -297,3 +299,25 @@ async def test_verls_own_rules_by_data_source(data_source: str, cls: type) -> No
     else:
         assert mine["reward_score"] == expected["reward_score"]
         assert {key: info[key] for key in expected["reward_extra_info"]} == expected["reward_extra_info"]
+
+
+OURS = [name for name in names() if managers.get(name).__module__.startswith("reward_loop.managers")]
+
+
+@pytest.mark.parametrize("name", OURS)
+async def test_verl_loads_every_manager(functions: str, name: str) -> None:
+    function = "lists" if managers.get(name).function_type is ListScoringFunction else "number"
+    components = {"components": {"number": {"path": f"{functions}:number"}}} if name == "composite" else {}
+    data = data_proto(
+        ["so #### 4", "so #### 5", "4", "#### 4"],
+        data_source=["openai/gsm8k"] * 4,
+        reward_model=[{"ground_truth": "4", "style": "rule"}] * 4,
+        extra_info=[{"index": 0}] * 4,
+        uid=["q"] * 4,
+    )
+    ours, _ = load(functions, function, managers.get(name), reward_loop={"max_processes": 2, **components})
+    try:
+        rewards = await score_all(ours, data)
+    finally:
+        await asyncio.to_thread(ours.close)
+    assert [reward["reward_score"] for reward in rewards] == [1, 0, 0, 1]

@@ -9,14 +9,19 @@ import select
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import uvicorn
 from fastapi import FastAPI
 
-from reward_loop.router.app import Router
+from reward_loop.router.app import Router, create_app
+from reward_loop.router.config import RouterConfig
+from reward_loop.router.protocol import protocol_for
+from reward_loop.router.proxy import Proxy
 from reward_loop.router.sockets import listen, url_of
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
@@ -29,17 +34,27 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, http: Any = "httptools", **options: Any) -> AsyncIterator[str]:
     """Serves an ASGI app on this loop; yields its URL."""
     listener = listen("127.0.0.1")
     lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
-    server = _Server(uvicorn.Config(app, log_level="error", lifespan=lifespan, date_header=False, server_header=False))
+    options |= {"log_level": "error", "date_header": False, "server_header": False}
+    server = _Server(uvicorn.Config(app, http=http, lifespan=lifespan, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield url_of(listener)
     finally:
         server.should_exit = True
         await task
+
+
+IN_TASKS = False
+"""Whether the router's app is served with a task for each request, as any ASGI server would, or as the router does."""
+
+
+def served_by_router(app: Proxy | Router) -> contextlib.AbstractAsyncContextManager[str]:
+    """Serves the router's app; yields its URL."""
+    return serving(app) if IN_TASKS else serving(app, protocol_for(65536, app.begin))
 
 
 @contextlib.asynccontextmanager
@@ -75,6 +90,49 @@ async def post(url: str, path: str = "/", body: bytes = b"", **options: Any) -> 
         session.post(url + path, data=body, **options) as response,
     ):
         return response.status, await response.read()
+
+
+CHAT = "/v1/chat/completions"
+
+
+def model_server(name: str, seen: list[Any] | None = None, status: int = 200, headers: Any = ()) -> Any:
+    """Lists one model, and answers with its name, or with a status once it is up."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        body = name.encode()
+        answer = 200
+        if scope["path"] == "/v1/models":
+            body = orjson.dumps({"object": "list", "data": [{"id": name, "object": "model"}]})
+        elif scope["path"] not in ("/health", "/is_sleeping"):
+            answer = status
+            if seen is not None:
+                seen.append(dict(scope["headers"]))
+        raw = [(b"content-length", b"%d" % len(body)), *headers]
+        await send({"type": "http.response.start", "status": answer, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+@asynccontextmanager
+async def routed(*workers: Any, wait_for: int | None = None, **options: Any) -> Any:
+    """The router in front of ASGI apps, once all of them are in use; yields its URL and theirs."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(worker)) for worker in workers]
+        url = await stack.enter_async_context(served_by_router(create_app(urls, RouterConfig(**options))))
+        headers = {"authorization": f"Bearer {options['api_key']}"} if "api_key" in options else {}
+        session = await stack.enter_async_context(aiohttp.ClientSession(url, headers=headers))
+        async with asyncio.timeout(30):
+            while [w["state"] for w in await listed(session)] != ["up"] * len(urls):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        yield url, urls, session
+
+
+async def listed(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+    async with session.get("/workers") as response:
+        workers: list[dict[str, Any]] = await response.json()
+        return workers
 
 
 class Watched:

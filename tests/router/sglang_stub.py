@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--is-embedding", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true", required=True)
+    parser.add_argument("--enable-weights-cpu-backup", action="store_true", required=True)
     args = parser.parse_args()
     # As SGLang's scheduler does, it lives in a process of its own.
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])

@@ -90,6 +90,12 @@ async def test_batched_logits_equal_unbatched_ones(discriminative: Any, batches:
     assert batched == [pytest.approx(logits, abs=1e-4) for logits in alone]
 
 
+async def test_a_batch_runs_when_no_more_requests_come(discriminative: Any, batches: Batches) -> None:
+    async with engine_for(discriminative, max_wait_s=3600, quiet_s=0.01) as engine:
+        await asyncio.wait_for(asyncio.gather(*(engine.classify(ids) for ids in PROMPTS)), 60)
+    assert batches.sizes == [len(PROMPTS)]
+
+
 async def test_greedy_batches_equal_unbatched_generate_token_for_token(generative: Any) -> None:
     async with engine_for(generative) as engine:
         batched = await asyncio.gather(*(engine.generate(ids, GREEDY) for ids in PROMPTS))

@@ -220,3 +220,46 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
         assert waiting.result.cancelled()
     await scorer.probs(input="y")
     assert passes == 1
+
+
+@pytest.mark.parametrize("kind", ["generative", "discriminative"])
+async def test_asleep_it_holds_no_weights_and_awake_it_answers_as_before(
+    kind: Any, tiny_generative_model: Path, tiny_discriminative_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_generative_model if kind == "generative" else tiny_discriminative_model
+    model = load_model(str(path), name="it", kind=kind)
+    held = model._model.state_dict()
+    async with (
+        serving(create_app(model, can_sleep=True)) as url,
+        aiohttp.ClientSession(url) as session,
+        asyncio.timeout(30),
+    ):
+        client = Client(session, model)
+
+        async def ask() -> Any:
+            if kind == "generative":
+                return (await client.chat(temperature=0, logprobs=True))["choices"]
+            return await client.probs(input="Is 7 prime?", use_activation=False)
+
+        before = await ask()
+        for _ in range(2):  # twice is once
+            assert (await client.post("/sleep?level=1"))[0] == 200
+        assert sum(tensor.numel() for tensor in model._model.state_dict().values()) == 0
+        waiting = asyncio.create_task(ask())
+        async with session.get("/is_sleeping") as response:
+            assert await response.json() == {"is_sleeping": True}
+        assert not waiting.done()
+        for _ in range(2):
+            assert (await client.post("/wake_up"))[0] == 200
+        assert await waiting == before == await ask()
+        async with session.get("/is_sleeping") as response:
+            assert await response.json() == {"is_sleeping": False}
+    assert {name: tuple(tensor.shape) for name, tensor in model._model.state_dict().items()} == {
+        name: tuple(tensor.shape) for name, tensor in held.items()
+    }
+    log = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[2] for line in log] == ["asleep; answers so far: 1", "awake; answers so far: 1"]
+
+
+async def test_who_does_not_say_so_cannot_put_it_to_sleep(scorer: Client) -> None:
+    assert (await scorer.post("/sleep"))[0] == 404

@@ -99,7 +99,7 @@ def test_sglang() -> None:
         "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2"
     )
     assert ENGINES["sglang"].gpus(model) == 2
-    assert "--enable-memory-saver" in command(settled("sglang", enable_sleep_mode=True))
+    assert "--enable-memory-saver --enable-weights-cpu-backup" in command(settled("sglang", enable_sleep_mode=True))
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, Worker, WorkerPool, WorkerState
+from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, WorkerPool
+from reward_loop.router.worker import Worker, WorkerState
 from tests.router.serving import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
@@ -231,3 +232,15 @@ async def test_requests_for_a_sleeping_worker_wait_until_it_is_resumed() -> None
         assert not pool.usable
         pool.resume(worker)
         assert await waiting is worker
+
+
+async def test_workers_that_were_woken_together_share_what_comes() -> None:
+    health = Health(*URLS[:2])
+    async with WorkerPool(WORKERS[:2], health) as pool:
+        both = {(await pool.acquire()).url for _ in range(2)}
+        for worker in pool.workers:
+            await pool.sleep(worker)
+            health.well[worker.url].clear()  # checks take their time
+        for worker in pool.workers:
+            pool.resume(worker)
+        assert {(await pool.acquire()).url for _ in range(2)} == both == set(URLS[:2])

@@ -15,9 +15,13 @@ from yarl import URL
 
 from reward_loop.router.app import create_app
 from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.pool import Worker, WorkerPool
+from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
-from tests.router.serving import post, refusing, resetting, serving
+from reward_loop.router.sockets import listen, url_of
+from reward_loop.router.worker import Worker, WorkerState
+from tests.router.serving import post, refusing, resetting, served_by_router, serving, until
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @asynccontextmanager
@@ -32,8 +36,20 @@ async def proxied(
 
     configs = [WorkerConfig(url=worker) if isinstance(worker, str) else worker for worker in workers]
     config = RouterConfig(request_timeout_s=timeout_s, **options)
-    async with WorkerPool(configs, well, config) as pool, serving(Proxy(pool, config)) as url:
+    async with WorkerPool(configs, well, config) as pool, served_by_router(Proxy(pool, config)) as url:
         yield url
+
+
+@asynccontextmanager
+async def well_pool(worker: str) -> AsyncIterator[WorkerPool]:
+    """A pool of one server, which is in use."""
+
+    async def well(worker: Worker) -> None:
+        pass
+
+    async with WorkerPool([WorkerConfig(url=worker)], well) as pool:
+        await pool.acquire()
+        yield pool
 
 
 def answering(status: int = 200, headers: dict[str, str] | None = None, body: bytes = b"ok") -> Any:
@@ -234,26 +250,110 @@ async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None
 
 async def test_a_client_that_leaves_cancels_the_workers_request() -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
+    paths = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        arrived.set()
-        assert (await receive())["type"] == "http.disconnect"
-        left.set()
+        paths.append(scope["path"])
+        if scope["path"] == "/slow":
+            await receive()
+            arrived.set()
+            assert (await receive())["type"] == "http.disconnect"
+            left.set()
+        else:
+            await answering()(scope, receive, send)
 
     async with serving(app) as worker, proxied(worker) as url:
-        request = asyncio.create_task(post(url))
+        await post(url, "/first")
+        request = asyncio.create_task(post(url, "/slow"))
         await arrived.wait()
         request.cancel()
         async with asyncio.timeout(10):
             await left.wait()
+        await post(url, "/last")
+    assert paths == ["/first", "/slow", "/last"]
+
+
+async def test_a_client_that_leaves_a_stream_cancels_it() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async with serving(app) as worker, proxied(worker) as url:
+        async with aiohttp.ClientSession() as session, session.post(url) as response:
+            assert await response.content.readany() == b"data: 1"
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
+async def test_one_after_the_other_goes_to_each_in_turn() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(4)]
+        url = await stack.enter_async_context(proxied(*workers))
+        bodies = [(await post(url))[1] for _ in range(12)]
+    assert bodies[:4] == bodies[4:8] == bodies[8:]
+    assert len(set(bodies)) == 4
+
+
+async def test_a_request_on_a_connection_that_had_died_is_sent_again_and_its_server_stays() -> None:
+    requests = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(await reader.readuntil(b"\r\n\r\n")):
+            requests.append(writer)
+            if requests.count(writer) > 1:
+                break  # It closes without a byte, as if it had not heard.
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        writer.close()
+
+    listener = listen("127.0.0.1")
+    async with await asyncio.start_server(serve, sock=listener), well_pool(url_of(listener)) as pool:
+        async with served_by_router(Proxy(pool)) as url:
+            assert [await post(url) for _ in range(3)] == [(200, b"ok")] * 3
+        (worker,) = pool.workers
+        assert (worker.stats.broken, worker.state) == (0, WorkerState.UP)
+
+
+async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
+    arrived = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        match scope["path"]:
+            case "/slow":
+                arrived.set()
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            case "/broken":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            case path:
+                await answering(int(path[1:]))(scope, receive, send)
+
+    async with serving(app) as worker, well_pool(worker) as pool:
+        proxy = Proxy(pool, RouterConfig(request_timeout_s=1))
+        async with served_by_router(proxy) as url:
+            for status in (200, 429, 500, 204, 200):
+                assert (await post(url, f"/{status}"))[0] == status
+                await until(lambda: pool.pick(pool.group()))
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await post(url, "/broken")
+            leaving = asyncio.create_task(post(url, "/slow"))
+            await arrived.wait()
+            leaving.cancel()
+            assert (await post(url, "/slow"))[0] == 504
+            await until(lambda: not proxy.gate.inside)
+        assert pool.workers[0].in_flight == 0
 
 
 async def test_the_router_has_a_control_plane_of_its_own() -> None:
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(serving(mirror))
         other = refusing()
-        url = await stack.enter_async_context(serving(create_app([worker, other])))
+        url = await stack.enter_async_context(served_by_router(create_app([worker, other])))
         session = await stack.enter_async_context(aiohttp.ClientSession(url))
         assert (await post(url, "/v1/models"))[0] == 200
         async with session.get("/health") as response:

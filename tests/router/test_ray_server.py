@@ -48,7 +48,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: Any) -> None:
     from ray.util import placement_group_table
 
-    async with RewardModelManager(config()) as models:
+    async with RewardModelManager(config(enable_sleep_mode=True)) as models:
         url = f"http://{models.reward_router_address}"
         assert await post(url, "/echo", b"x") == (200, b"x")
         first = models.pids()["server 1"]
@@ -91,7 +91,7 @@ async def test_resources_that_there_are_not(config: Any) -> None:
     from reward_loop.router.servers.ray_server import GpuReservation
 
     with pytest.raises(ConfigError, match="a server needs 2 GPUs on one node, and the largest node has 0"):
-        GpuReservation().reserve(2, 1)
+        list(GpuReservation().places(1, 2, 1))
     scarce = config(threads=3).model_copy(update={"start_timeout_s": 1.0})
     with pytest.raises(ServerStartError, match=r"found no node with 0 GPU\(s\) and 3 CPU\(s\) free after 1 s"):
         await RewardModelManager(scarce).__aenter__()

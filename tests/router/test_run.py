@@ -7,17 +7,14 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
-from reward_loop.errors import ConfigError
-from reward_loop.router.command import parse_worker
-from reward_loop.router.sockets import is_loopback, listen, url_of
 from tests.gsm8k import ROOT
 from tests.router.serving import post, serving
 
@@ -123,6 +120,37 @@ async def test_sigterm_lets_requests_end() -> None:
             assert await asyncio.to_thread(process.wait, 30) == 0
 
 
+async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def hanging(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            await receive()
+            arrived.set()
+            assert (await receive())["type"] == "http.disconnect"
+            left.set()
+        else:
+            await echo(scope, receive, send)
+
+    async with serving(hanging) as worker:
+        with routing("--worker", worker, "--grace", "0") as (url, process):
+            await _is_ready(url)
+            request = asyncio.create_task(post(url, "/slow", b"x"))
+            await arrived.wait()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            with pytest.raises(aiohttp.ClientError):
+                await request
+            await left.wait()
+
+
+async def _is_ready(url: str) -> None:
+    """Returns once a server is in use."""
+    async with aiohttp.ClientSession(url) as session, asyncio.timeout(30):
+        while (await session.get("/ready")).status != 200:  # noqa: ASYNC110 (it happens in another process)
+            await asyncio.sleep(0.01)
+
+
 async def _refuses(url: str) -> None:
     """Returns once new connections are not taken any more."""
     host, port = url.removeprefix("http://").split(":")
@@ -130,41 +158,3 @@ async def _refuses(url: str) -> None:
         while True:
             _, writer = await asyncio.open_connection(host, int(port))
             writer.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--worker", "http://127.0.0.1:1", "--host", "0.0.0.0"), "set an API key"),
-        (("--worker", "127.0.0.1:1"), "expected http://host:port"),
-        (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
-        (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "options.policy"),
-    ],
-)
-def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "route", "--port", "0", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 1
-    assert message in done.stderr
-
-
-def test_worker_specifications() -> None:
-    worker = parse_worker("http://a:1/,model=x,model=y,kind=generative,engine=vllm")
-    assert (worker.url, worker.models, worker.kind, worker.engine) == ("http://a:1", ("x", "y"), "generative", "vllm")
-    with pytest.raises(ConfigError, match="expected KEY=VALUE, got 'x'"):
-        parse_worker("http://a:1,x")
-
-
-def test_addresses() -> None:
-    with listen("127.0.0.1") as own, listen("0.0.0.0") as everyones:
-        assert is_loopback(own)
-        assert not is_loopback(everyones)
-        assert url_of(own).startswith("http://127.0.0.1:")
-    left, right = socket.socketpair()
-    with left, right:
-        assert is_loopback(left)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_loop.router.sockets import listen, url_of
-from reward_loop.router.upstream import Answer, BrokenError, ConnectError, Upstream
+from reward_loop.router.upstream import Answer, BrokenError, ConnectError, StaleError, Upstream
 from tests.router.serving import refusing, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -145,6 +145,89 @@ async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
     async with raw(serve) as upstream:
         for _ in range(3):
             assert await get(upstream) == (200, b"ok")
+
+
+class Told:
+    """Sends a request as soon as it is told of the answer to the last one."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.bodies: list[bytes] = []
+        self.errors: list[Exception] = []
+        self.refused = asyncio.Event()
+
+    def done(self) -> bool:
+        return False
+
+    def send(self) -> None:
+        if not self.upstream.send(self, b"GET", b"/"):
+            self.refused.set()
+
+    def set_result(self, answer: Answer, /) -> None:
+        self.bodies.append(answer.take())
+        self.send()
+
+    def set_exception(self, error: Exception, /) -> None:
+        self.errors.append(error)
+
+
+async def test_without_an_idle_connection_nothing_is_sent_at_once() -> None:
+    async with raw(saying(OK, OK)) as upstream:
+        told = Told(upstream)
+        told.send()
+        assert told.refused.is_set()
+        assert await get(upstream) == (200, b"ok")
+        assert upstream.send(told, b"GET", b"/")
+        told.refused.clear()
+        await until(lambda: told.bodies == [b"ok"])
+
+
+async def test_what_comes_behind_an_answer_is_no_answer_to_the_next_request() -> None:
+    async with raw(saying(OK, OK + OK.replace(b"ok", b"no"))) as upstream:
+        assert await get(upstream) == (200, b"ok")
+        told = Told(upstream)
+        told.send()
+        async with asyncio.timeout(10):
+            await told.refused.wait()
+        assert (told.bodies, told.errors) == ([b"ok"], [])
+
+
+async def test_who_is_told_at_once_hears_that_an_idle_connection_had_died() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with raw(serve) as upstream:
+        await get(upstream)
+        told = Told(upstream)
+        told.send()
+        await until(lambda: told.errors)
+        assert isinstance(told.errors[0], StaleError)
+
+
+async def test_who_closes_the_connection_is_told_no_more() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    async with raw(serve) as upstream:
+        await get(upstream)
+        told = Told(upstream)
+        connection = upstream.send(told, b"GET", b"/")
+        assert connection
+        connection.close()
+        await closed.wait()
+        await asyncio.sleep(0)
+        assert not told.errors
+        assert not upstream.busy
 
 
 async def test_a_cancelled_request_closes_its_connection() -> None:

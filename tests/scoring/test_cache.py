@@ -1,6 +1,8 @@
 import asyncio
+import functools
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -124,3 +126,23 @@ def test_processes_share_the_file(tmp_path):
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+
+
+async def test_what_is_bound_to_a_function_is_part_of_the_call(tmp_path):
+    def score(solution_str, factor):
+        return factor * len(solution_str)
+
+    for factor in (1, 2, 1):
+        function = cached(functools.partial(score, factor=factor), tmp_path / "scores.db")
+        assert (await function(RewardSample("four"))).score == 4 * factor
+    # What JSON cannot say is not cached.
+    function = cached(functools.partial(lambda solution_str, lock: 1, lock=threading.Lock()), tmp_path / "scores.db")
+    assert [(await function(RewardSample("four"))).attempts for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("answer", [1.0, 2.0])
+async def test_what_a_class_is_instantiated_with_is_part_of_the_call(tmp_path_factory, answer):
+    path = tmp_path_factory.getbasetemp() / "of_all_answers.db"
+    config = RewardLoopConfig(cache={"enabled": True, "path": str(path)})
+    function = ScoringFunction(Judge, reward_kwargs={"answer": answer}, options=config)
+    assert (await function(SAMPLE)).score == answer

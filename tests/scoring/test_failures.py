@@ -14,8 +14,30 @@ def test_it_names_the_sample_the_function_and_the_cause():
     bound = FailureBound(0.5, 4)
     for result in (FAILED, FAILED, UNSCORED):
         bound.count(result)
-    with pytest.raises(TooManyFailuresError, match=r"3 of the last 4 samples failed.*0\.5.*sample u7.*KeyError: 'x'"):
+    with pytest.raises(
+        TooManyFailuresError, match=r"(?s)3 of the last 4 samples failed.*0\.5.*sample u7.*KeyError: 'x'"
+    ):
         bound.count(FAILED)
+
+
+def test_the_message_shows_samples_causes_and_what_to_do():
+    bound = FailureBound(0.5, 6, of="reward_loop.components.judge")
+    where = "at line 7\n    raise"
+    for i in range(3):
+        bound.add(True, f"sample u{i}: judge (r.py) raised TimeoutError: {where}")
+    bound.add(True, "sample u3: judge (r.py) raised KeyError: 'x'")
+    bound.add(True, "sample u4: judge (r.py) raised KeyError: 'x'")
+    with pytest.raises(TooManyFailuresError) as stop:
+        bound.add(True, "sample u5: judge (r.py) returned 'good'")
+    assert str(stop.value) == (
+        "reward_loop.components.judge: 6 of the last 6 samples failed, more than the share of 0.5 that "
+        "max_failed_share allows. Of each cause the latest:\n"
+        "- sample u5: judge (r.py) returned 'good'\n"
+        "- sample u4: judge (r.py) raised KeyError: 'x'\n"
+        "- sample u2: judge (r.py) raised TimeoutError: at line 7\n    raise\n"
+        "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, raise "
+        "reward_loop.max_failed_share."
+    )
 
 
 def test_unscored_samples_do_not_count_as_failed():

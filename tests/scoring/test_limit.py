@@ -82,6 +82,43 @@ async def test_a_limit_inside_a_sync_function():
     assert job_of(config).cost == 20
 
 
+@pytest.mark.parametrize("name", ["default", "judge"])
+@pytest.mark.parametrize("remote", [False, True])
+async def test_validation_and_training_take_turns(name, remote):
+    order = []
+
+    async def judge(solution_str):
+        if name == "default":
+            order.append(solution_str)
+            return 1
+        async with reward_loop.limit(name):
+            order.append(solution_str)
+            return 1
+
+    limits = {name: {"max_concurrent": 1}}
+    service = JobService(RewardLoopConfig(limits=limits))
+    address = await service.start()
+    config = RewardLoopConfig(limits=limits, job=address if remote else None)
+    manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
+    job = job_of(config)
+    place = await job.enter(name, 0, "train")
+    # All of training has come first, and validation is still served every second time.
+    samples = [RewardSample(f"train {i}") for i in range(6)] + [RewardSample(f"val {i}", validate=True) for i in (0, 1)]
+    calls = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
+    async with asyncio.timeout(60):
+        while True:
+            status = await job.status() if remote else job.status()
+            if status["limits"][name]["waiting"] == len(samples):
+                break
+            await asyncio.sleep(0.001)
+    place.leave()
+    await asyncio.gather(*calls)
+    assert order == ["train 0", "val 0", "train 1", "val 1", "train 2", "train 3", "train 4", "train 5"]
+    if remote:
+        await job.close()
+    await service.stop()
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
@@ -260,6 +297,57 @@ async def test_a_budget_that_stops_the_run():
     await manager.run_single(SAMPLE)
     with pytest.raises(reward_loop.BudgetSpentError, match="budget is used up"):
         await manager.run_single(SAMPLE)
+
+
+@pytest.mark.parametrize("at_cap", ["stop", "default", "mask"])
+async def test_the_budget_is_that_of_the_whole_job(at_cap):
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=60)
+        return 1
+
+    given = {"budget": {"max_tokens": 100, "at_cap": at_cap}, "default_score": -1.0}
+    service = JobService(RewardLoopConfig(**given))
+    address = await service.start()
+    # As in two processes: each has a loop, and so a connection, of its own.
+    ready, spent = threading.Event(), threading.Event()
+
+    def worker(first):
+        async def run():
+            config = RewardLoopConfig(job=address, **given)
+            manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
+            job = job_of(config)
+            await job.why_stopped()  # it is connected
+            if first:
+                await asyncio.to_thread(ready.wait)
+                used = [await manager.run_single(SAMPLE) for _ in range(2)]
+                await job.why_stopped()
+                spent.set()
+                await job.close()
+                return [reward["reward_score"] for reward in used]
+            ready.set()
+            await asyncio.to_thread(spent.wait)
+            await job.why_stopped()
+            try:
+                return await manager.run_single(SAMPLE)
+            finally:
+                await job.close()
+
+        return asyncio.run(run())
+
+    both = asyncio.gather(*(asyncio.to_thread(worker, first) for first in (True, False)), return_exceptions=True)
+    used, other = await both
+    assert used == [1, 1]
+    message = "was not called: the run's budget is used up: 120 of reward_loop.budget.max_tokens=100"
+    if at_cap == "stop":
+        assert isinstance(other, reward_loop.BudgetSpentError)
+        assert f"{message}. Raise it, or let the run go on without calls by reward_loop.budget.at_cap" in str(other)
+    else:
+        assert other["reward_score"] == {"default": -1.0, "mask": 0.0}[at_cap]
+        info = other["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("unscored", at_cap == "mask")
+        assert message in info["reward_error"]
+    await service.stop()
 
 
 async def test_eight_workers_keep_one_limit():

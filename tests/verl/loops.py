@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -26,4 +30,15 @@ class Uneven(Seeded):
         output = await super().run(sampling_params, priority, **kwargs)
         if kind == 2 and first:
             return [output, await super().run(sampling_params, priority, **kwargs)]
+        return output
+
+
+class Timed(SingleTurnAgentLoop):
+    """Writes down from when to when it generated."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
+        began = time.time()
+        output = await super().run(sampling_params, priority, **kwargs)
+        with Path(os.environ["REWARD_LOG"]).with_name("generations.jsonl").open("a") as file:
+            file.write(json.dumps({"began": began, "ended": time.time()}) + "\n")
         return output

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +56,80 @@ class Mixed:
 
 
 class Slow(Mixed):
-    """As :class:`Mixed`, after up to a second, and after much longer for the first response of training."""
+    """As :class:`Mixed`, after up to a second; the first response to the first prompt of training only after the
+    trainer has begun with other groups."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
-        first = Path(os.environ["REWARD_LOG"]).with_name("first")
-        if extra_info["split"] == "train" and not first.exists():
-            first.touch()
-            await asyncio.sleep(5)
+        if extra_info["split"] == "train" and extra_info["index"] == 0 and _is_first("held"):
+            async with asyncio.timeout(120):
+                while True:
+                    if _beside_the_log("trained").exists():
+                        break
+                    await asyncio.sleep(0.1)
         await asyncio.sleep(number(solution_str) % 11 / 10)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        _beside_the_log("trained").touch()
+        return super().post_process_scores(scores)
 
-class Overtaken(Mixed):
-    """As :class:`Mixed`, but the first 32 samples are judged only when 8 more have been generated after them."""
+
+def _beside_the_log(name: str) -> Path:
+    return Path(os.environ["REWARD_LOG"]).with_name(name)
+
+
+def _is_first(name: str) -> bool:
+    try:
+        _beside_the_log(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class Held(Mixed):
+    """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
+    for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
+    training step is over. What the queue said when it was full is in the file ``queue.json``."""
 
     def __init__(self) -> None:
         self._seen = 0
-        self._overtaken = asyncio.Event()
+        self._events: dict[int, asyncio.Task[None]] = {}
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
         self._seen += 1
-        if self._seen == 40:
-            self._overtaken.set()
-        if self._seen <= 32:
-            await self._overtaken.wait()
+        events = {24: _queue_is_full, 40: _all_are_generated, 64: _step_is_over}
+        if last := next((last for last in events if self._seen <= last), None):
+            if last not in self._events:
+                self._events[last] = asyncio.create_task(_until(events[last]))
+            await asyncio.shield(self._events[last])
         return await super().compute_score(solution_str, ground_truth, extra_info)
+
+
+async def _until(happened: Callable[[dict[str, float]], bool]) -> None:
+    import ray  # the command that trains loads this module, too, before it sets Ray's environment
+
+    (name,) = (name for name in ray.util.list_named_actors() if name.startswith("agent_loop_worker_"))
+    worker = ray.get_actor(name)
+    async with asyncio.timeout(120):
+        while True:
+            if happened(await worker.__ray_call__.remote(lambda worker: worker._queue.metrics(0))):
+                break
+            await asyncio.sleep(0.1)
+
+
+def _queue_is_full(figures: dict[str, float]) -> bool:
+    full = figures["reward_queue/size"] == figures["reward_queue/capacity"]
+    if full:
+        _beside_the_log("queue.json").write_text(json.dumps(figures))
+    return full
+
+
+def _all_are_generated(figures: dict[str, float]) -> bool:
+    return figures["reward_queue/put"] == 64
+
+
+def _step_is_over(_: dict[str, float]) -> bool:
+    return (_beside_the_log("rollouts") / "1.jsonl").exists()
 
 
 def several(outputs: list[str]) -> list[dict[str, float]]:
@@ -112,12 +163,8 @@ def rare(solution_str: str) -> float:
 
 
 def _kill_once(pid: int, marker: str) -> None:
-    flag = Path(os.environ["REWARD_LOG"]).with_name(marker)
-    try:
-        flag.touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(pid, signal.SIGKILL)
+    if _is_first(marker):
+        os.kill(pid, signal.SIGKILL)
 
 
 def processes_with(*words: str) -> list[int]:
@@ -144,6 +191,19 @@ async def judged(
     score = await classify(reward_router_address, solution_str or " ", timeout=None)
     assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
+    return score
+
+
+async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:
+    """Asks the reward model, and writes down from when to when, and whether the rollout slept meanwhile."""
+    import ray
+
+    rollout = ray.get_actor("cpu_rollout_server_0")
+    began, slept = time.time(), await rollout.is_sleeping.remote()
+    score = await classify(reward_router_address, solution_str or " ", timeout=None)
+    assert isinstance(score, float)
+    times = {"began": began, "ended": time.time(), "rollout_slept": slept and await rollout.is_sleeping.remote()}
+    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"], **times)
     return score
 
 

@@ -48,6 +48,11 @@ class Run:
         """What the reward function wrote, in the order of its calls."""
         return _json_lines(self.directory / "calls.jsonl")
 
+    @property
+    def generations(self) -> list[dict[str, float]]:
+        """What the agent loop `timed` wrote."""
+        return _json_lines(self.directory / "generations.jsonl")
+
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a training step as verl saw them after the update."""
         return _json_lines(self.directory / "rollouts" / f"{step}.jsonl")

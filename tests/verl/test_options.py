@@ -26,6 +26,12 @@ VLLM = [
     "reward_model.rollout.name=vllm",
     "custom_reward_function.path=f.py",
 ]
+PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
+OWN_GPUS = ["the trainer's GPUs", "reward_model.enable_resource_pool=True"]
+EXTERNAL = [
+    *("reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=external"),
+    *("+reward_model.server.urls=[http://127.0.0.1:1]", "custom_reward_function.path=f.py"),
+]
 POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
 
 
@@ -124,6 +130,23 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.placement == "local"
 
 
+def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
+    overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
+    judge = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
+    options = reward_model_options(settled(*VLLM, *overrides, *judge))
+    assert options is not None
+    assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
+    assert (options.enable_sleep_mode, options.models["judge"].enable_sleep_mode) == (True, True)
+    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.replicas=3"))
+    assert options is not None
+    assert options.replicas == 3
+    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.placement=local"))
+    assert options is not None
+    assert (options.placement, options.replicas, options.enable_sleep_mode) == ("local", 1, False)
+    in_pipeline = [PIPELINE, "trainer.v1.reward_pipeline.one_step_off_policy=False"]
+    assert reward_model_options(settled(*VLLM, *overrides, *in_pipeline)) is not None
+
+
 def test_more_models_beside_verls() -> None:
     overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
     options = reward_model_options(settled(*VLLM, *POOL, *overrides))
@@ -204,7 +227,27 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.enable_resource_pool=True"],
             ["reward_model.enable_resource_pool=True has no effect", "reward_model.enable=True"],
         ),
-        ([*VLLM, "reward_model.enable_resource_pool=False"], ["reward_model.enable_resource_pool=False", "placement"]),
+        (
+            [*VLLM, "trainer.n_gpus_per_node=1"],
+            ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
+        ),
+        ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas=5", "have room for 4"]),
+        (
+            [*VLLM, *(f"+reward_model.server.models.j.{option}" for option in ("model_path=/j", "replicas=9"))],
+            ["reward_model.server.models.j.replicas=9", "have room for 8"],
+        ),
+        ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
+        ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
+        ([*VLLM, "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable=True", *OWN_GPUS]),
+        ([*VLLM, "reward_model.launch_reward_fn_async=True"], ["launch_reward_fn_async=True", "Leave it out"]),
+        (
+            [*VLLM, "actor_rollout_ref.rollout.free_cache_engine=False"],
+            ["actor_rollout_ref.rollout.free_cache_engine=False", "Set it to True"],
+        ),
+        (
+            [*EXTERNAL, "+reward_model.server.placement=colocated"],
+            ["reward_model.server.placement=colocated", "Leave out placement"],
+        ),
         ([*VLLM, "reward_model.enable_resource_pool=True"], ["nnodes=0 with n_gpus_per_node=8 have no room", "2 GPU"]),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
         ([*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"], ["a server of 16 GPU(s)"]),

@@ -28,18 +28,26 @@ def test_a_prompt_is_generated_before_it_is_over() -> None:
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:
     progress = told((1, ("judging", "a")), (1, ("judging", "b")), (2, ("judged", "a")))
     assert (progress.pending, progress.most_pending) == (1, 2)
-    progress.start_step()
+    progress.start_step(2)
     assert progress.most_pending == 1
     progress.happened(("judged", "b"), 3)
     assert (progress.pending, progress.most_pending, progress.events) == (0, 1, 4)
+
+
+def test_the_oldest_reward_is_that_of_the_prompt_which_waits_longest() -> None:
+    progress = told((1, ("judging", "a")), (2, ("judging", "b")), (4, ("judging", "b")), (5, ("judged", "b")))
+    assert progress.oldest(7) == 6
+    progress.happened(("judged", "a"), 8)
+    assert progress.oldest(9) == 7
+    progress.happened(("judged", "b"), 10)
+    assert progress.oldest(11) == 0
 
 
 def test_judging_lasts_from_the_first_sample_to_the_last_reward() -> None:
     progress = told(
         *((10, ("judging", "a")), (11, ("judging", "b")), (13, ("judged", "b")), (18, ("judged", "a"))),
     )
-    assert progress.finish("ab") == 8
-    assert progress.finish("ab") == 0  # forgotten
+    assert progress.judging_s(20) == 8
 
 
 def test_judging_does_not_last_while_nothing_is_out() -> None:
@@ -47,25 +55,29 @@ def test_judging_does_not_last_while_nothing_is_out() -> None:
         *((0, ("judging", "a")), (1, ("judging", "a")), (2, ("judged", "a")), (3, ("judged", "a"))),
         *((10, ("judging", "b")), (11, ("judged", "b")), (12, ("judging", "a")), (13, ("judged", "a"))),
     )
-    assert progress.finish("ab") == 3 + 1 + 1
+    assert progress.judging_s(20) == 3 + 1 + 1
 
 
-def test_news_of_a_prompt_that_was_thrown_out_is_no_news() -> None:
+def test_judging_that_goes_on_belongs_to_the_steps_in_which_it_goes_on() -> None:
+    progress = told((4, ("judging", "a")), (5, ("judging", "b")))
+    assert progress.judging_s(7) == 3
+    progress.start_step(10)
+    assert progress.judging_s(10) == 0
+    progress.happened(("judged", "a"), 11)
+    assert progress.judging_s(12) == 2
+    progress.happened(("judged", "b"), 14)
+    assert progress.judging_s(20) == 4
+    progress.start_step(20)
+    assert progress.judging_s(30) == 0
+
+
+def test_what_was_thrown_out_is_judged_to_its_end() -> None:
     progress = told((1, ("judging", "a")), uids="a")
     progress.forget("a")
     progress.happened(("judged", "a"), 2)
     progress.happened(("over", "a"), 2)
     assert progress.pending == 0
-    assert progress.finish("a") == 0
-
-
-def test_judges_that_are_busy_with_the_batch_before_are_not_at_this_one() -> None:
-    progress = told(
-        *((0, ("judging", "a")), (2, ("judging", "b")), (5, ("judged", "a")), (9, ("judged", "b"))),
-    )
-    assert progress.finish("a") == 5
-    assert progress.finish("b") == 4  # from 5 on, not from 2
-    assert progress.finish("c") == 0  # whose rewards another process got
+    assert progress.judging_s(9) == 1
 
 
 def test_the_metrics_of_a_step_by_hand() -> None:

@@ -1,7 +1,9 @@
-"""verl's trainer mode ``separate_async`` on a CPU: rollouts and training in different places, both at once."""
+"""verl's trainer mode ``separate_async`` on a CPU: rollouts and training in different places, both at once, and a
+bounded queue between rollouts and judges."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,49 +11,106 @@ from typing import Any
 import pytest
 
 from tests.verl import rewards
+from tests.verl.checks import check_scores, expected_advantages
 from tests.verl.runs import Run, train
 
 pytestmark = pytest.mark.integration
 
 STEPS = (1, 2, 3)
+QUEUE = "trainer.v1.separate_async.reward_queue"
+CAPACITY, IN_FLIGHT = 24, 16
+OFF_POLICY = 2
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """The first batch is judged only after some of the second has been generated."""
+    """The first rollouts are judged only after so many have been generated that the queue is full; and some only after
+    the first step."""
+    directory = tmp_path_factory.mktemp("separate")
     return train(
-        tmp_path_factory.mktemp("separate"),
+        directory,
         tiny_generative_model,
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
-        "trainer.v1.sampler.max_off_policy_threshold=2",
+        f"{QUEUE}.capacity={CAPACITY}",
+        f"{QUEUE}.in_flight={IN_FLIGHT}",
+        f"trainer.v1.sampler.max_off_policy_threshold={OFF_POLICY}",
+        "trainer.v1.sampler.max_off_policy_strategy=wait",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         f"trainer.total_training_steps={len(STEPS)}",
         "trainer.val_before_train=False",
-        function="Overtaken",
+        f"reward_loop.log_dir={directory}/records",
+        function="Held",
     )
 
 
-def test_generation_goes_on_while_a_batch_is_judged(run: Run) -> None:
+def test_generation_goes_on_while_judges_are_at_it_until_the_queue_is_full(run: Run) -> None:
     assert run.returncode == 0, run.output[-8000:]
+    full = json.loads((run.directory / "queue.json").read_text())
+    assert full["reward_queue/size"] == CAPACITY
+    assert full["reward_queue/judging"] == IN_FLIGHT
+    # Two batches of 8 prompts had been handed to the rollout.
+    assert full["reward_queue/waiting_producers"] == (64 - CAPACITY - IN_FLIGHT) / 4
+
+
+def test_the_bounds_of_the_queue_hold_and_are_logged(run: Run) -> None:
+    figures = [queue_figures(run, step) for step in STEPS]
+    for step in figures:
+        assert step["capacity"] == CAPACITY
+        assert step["size"] + step["reserved"] <= CAPACITY
+        assert step["size"] <= step["largest_size"] <= CAPACITY
+        assert step["judging"] <= IN_FLIGHT
+        assert step["oldest_s"] >= 0
+    assert figures[0]["largest_size"] == CAPACITY
+    assert figures[0]["producer_wait_s"] > 0
+    assert figures[0]["oldest_s"] > 0
+    put, got = (sum(step[name] for step in figures) for name in ("put", "got"))
+    assert put - got == figures[-1]["size"]
+    assert len(STEPS) * 32 <= got <= put <= (len(STEPS) + 1) * 32
+
+
+def test_every_rollout_is_scored_exactly_once(run: Run) -> None:
+    trained = {row["uid"].rsplit("_", 1)[0]: row for step in STEPS for row in run.rollouts(step)}
+    assert len(trained) == len(STEPS) * 32
+    assert max(Counter(record["uid"] for record in records(run)).values()) == 1
+    scored = {record["uid"]: record for record in records(run)}
+    for uid, row in trained.items():
+        number = rewards.number(row["output"])
+        expected = {0: "unscored", 1: "failed"}.get(number % 7, "scored")
+        assert scored[uid]["outcome"] == expected, scored[uid]["error"]
+        assert scored[uid]["score"] == (number % 100 / 100 if expected == "scored" else None)
+
+
+def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
     for step in STEPS:
-        numbers = [rewards.number(row["output"]) for row in run.rollouts(step)]
-        assert len(numbers) == 8 * 4
-        assert run.steps[step]["reward_loop/failed"] == sum(n % 7 == 1 for n in numbers), "a judge waited in vain"
-
-
-def test_what_is_trained_on_was_scored_exactly_once(run: Run) -> None:
-    seen = [row for step in STEPS for row in run.rollouts(step)]
-    assert len({row["uid"] for row in seen}) == len(seen)
-    assert not responses(seen) - responses([call for call in run.calls if call["split"] == "train"])
-
-
-def responses(rows: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    return Counter((row["output"], row["gts"]) for row in rows)
+        rollouts = run.rollouts(step)
+        check_scores(rollouts)
+        advantages = expected_advantages(rollouts)
+        assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
+        assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
+        failed = sum(rewards.number(row["output"]) % 7 == 1 for row in rollouts)
+        assert run.steps[step]["reward_loop/failed"] == failed
 
 
 def test_staleness_is_logged_and_bounded(run: Run) -> None:
     staleness = [run.steps[step]["training/off_policy/trajectory_staleness_worst/max"] for step in STEPS]
     assert staleness[0] == 0
-    assert max(staleness) in (1, 2)
+    assert max(staleness) < OFF_POLICY
+    waiting = queue_figures(run, 1)
+    # Generated by the weights before the first update, and not judged after it.
+    assert (waiting["size"], waiting["judging"]) == (64 - 40 - IN_FLIGHT, IN_FLIGHT)
+    assert waiting["staleness_max"] == waiting["all_staleness_mean"] == 1
+    for step in STEPS:
+        figures = queue_figures(run, step)
+        assert 0 <= figures["staleness_max"] <= figures["all_staleness_max"] < OFF_POLICY
+
+
+def queue_figures(run: Run, step: int) -> dict[str, float]:
+    prefix = "reward_queue/"
+    return {name.removeprefix(prefix): v for name, v in run.steps[step].items() if name.startswith(prefix)}
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    files = (run.directory / "records").iterdir()
+    return [json.loads(line) for path in files for line in path.read_text().split("\n") if line]

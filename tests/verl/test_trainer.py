@@ -79,7 +79,14 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: dict[str, 
 def test_metrics_of_samples_whose_keys_differ() -> None:
     infos = {
         "a_0_0": {"reward_outcome": "scored", "reward_seconds": 1.0, "score": 1.0, "format": True, "text": "x"},
-        "a_1_0": {"reward_outcome": "scored", "reward_seconds": 3.0, "score": 3.0, "judge": np.float32(0.5)},
+        "a_1_0": {
+            "reward_outcome": "scored",
+            "reward_seconds": 3.0,
+            "reward_wait_seconds": 0.5,
+            "reward_attempts": 2,
+            "score": 3.0,
+            "judge": np.float32(0.5),
+        },
         "a_2_0": {"reward_outcome": "failed", "reward_seconds": 2.0, "steps": [1, 2]},
         "a_2_1": {"reward_outcome": "unscored", "reward_seconds": 2.0},  # the session's last output counts
     }
@@ -90,6 +97,10 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         "reward_loop/failed": 0,
         "reward_loop/seconds/mean": 2.0,
         "reward_loop/seconds/max": 3.0,
+        "reward_loop/wait_seconds/mean": 0.5,
+        "reward_loop/wait_seconds/max": 0.5,
+        "reward_loop/attempts/mean": 2.0,
+        "reward_loop/attempts/max": 2.0,
         "reward_loop/score/mean": 2.0,
         "reward_loop/format/mean": 1.0,
         "reward_loop/judge/mean": 0.5,

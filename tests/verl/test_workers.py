@@ -382,6 +382,15 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
         await workers.client.compute_score.remote(rollout("99 deaths"))
     with pytest.raises(RewardLoopError, match="died"):
         workers.raise_fatal_error()
+    with pytest.raises(RewardLoopError, match="died"):
+        await look_until_told(workers)
+
+
+async def look_until_told(workers: RewardWorkers) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            workers.look_for_fatal_error()
+            await asyncio.sleep(0.05)
 
 
 async def test_samples_are_dealt_out_in_turn(policy: str) -> None:

@@ -6,14 +6,16 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, TransientError, limit
 from reward_loop.client import Judge, Number
+from reward_loop.scoring.jobs import job_of
 from reward_loop.testing import FakeJudge
 from reward_loop.watch import Records, records
 from tests.gsm8k import ROOT
@@ -65,6 +67,35 @@ async def test_every_sample_has_a_record(tmp_path: Path) -> None:
     frame = pandas.read_json(path, lines=True)
     assert frame.groupby("outcome").size().to_dict() == {"scored": 2, "failed": 1, "unscored": 1}
     assert frame["score"].mean() == 0.75
+
+
+async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    def compute_score(solution_str: str) -> float:
+        tried.append(solution_str)
+        if len(tried) == 1:
+            raise TransientError("busy", retry_after=0.2)
+        with limit("judge"):
+            time.sleep(0.1)
+        return 1.0
+
+    config = RewardLoopConfig(log_dir=str(tmp_path), max_threads=1, limits={"judge": {"max_concurrent": 1}})
+    manager = NaiveRewardLoopManager(config, compute_score=compute_score)
+    place = await job_of(config).enter("judge", 0, "train")
+    calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in ("a", "b")]
+    await asyncio.sleep(0.5)
+    place.leave()
+    await asyncio.gather(*calls)
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    rows = {row["uid"]: row for row in read(records(tmp_path).path)}
+    assert [rows["a"]["attempts"], rows["b"]["attempts"]] == [2, 1]
+    # `a` paused before its second attempt, and waited for the place or for the only thread; `b` likewise.
+    assert rows["a"]["wait_s"] >= 0.2
+    assert rows["b"]["wait_s"] + rows["b"]["queue_s"] >= 0.4
+    for row in rows.values():
+        assert row["work_s"] >= 0.1
+        assert row["work_s"] + row["wait_s"] + row["queue_s"] >= 0.5
 
 
 def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> None:

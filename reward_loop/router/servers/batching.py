@@ -58,6 +58,8 @@ class BatchingEngine:
         eos_token_ids: tokens that end a response.
         max_batch_size: sequences in a batch, at most.
         max_wait_s: seconds that a request waits for company while the model is idle, at most.
+        quiet_s: seconds without another request after which a batch runs before ``max_wait_s`` is over; ``None`` for
+            never.
         max_batch_tokens: rows times length (input and new tokens) of a batch, at most. A single request that is
             longer runs alone.
         seed: seeds the random stream of the requests without a seed; by default it differs in every process.
@@ -71,6 +73,7 @@ class BatchingEngine:
         eos_token_ids: Sequence[int],
         max_batch_size: int = 64,
         max_wait_s: float = 0.003,
+        quiet_s: float | None = None,
         max_batch_tokens: int = 32_768,
         seed: int | None = None,
     ) -> None:
@@ -79,6 +82,7 @@ class BatchingEngine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._max_wait_s = max_wait_s
+        self._quiet_s = max_wait_s if quiet_s is None else quiet_s
         self._max_batch_tokens = max_batch_tokens
         text_config = model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
@@ -186,7 +190,7 @@ class BatchingEngine:
             deadline = None
             if self._groups:
                 group = min(self._groups.values(), key=lambda waiting: waiting[0].arrived)
-                deadline = group[0].arrived + self._max_wait_s
+                deadline = min(group[0].arrived + self._max_wait_s, group[-1].arrived + self._quiet_s)
                 if len(group) >= self._max_batch_size or loop.time() >= deadline:
                     return group
             with suppress(TimeoutError):

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(
         args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
     )
-    serving.run(create_app(model), args, f"{kind} model {name}")
+    serving.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
     return 0
 
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=["auto", "generative", "discriminative"], default="auto")
     parser.add_argument("--max-batch-size", type=int, default=64, metavar="N")
     parser.add_argument("--max-wait-ms", type=float, default=3.0, metavar="MS")
+    parser.add_argument("--enable-sleep-mode", action="store_true", help="open /sleep, /wake_up and /is_sleeping")
     serving.add_arguments(parser)
     return parser
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -30,14 +31,29 @@ class EmbeddedModel:
         tokenizer: its tokenizer.
         name: the name that requests call it by.
         kind: which of the two families it belongs to.
+        load: reads the model once more, for :meth:`wake_up`.
         engine_options: passed on to :class:`BatchingEngine`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, kind: ModelKind, **engine_options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        kind: ModelKind,
+        load: Callable[[], Any],
+        **engine_options: Any,
+    ) -> None:
         self.name = name
         self.kind = kind
         self.tokenizer = tokenizer
         self.config = model.config
+        self._model = model
+        self._load = load
+        self._answered = 0
+        self._asleep: AsyncExitStack | None = None
+        self._changing = asyncio.Lock()
         self.engine = BatchingEngine(
             model,
             pad_token_id=model.config.get_text_config().pad_token_id,
@@ -68,6 +84,7 @@ class EmbeddedModel:
         generations = await asyncio.gather(
             *(self.engine.generate(prompt, replace(params, seed=seed)) for seed in seeds)
         )
+        self._answered += 1
         return {
             "id": new_id("chatcmpl"),
             "object": "chat.completion",
@@ -86,6 +103,7 @@ class EmbeddedModel:
             probs = logits if body.use_activation is False else self._activate(logits)
             label = self.config.id2label.get(max(range(len(probs)), key=probs.__getitem__))
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        self._answered += 1
         return {
             "id": new_id("classify"),
             "object": "list",
@@ -94,6 +112,34 @@ class EmbeddedModel:
             "data": data,
             "usage": _usage(sum(map(len, inputs)), 0),
         }
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights are gone, and requests wait."""
+        return self._asleep is not None
+
+    async def sleep(self) -> None:
+        """Gives up the memory of the weights, once the running batch has ended. Requests wait until :meth:`wake_up`."""
+        async with self._changing:
+            if self._asleep is not None:
+                return
+            self._asleep = AsyncExitStack()
+            await self._asleep.enter_async_context(self.engine.exclusive())
+            for tensor in self._model.state_dict(keep_vars=True).values():
+                tensor.data = tensor.data.new_empty(0)
+            _note(f"asleep; answers so far: {self._answered}")
+
+    async def wake_up(self) -> None:
+        """Reads the weights once more, from where they came."""
+        async with self._changing:
+            if self._asleep is None:
+                return
+            weights = (await asyncio.to_thread(self._load)).state_dict()
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                tensor.data = weights[name]
+            _note(f"awake; answers so far: {self._answered}")
+            await self._asleep.aclose()
+            self._asleep = None
 
     def _require(self, kind: ModelKind, path: str, model: str | None) -> None:
         if self.kind != kind:
@@ -166,17 +212,26 @@ def load_model(path: str, *, name: str, kind: ModelKind, **engine_options: Any) 
     auto = (
         transformers.AutoModelForCausalLM if kind == "generative" else transformers.AutoModelForSequenceClassification
     )
-    model = auto.from_pretrained(path, dtype=torch.float32).eval()
+
+    def load() -> Any:
+        return auto.from_pretrained(path, dtype=torch.float32).eval()
+
+    model = load()
     text_config = model.config.get_text_config()
     if text_config.pad_token_id is None:
         text_config.pad_token_id = next(
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
         )
-    return EmbeddedModel(model, tokenizer, name=name, kind=kind, **engine_options)
+    return EmbeddedModel(model, tokenizer, name=name, kind=kind, load=load, **engine_options)
 
 
-def create_app(model: EmbeddedModel) -> FastAPI:
-    """The server's ASGI app. The engine runs within the app's lifespan."""
+def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
+    """The server's ASGI app. The engine runs within the app's lifespan.
+
+    Args:
+        model: what it serves.
+        can_sleep: whether it has vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -227,6 +282,20 @@ def create_app(model: EmbeddedModel) -> FastAPI:
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         return await _answer(request, lambda: model.classify(body))
 
+    if can_sleep:
+
+        @app.post("/sleep")
+        async def sleep() -> None:
+            await model.sleep()
+
+        @app.post("/wake_up")
+        async def wake_up() -> None:
+            await model.wake_up()
+
+        @app.get("/is_sleeping")
+        async def is_sleeping() -> dict[str, bool]:
+            return {"is_sleeping": model.asleep}
+
     return app
 
 
@@ -243,6 +312,11 @@ async def _answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]
 
     await stop_on_disconnect(request.receive, answer)
     return response
+
+
+def _note(what: str) -> None:
+    """A line in the server's log."""
+    print(datetime.now(UTC).isoformat(timespec="milliseconds"), what, flush=True)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

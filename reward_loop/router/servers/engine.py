@@ -26,7 +26,7 @@ class Engine(ABC):
     """Whether it takes the options ``--fd`` and ``--lifeline-fd`` of our own servers."""
 
     sleep_path: ClassVar[str | None] = None
-    """A POST of ``{}`` to it frees the GPUs' memory; ``None`` where there is nothing to free."""
+    """A POST of ``{}`` to it frees the memory that the model takes; ``None`` where there is nothing to free."""
 
     wake_path: ClassVar[str | None] = None
     """A POST of ``{}`` to it takes the memory again."""

@@ -47,6 +47,8 @@ class Sglang(Engine):
             "mem_fraction_static": model.gpu_memory_utilization,
             "is_embedding": model.kind == "discriminative",
             "enable_memory_saver": model.enable_sleep_mode,
+            # Without it, memory that is taken again has no weights in it: a trainer would send them.
+            "enable_weights_cpu_backup": model.enable_sleep_mode,
         }
         if model.tensor_parallel_size > 1:
             options["tp_size"] = model.tensor_parallel_size

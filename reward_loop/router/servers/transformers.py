@@ -21,9 +21,11 @@ _NOT_HERE = (
 
 
 class Transformers(Engine):
-    """It holds no GPU memory, so there is nothing to free when it sleeps."""
+    """Asleep, it holds no weights: awake again, it has read them once more."""
 
     inherits_socket = True
+    sleep_path = "/sleep"
+    wake_path = "/wake_up"
 
     def check(self, model: ServedModelConfig) -> None:
         for option in _NOT_HERE:
@@ -39,6 +41,7 @@ class Transformers(Engine):
             *("--kind", model.kind),
             *("--max-batch-size", str(model.max_batch_size)),
             *("--max-wait-ms", str(model.max_wait_ms)),
+            *(["--enable-sleep-mode"] if model.enable_sleep_mode else []),
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:

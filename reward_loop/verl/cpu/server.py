@@ -18,6 +18,10 @@ __all__ = ["CPURolloutServer"]
 MAX_BATCH_SIZE = 128
 """Sequences that run at a time; more of them make a CPU no faster."""
 
+QUIET_S, MAX_WAIT_S = 0.05, 1.0
+"""The agent loop starts the sessions of a batch one after the other, some milliseconds apart. A batch of the first few
+would take almost as long as one of all, and the others would wait for it."""
+
 
 class CPURolloutServer:
     """One replica's model. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`."""
@@ -34,11 +38,14 @@ class CPURolloutServer:
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             eos_token_ids=sorted(end_ids),
             max_batch_size=min(max_num_seqs, MAX_BATCH_SIZE),
+            max_wait_s=MAX_WAIT_S,
+            quiet_s=QUIET_S,
             seed=seed,
         )
         self._context_length = prompt_length + response_length
         self._response_length = response_length
         self._global_steps: int | None = None
+        self._asleep = False
         self._open = AsyncExitStack()
         self._update: AsyncExitStack | None = None
         self._admission = asyncio.Event()
@@ -117,6 +124,7 @@ class CPURolloutServer:
             for name, value in bucket.items():
                 target[name].copy_(value)
         if last:
+            self._asleep = False
             # verl's validation sends the weights again without a number.
             if global_steps is not None:
                 self._global_steps = global_steps
@@ -139,10 +147,22 @@ class CPURolloutServer:
         """Says which step's weights the server holds."""
         self._global_steps = global_steps
 
-    async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """A CPU server holds no device memory, so the calls that free it or profile it do nothing."""
+    async def sleep(self) -> None:
+        """A CPU server holds no device memory: it only keeps in mind that it is to have none."""
+        self._asleep = True
 
-    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
+    async def wake_up(self) -> None:
+        """Undoes :meth:`sleep`, as new weights do."""
+        self._asleep = False
+
+    async def is_sleeping(self) -> bool:
+        """Whether the trainer has put it to sleep."""
+        return self._asleep
+
+    async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """The other calls that free device memory, and those that profile it, do nothing."""
+
+    clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
     start_profile = stop_profile = release_nothing
 
 

@@ -1,0 +1,232 @@
+"""Faults in the middle of training: does every sample still end exactly once, and the run with all its steps?
+
+A run of verl in the mode reward_pipeline, both overlaps on, whose judge is a server. While it goes on, its reward
+worker is killed, the judge answers 429 for a while, and hangs; then the process of the trainer is killed, and the run
+resumed from its checkpoint. Beside that, an agent outside verl is killed in the middle of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import training
+from examples.arithmetic.demo import Training
+from reward_loop import RewardSample
+from reward_loop.testing import FakeJudge, Stall, Status
+
+__all__ = ["STEPS", "agent_through", "train_through"]
+
+HERE = Path(__file__).parent
+STEPS = 7
+CHECKPOINT = 5
+"""The step whose checkpoint the resumed run starts from; the trainer is killed when it has made one more."""
+BUSY, HUNG = 40, 2
+"""Calls that are answered with 429, and calls that are not answered at all."""
+DEADLINE_S = 5.0
+"""``reward_loop.timeout``: a sample whose judge hangs has failed after so long."""
+SAMPLES, GROUP = 400, 4
+"""Of the batch of the agent outside verl."""
+
+
+def share_of_digits(text: str) -> float:
+    """What the judge says."""
+    return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+def _reply(body: Mapping[str, Any]) -> str:
+    return repr(share_of_digits(body["messages"][0]["content"]))
+
+
+@dataclass
+class Found:
+    """What happened, and what was not as it should be."""
+
+    happened: dict[str, str]
+    wrong: list[str]
+
+
+def train_through(folder: Path, look: Callable[[int], None]) -> Found:
+    """Train, with all of the faults, on what is in ``folder``; ``look`` is told the step.
+
+    Raises:
+        TrainingFailedError: the resumed run ended with an error.
+    """
+    output = folder / "faults"
+    output.mkdir()
+    with FakeJudge(_reply, latency=(0.02, 0.1)) as judge:
+        faults = _Faults(judge, output)
+        lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults)
+        went_on = _train(folder, output, "resumed", judge, lambda rows: look(CHECKPOINT + len(rows)), None)
+        return Found(faults.happened, [*faults.missing(), *_wrong(output, judge, lost, went_on)])
+
+
+def _train(
+    folder: Path,
+    output: Path,
+    name: str,
+    judge: FakeJudge,
+    look: Callable[[list[dict[str, float]]], None],
+    faults: _Faults | None,
+) -> list[dict[str, float]]:
+    overrides = (
+        f"trainer.save_freq={CHECKPOINT}",
+        f"trainer.default_local_dir={output}/checkpoints",
+        f"trainer.rollout_data_dir={output}/rollouts",
+        "data.max_response_length=32",
+        f"reward_loop.timeout={DEADLINE_S:g}",
+        "reward_loop.retry.max_attempts=100",
+        f"reward.custom_reward_function.path={HERE / 'faulty_judge.py'}",
+    )
+    command = training.command(
+        *(training.MODES["both"], folder, output / name, STEPS, *overrides), JUDGE_ADDRESS=judge.address
+    )
+    if faults is None:
+        return training.run(command, output / name, STEPS - CHECKPOINT, look)
+    (output / name).mkdir()
+    metrics = output / name / "metrics.jsonl"
+    deadline = time.monotonic() + training.LONGEST_RUN_S
+    with Training(command, output / name / "log", metrics) as run:
+        while run.status() is None and time.monotonic() < deadline:
+            time.sleep(training.LOOK_S)
+            rows = training.rows(metrics)
+            look(rows)
+            faults.strike(rows)
+    return training.rows(metrics)
+
+
+class _Faults:
+    """What befalls the first run, by the number of steps that it has made."""
+
+    def __init__(self, judge: FakeJudge, output: Path) -> None:
+        self._judge = judge
+        self._output = output
+        self._left: dict[int, Callable[[], None]] = {
+            1: self._kill_worker,
+            2: self._refuse,
+            3: self._hang,
+            CHECKPOINT + 1: self._kill_trainer,
+        }
+        self.happened: dict[str, str] = {}
+        self.killed = 0
+
+    def strike(self, rows: list[dict[str, float]]) -> None:
+        """Does what is due."""
+        for step in [step for step in self._left if step <= len(rows)]:
+            self._left.pop(step)()
+
+    def missing(self) -> list[str]:
+        """The faults to which it did not come."""
+        return [f"the run ended before step {step}: {fault.__name__}" for step, fault in self._left.items()]
+
+    def _kill_worker(self) -> None:
+        self.killed = self._judge.requests[-1].body["pid"]
+        os.kill(self.killed, signal.SIGKILL)
+        self.happened["reward worker"] = "killed after step 1"
+
+    def _refuse(self) -> None:
+        self._judge.script(*[Status(429, retry_after=0.2)] * BUSY)
+        self.happened["judge, 429"] = f"{BUSY} calls after step 2"
+
+    def _hang(self) -> None:
+        self._judge.script(*[Stall()] * HUNG)
+        self.happened["judge, hanging"] = f"{HUNG} calls after step 3"
+
+    def _kill_trainer(self) -> None:
+        last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
+        _until(lambda: last.exists() and len(_lines(last)) == training.PROMPTS * training.RESPONSES)
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::TaskRunner"):
+                    process.kill()
+                    self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
+
+
+def _wrong(
+    output: Path, judge: FakeJudge, lost: list[dict[str, float]], went_on: list[dict[str, float]]
+) -> Iterator[str]:
+    size = training.PROMPTS * training.RESPONSES
+    if len(lost) == STEPS:
+        yield "the run ended before its trainer was killed"
+    steps = [row["training/global_step"] for row in (*lost[:CHECKPOINT], *went_on)]
+    if steps != list(range(1, STEPS + 1)):
+        yield f"steps {steps}"
+    names: set[str] = set()
+    for step, row in enumerate((*lost[:CHECKPOINT], *went_on), start=1):
+        ended = [row[f"reward_loop/{outcome}"] for outcome in ("scored", "unscored", "failed")]
+        if sum(ended) != size:
+            yield f"step {step}: {ended} scored, unscored and failed"
+        rollouts = _lines(output / "rollouts" / f"{step}.jsonl")
+        names |= {rollout["uid"] for rollout in rollouts}
+        if len(rollouts) != size or len(names) != step * size:
+            yield f"step {step}: {len(rollouts)} rollouts, {len(names)} different ones so far"
+        otherwise = sum(abs(r["score"] - share_of_digits(r["output"])) > 1e-6 for r in rollouts)
+        if otherwise > row["reward_loop/failed"]:
+            yield f"step {step}: {otherwise} have another score than the judge gave"
+    failed = sum(row["reward_loop/failed"] for row in lost)
+    if failed != HUNG:
+        yield f"{failed:.0f} samples failed, and the judge hung for {HUNG}"
+    workers = {request.body["pid"] for request in judge.requests}
+    if len(workers) != 3:  # the one that was killed, its successor, and that of the resumed run
+        yield f"{len(workers)} reward workers asked the judge"
+    behaved = [request for request in judge.requests if isinstance(request.behaviour, Status | Stall)]
+    if len(behaved) != BUSY + HUNG:
+        yield f"the judge failed {len(behaved)} times"
+    if not all(request.abandoned for request in behaved if isinstance(request.behaviour, Stall)):
+        yield "a call that hung was not taken back"
+
+
+def agent_through() -> Found:
+    """Kill the Ray actor of an agent in the middle of a batch, and see what becomes of its samples."""
+    import ray
+
+    from reward_loop.agent.ray_agent import RayAsyncRewardAgent
+
+    samples = [RewardSample("1" * (i % 10), uid=f"s{i}") for i in range(SAMPLES)]
+    with FakeJudge(_reply, latency=(0.2, 0.6)) as judge:
+        variables = {"JUDGE_ADDRESS": judge.address, "PYTHONPATH": str(HERE.parent)}
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            runtime_env={"env_vars": variables},
+        )
+        try:
+            agent = RayAsyncRewardAgent.remote(f"{HERE / 'faulty_judge.py'}:compute_score", concurrency=32)
+            ray.get(agent.compute_reward_pipeline.remote(samples, group_size=GROUP))
+            indices = list(ray.get(agent.get.remote(SAMPLES // 4))[0])
+            known = sum(len(entry.rewards) for entry in ray.get(agent.journal.entries.remote()).values())
+            os.kill(judge.requests[-1].body["pid"], signal.SIGKILL)
+            while len(indices) < SAMPLES:
+                indices += ray.get(agent.get.remote(GROUP), timeout=DEADLINE_S * 10)[0]
+        finally:
+            ray.shutdown()
+    wrong = [] if sorted(indices) == list(range(SAMPLES)) else ["the agent lost samples, or gave some out twice"]
+    again = len(judge.requests) - SAMPLES
+    # Those in flight; and those of which the journal had not been told, which are not more.
+    if again > SAMPLES - known:
+        wrong.append(f"the agent judged {again} samples again, and {SAMPLES - known} had not ended")
+    return Found({"agent": f"killed with {known} of {SAMPLES} samples judged; {again} judged again"}, wrong)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    # Not `splitlines`: a text may have characters that it takes for the end of a line.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not happen")
+        time.sleep(training.LOOK_S)

@@ -1,0 +1,97 @@
+"""A reward model on the GPUs that train. It is awake only while samples are judged, and the rollout sleeps then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from ray.util.placement_group import PlacementGroup
+
+from reward_loop.config import RewardModelConfig
+from reward_loop.router.background import in_background
+from reward_loop.router.manager import RewardModelManager
+from reward_loop.router.servers.ray_server import SharedGpus
+
+__all__ = ["ColocatedRewardModel"]
+
+logger = logging.getLogger(__name__)
+
+
+class ColocatedRewardModel:
+    """The reward model of a run whose trainer says when it wakes. What it has started is stopped at exit.
+
+    Args:
+        config: how it is served; the placement is ``colocated``.
+    """
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self._config = config
+        self._stack = ExitStack()
+        self._manager: RewardModelManager
+        self._loop: asyncio.AbstractEventLoop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def start(self, groups: Sequence[PlacementGroup]) -> str:
+        """Starts the servers on the GPUs of these placement groups, which must have room now, and puts them to sleep.
+
+        Returns:
+            the router's ``host:port``.
+
+        Raises:
+            ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
+        """
+        gpus = SharedGpus(groups)
+        self._manager, self._loop = self._stack.enter_context(
+            in_background(lambda: _serve(self._config, gpus), name="reward-model-manager")
+        )
+        self._run(self._manager.sleep())
+        logger.info("the reward model sleeps")
+        return self._manager.reward_router_address
+
+    @contextmanager
+    def awake(self, metrics: dict[str, Any] | None = None) -> Iterator[None]:
+        """Wakes the model, and puts it to sleep again.
+
+        Args:
+            metrics: gets the seconds of both.
+
+        Raises:
+            ServerError: a server did not wake, or did not go to sleep.
+        """
+        metrics = {} if metrics is None else metrics
+        with _seconds(metrics, "reward_loop/model_wake_s"):
+            self._run(self._manager.wake())
+        # Where judging fails the run ends, and the servers with it.
+        yield
+        with _seconds(metrics, "reward_loop/model_sleep_s"):
+            self._run(self._manager.sleep())
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+@asynccontextmanager
+async def _serve(
+    config: RewardModelConfig, gpus: SharedGpus
+) -> AsyncIterator[tuple[RewardModelManager, asyncio.AbstractEventLoop]]:
+    async with RewardModelManager(config, gpus) as manager:
+        yield manager, asyncio.get_running_loop()
+
+
+@contextmanager
+def _seconds(metrics: dict[str, Any], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - began

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop.cli import app
+from reward_loop.errors import ConfigError
+from reward_loop.router.command import parse_worker
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--worker", "http://127.0.0.1:1", "--host", "0.0.0.0"), "set an API key"),
+        (("--worker", "127.0.0.1:1"), "expected http://host:port"),
+        (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
+        (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "options.policy"),
+    ],
+)
+def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["route", "--port", "0", *options])
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_worker_specifications() -> None:
+    worker = parse_worker("http://a:1/,model=x,model=y,kind=generative,engine=vllm")
+    assert (worker.url, worker.models, worker.kind, worker.engine) == ("http://a:1", ("x", "y"), "generative", "vllm")
+    with pytest.raises(ConfigError, match="expected KEY=VALUE, got 'x'"):
+        parse_worker("http://a:1,x")

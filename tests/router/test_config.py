@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from reward_loop.config import parse
+from reward_loop.errors import ConfigError
+from reward_loop.router.config import RouterConfig, WorkerConfig
+
+
+@pytest.mark.parametrize("url", ["http://a", "https://a.b:1", "http://[::1]:80", "http://127.0.0.1:8000/"])
+def test_origins(url: str) -> None:
+    assert WorkerConfig(url=url).url == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url", ["a:1", "ftp://a", "http://a/v1", "http://u:p@a", "http://a?x", "http://", "http://a:x"]
+)
+def test_what_is_no_origin_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected http://host:port"):
+        parse(WorkerConfig, {"url": url}, "worker")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_attempts": 0}, "max_attempts"),
+        ({"request_timeout_s": 0}, "request_timeout_s"),
+        ({"policy": "fastest"}, "policy"),
+        ({"api_key": ""}, "api_key"),
+        ({"timeout": 1}, "timeout"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(RouterConfig, options, "router")
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(RouterConfig(api_key="secret", worker_api_key="secret"))

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from tests.router.serving import CHAT, listed, model_server, post, routed, serving
+
+
+async def test_servers_come_and_go_while_it_runs() -> None:
+    async with routed(model_server("a")) as (url, urls, session), serving(model_server("a")) as other:
+        async with session.post("/workers", json={"url": other, "kind": "generative"}) as response:
+            assert response.status == 201
+        async with session.post("/workers", json={"url": other}) as response:
+            assert response.status == 409
+        async with session.post("/workers", json={"url": "ftp://x"}) as response:
+            assert response.status == 422
+        async with session.post("/workers/drain", params={"url": urls[0]}) as response:
+            assert (await response.json())["state"] == "draining"
+        assert [(await post(url, CHAT))[0] for _ in range(3)] == [200] * 3
+        counts = {worker["url"]: worker["requests"] for worker in await listed(session)}
+        assert counts == {urls[0]: 0, other: 3}
+        async with session.delete("/workers", params={"url": urls[0]}) as response:
+            assert response.status == 202
+        assert [worker["url"] for worker in await listed(session)] == [other]
+        async with session.delete("/workers", params={"url": urls[0]}) as response:
+            assert response.status == 404

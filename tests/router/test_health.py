@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from reward_loop.router.app import create_app
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.health import UnhealthyError, check_health
+from reward_loop.router.pool import AsleepError
+from reward_loop.router.upstream import ConnectError, Upstream
+from reward_loop.router.worker import Worker, WorkerState
+from tests.router.serving import CHAT, post, refusing, serving
+
+
+def server(**answers: tuple[int, Any]) -> Any:
+    """Answers the paths that it knows, and others with 404."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, body = answers.get(scope["path"].rpartition("/")[2], (404, None))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": orjson.dumps(body)})
+
+    return app
+
+
+@asynccontextmanager
+async def worker_for(app: Any, **options: Any) -> AsyncIterator[Worker]:
+    async with serving(app) as url:
+        worker = Worker(WorkerConfig(url=url, **options), Upstream(url))
+        yield worker
+        worker.upstream.close()
+
+
+MODELS = {"data": [{"id": "a", "owned_by": "x"}, {"id": 3}, "odd", {"id": "b"}]}
+
+
+async def test_a_server_that_is_well_is_asked_what_it_serves_until_it_is_in_use() -> None:
+    async with worker_for(server(health=(200, {}), models=(200, MODELS))) as worker:
+        await check_health(worker)
+        assert worker.models == ("a", "b")
+        assert worker.cards == [{"id": "a", "owned_by": "x"}, {"id": "b"}]
+        worker.models, worker.state = (), WorkerState.UP
+        await check_health(worker)
+        assert worker.models == ()
+
+
+async def test_configured_names_come_first_and_odd_lists_are_no_matter() -> None:
+    async with worker_for(server(health=(200, {}), models=(200, MODELS)), models=("own",)) as worker:
+        await check_health(worker)
+        assert worker.models == ("own",)
+    for models in ((500, {}), (200, []), (200, {"data": 1})):
+        async with worker_for(server(health=(200, {}), models=models)) as worker:
+            await check_health(worker)
+            assert worker.models == ()
+
+
+async def test_another_path_may_be_asked_and_its_errors_count() -> None:
+    async with worker_for(server(well=(503, {})), health_path="/well") as worker:
+        with pytest.raises(UnhealthyError, match="/well is answered with 503"):
+            await check_health(worker)
+
+
+async def test_nobody_there() -> None:
+    url = refusing()
+    with pytest.raises(ConnectError):
+        await check_health(Worker(WorkerConfig(url=url), Upstream(url)))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "external"])
+async def test_only_a_vllm_is_asked_whether_it_sleeps(engine: str) -> None:
+    async with worker_for(server(health=(200, {}), is_sleeping=(200, {"is_sleeping": True})), engine=engine) as worker:
+        if engine == "vllm":
+            with pytest.raises(AsleepError):
+                await check_health(worker)
+        else:
+            await check_health(worker)
+
+
+async def test_a_sleeping_vllm_gets_no_requests() -> None:
+    async def asleep(scope: Any, receive: Any, send: Any) -> None:
+        body = b'{"is_sleeping": true}' if scope["path"] == "/is_sleeping" else b"{}"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async with serving(asleep) as worker:
+        app = create_app([WorkerConfig(url=worker, engine="vllm")], RouterConfig(request_timeout_s=0.3))
+        async with serving(app) as url:
+            status, body = await post(url, CHAT)
+    assert status == 503
+    assert b"the engine sleeps" in body

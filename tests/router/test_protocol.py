@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from reward_loop.router.protocol import protocol_for
+from tests.router.serving import serving, until
+
+WHOLE = b"POST /a%20b?q=1 HTTP/1.1\r\nHost: h\r\nX-Own: 1\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Server:
+    """Answers in callbacks, when it is told to, what `takes` says, and the rest as an ASGI app."""
+
+    def __init__(self, takes: Callable[[Any], bool] = lambda client: True) -> None:
+        self.takes = takes
+        self.begun: list[Any] = []
+        self.called: list[tuple[str, bytes]] = []
+        self.left: list[Any] = []
+
+    def begin(self, client: Any) -> bool:
+        if not self.takes(client):
+            return False
+        client.on_leave = lambda: self.left.append(client)
+        self.begun.append(client)
+        return True
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message["body"]
+            more = message["more_body"]
+        self.called.append((scope["path"], body))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    def answer(self, number: int, body: bytes) -> None:
+        self.begun[number].answer(200, [(b"content-length", b"%d" % len(body))], body)
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(server: Server, keep_alive_s: int = 5) -> AsyncIterator[Connection]:
+    async with serving(server, protocol_for(1024, server.begin), timeout_keep_alive=keep_alive_s) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(30):
+            yield reader, writer
+        writer.close()
+
+
+async def test_a_request_that_comes_in_one_piece_may_be_served_in_callbacks() -> None:
+    server = Server()
+    async with connected(server) as (reader, writer):
+        for number in range(2):
+            writer.write(WHOLE)
+            await until(lambda: len(server.begun) > number)  # noqa: B023
+            client = server.begun[number]
+            assert (client.scope["path"], client.scope["raw_path"]) == ("/a b", b"/a%20b")
+            assert (client.scope["query_string"], client.body) == (b"q=1", b"ok")
+            assert (b"x-own", b"1") in client.scope["headers"]
+            server.answer(number, b"fine")
+            assert (await reader.readuntil(b"fine")).startswith(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
+    assert not server.called
+
+
+async def test_one_that_comes_in_pieces_and_one_that_is_not_taken_are_for_the_app() -> None:
+    server = Server(takes=lambda client: client.scope["path"] != "/app")
+    async with connected(server) as (reader, writer):
+        writer.write(WHOLE[:-1])
+        await until(lambda: not writer.transport.get_write_buffer_size())
+        await asyncio.sleep(0.01)
+        writer.write(WHOLE[-1:] + b"GET /app HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"2\r\nok\r\n0\r\n\r\n")
+        await reader.readuntil(b"0\r\n\r\n")
+    assert server.called == [("/a b", b"ok"), ("/app", b"")]
+
+
+async def test_requests_that_do_not_wait_for_each_other_are_served_in_their_order() -> None:
+    server = Server()
+    async with connected(server) as (reader, writer):
+        writer.write(WHOLE * 3)
+        for number in range(3):
+            await until(lambda: len(server.begun) > number)  # noqa: B023
+            assert len(server.begun) == number + 1
+            server.answer(number, b"fine%d" % number)
+            await reader.readuntil(b"fine%d" % number)
+
+
+async def test_who_serves_a_client_hears_when_it_leaves() -> None:
+    server = Server()
+    async with connected(server) as (_, writer):
+        writer.write(WHOLE)
+        await until(lambda: server.begun)
+        writer.close()
+        await until(lambda: server.left)
+    assert server.left == server.begun[:1]
+
+
+async def test_what_was_begun_in_callbacks_can_go_on_in_a_task() -> None:
+    server = Server()
+    async with connected(server) as (reader, writer):
+        writer.write(WHOLE)
+        await until(lambda: server.begun)
+
+        async def late(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": b"late"})
+
+        server.begun[0].go_on(late)
+        assert (await reader.readuntil(b"late\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> None:
+    server = Server()
+    async with connected(server, keep_alive_s=0) as (reader, writer):
+        writer.write(WHOLE * 2)
+        await until(lambda: server.begun)
+        server.answer(0, b"one")
+        await reader.readuntil(b"one")
+        assert not reader.at_eof()
+        server.answer(1, b"two")
+        assert (await reader.read()).endswith(b"two")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"GET / HTTP/1.1\r\nx: " + b"y" * 2000, 431), (b"no HTTP at all\r\n\r\n", 400)],
+)
+async def test_what_is_no_proper_head_is_refused(sent: bytes, status: int) -> None:
+    server = Server()
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+    assert not server.begun

@@ -1,0 +1,95 @@
+"""A reward model on the trainer's devices, in a real run of verl's trainer on a CPU: who is awake when."""
+
+from __future__ import annotations
+
+import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.verl.checks import signature, texts
+from tests.verl.runs import Run, agent_loop, train
+
+pytestmark = pytest.mark.integration
+
+Interval = tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, tiny_discriminative_model: Path) -> Run:
+    """Two steps with a validation before and after them, several mini-batches a step."""
+    directory = tmp_path_factory.mktemp("colocated")
+    return train(
+        directory,
+        tiny_generative_model,
+        "trainer.v1.trainer_mode=reward_pipeline",
+        "trainer.v1.reward_pipeline.one_step_off_policy=False",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "reward_model.enable=True",
+        f"reward_model.model.path={tiny_discriminative_model}",
+        "+reward_model.server.placement=colocated",
+        f"+reward_model.server.log_dir={directory}/servers",
+        *agent_loop("timed"),
+        function="watched",
+    )
+
+
+@pytest.fixture(scope="module")
+def awake(run: Run) -> list[Interval]:
+    """From when to when the reward model was awake, as its server's log says."""
+    events = _events(run)
+    return [(began, ended) for (state, began, _), (_, ended, _) in pairwise(events) if state == "awake"]
+
+
+def _events(run: Run) -> list[tuple[str, float, int]]:
+    """What the server did, when, and how many answers it had given by then."""
+    events = []
+    for line in (run.directory / "servers" / "server-1.log").read_text().splitlines():
+        when, _, what = line.partition(" ")
+        state, separator, answers = what.partition("; answers so far: ")
+        if separator:
+            events.append((state, datetime.datetime.fromisoformat(when).timestamp(), int(answers)))
+    return events
+
+
+def test_every_sample_is_scored_exactly_once(run: Run) -> None:
+    assert run.returncode == 0, run.output[-5000:]
+    seen = [row for step in (1, 2) for row in run.rollouts(step)]
+    assert len(seen) == 2 * 8 * 4
+    assert texts([call for call in run.calls if call["split"] == "train"]) == texts(seen)
+    validated = [row for step in (0, 2) for row in run.validation(step)]
+    assert signature([call for call in run.calls if call["split"] == "val"]) == signature(validated)
+
+
+def test_it_is_awake_once_a_batch_and_asleep_at_the_end(run: Run) -> None:
+    events = _events(run)
+    assert [state for state, _, _ in events] == ["asleep"] + ["awake", "asleep"] * 4
+    answers = [count for state, _, count in events if state == "asleep"]
+    assert [after - before for before, after in pairwise(answers)] == [8, 8 * 4, 8 * 4, 8]
+
+
+def test_it_judges_while_it_is_awake_and_the_rollout_sleeps(run: Run, awake: list[Interval]) -> None:
+    for call in run.calls:
+        assert call["rollout_slept"]
+        assert any(began <= call["began"] and call["ended"] <= ended for began, ended in awake)
+
+
+def test_nothing_is_generated_while_it_is_awake(run: Run, awake: list[Interval]) -> None:
+    assert len(run.generations) == 2 * 8 * 4 + 2 * 8
+    for generation in run.generations:
+        assert all(generation["ended"] <= began or ended <= generation["began"] for began, ended in awake)
+
+
+def test_no_judging_is_hidden(run: Run) -> None:
+    for step in (1, 2):
+        metrics = run.steps[step]
+        assert metrics["reward_loop/scored"] == 8 * 4
+        assert 0 < metrics["reward_loop/model_wake_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
+        assert 0 < metrics["reward_loop/model_sleep_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
+        assert metrics["reward_pipeline/hidden_share"] == 0
+        assert metrics["reward_pipeline/off_policy_steps"] == 0
+        assert metrics["actor/grad_norm"] > 0

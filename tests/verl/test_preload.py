@@ -1,0 +1,124 @@
+"""Workers that fork from a process that has imported modules for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reward_loop.verl.cpu.preload import MODULES, preloaded
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's sockets without a file")
+
+WORKER = """
+import json, os, random, sys
+had = "numpy" in sys.modules
+import numpy
+said = {
+    "arguments": sys.argv,
+    "directory": os.getcwd(),
+    "environment": dict(os.environ),
+    "had": had,
+    "main": __name__,
+    "parent": os.getppid(),
+    "path": sys.path[0],
+    "random": [random.random(), numpy.random.random()],
+}
+json.dump(said, sys.stdout)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
+    with preloaded(["numpy"]) as executable:
+        command = [*shlex.split(executable), "-u", str(worker), "--option", "two words"]
+        said = [
+            json.loads(
+                subprocess.run(
+                    command, cwd=worker.parent, env={"ONLY": "this"}, stdout=subprocess.PIPE, timeout=60, check=True
+                ).stdout
+            )
+            for _ in range(2)
+        ]
+    for one in said:
+        assert one["arguments"] == [str(worker), "--option", "two words"]
+        assert one["environment"]["ONLY"] == "this"
+        assert "PATH" not in one["environment"]
+        assert one["directory"] == one["path"] == str(worker.parent)
+        assert one["had"]
+        assert one["main"] == "__main__"
+    assert said[0]["parent"] == said[1]["parent"]
+    assert said[0]["random"][0] != said[1]["random"][0]
+    assert said[0]["random"][1] != said[1]["random"][1]
+
+
+def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os, sys\nprint(os.getpid(), flush=True)\nsys.stdin.read()\n")
+    with preloaded([]) as executable:
+        command = [*shlex.split(executable), str(worker)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asker:
+            assert asker.stdout is not None
+            pid = int(asker.stdout.readline())
+            assert asker.poll() is None
+            assert pid != asker.pid
+            os.kill(pid, signal.SIGKILL)
+            asker.wait(60)
+
+
+def test_without_the_process_a_worker_starts_all_the_same(worker: Path) -> None:
+    with preloaded([]) as executable:
+        pass
+    run = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=60, check=True)
+    said = json.loads(run.stdout)
+    assert said["parent"] == os.getpid()
+    assert not said["had"]
+
+
+def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import sys, time\n"
+        "from reward_loop.verl.cpu.preload import preloaded\n"
+        "if __name__ == '__main__':\n"
+        "    with preloaded([]) as executable:\n"
+        "        print(executable, flush=True)\n"
+        "        time.sleep(600)\n"
+    )
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os\nprint(os.getppid())\n")
+    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        executable = process.stdout.readline()
+        asked = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=60, check=True)
+        server = int(asked.stdout)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{server}").exists():
+        assert time.monotonic() < deadline, "the process is still there"
+        time.sleep(0.05)
+
+
+def test_no_module_imports_ray() -> None:
+    """Ray reads a worker's environment while it is imported."""
+    code = (
+        "import contextlib, importlib, sys\n"
+        f"for name in {MODULES!r}:\n"
+        "    with contextlib.suppress(ImportError): importlib.import_module(name)\n"
+        "assert 'torch' in sys.modules and 'transformers' in sys.modules\n"
+        "assert 'ray' not in sys.modules, 'ray'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -1,0 +1,131 @@
+"""verl's agent loop worker and trainer with a queue before the judges, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.verl.judging import JudgingQueue
+from reward_loop.verl.options import REWARD_QUEUE
+from reward_loop.verl.separate import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from tests.verl.configs import settled
+
+pytestmark = pytest.mark.integration  # it imports verl
+
+VERL = QueueAgentLoopWorker.__mro__[1]
+
+
+def output(score: float | None = None, **extra: Any) -> SimpleNamespace:
+    return SimpleNamespace(reward_score=score, extra_fields=extra)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event."""
+
+    async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
+        outputs = [output(min_global_steps=3), output(min_global_steps=3)]
+        arguments = {"uid": prompt["uid"], "global_steps": 4}
+        await asyncio.gather(
+            *(self._compute_score([one], {**arguments, "session_id": i}) for i, one in enumerate(outputs))
+        )
+
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+        self.judging.append(kwargs)
+        await self.judged.wait()
+
+    monkeypatch.setattr(VERL, "_run_prompt", run_prompt)
+    monkeypatch.setattr(VERL, "_compute_score", compute_score)
+    worker = object.__new__(QueueAgentLoopWorker)
+    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+    worker._queue = JudgingQueue(capacity=2, in_flight=1)
+    worker._places = {}
+    worker.judging, worker.judged = [], asyncio.Event()
+    return worker
+
+
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def prompt(worker: Any, uid: str, *, validate: bool = False) -> asyncio.Task[None]:
+    return asyncio.create_task(worker._run_prompt({"uid": uid}, {}, trajectory={"validate": validate}))
+
+
+async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(worker: Any) -> None:
+    prompts = [prompt(worker, uid) for uid in "abc"]
+    await turns()
+    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
+    figures = await worker.queue_metrics(5)
+    assert figures["reward_queue/size"] == 1
+    assert figures["reward_queue/all_staleness_max"] == 2
+    assert figures["reward_queue/waiting_producers"] == 2
+    worker.judged.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*prompts)
+    assert [call["uid"] for call in worker.judging] == list("aabbcc")
+    assert not any("__validate__" in call for call in worker.judging)
+    figures = await worker.queue_metrics(5)
+    assert (figures["reward_queue/size"], figures["reward_queue/reserved"], figures["reward_queue/put"]) == (0, 0, 4)
+    assert not worker._places
+
+
+async def test_validation_goes_past_the_queue(worker: Any) -> None:
+    waiting = [prompt(worker, uid) for uid in "ab"]
+    await turns()
+    validation = prompt(worker, "v", validate=True)
+    await turns()
+    past = [call for call in worker.judging if call["uid"] == "v"]
+    assert [call["__validate__"] for call in past] == [True, True]
+    worker.judged.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(validation, *waiting)
+
+
+async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
+    worker.judged.set()
+    async with worker._queue.places(2) as worker._places["a"]:
+        await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})
+        assert worker._queue.metrics(4)["reward_queue/put"] == 0
+
+
+def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
+    assert _version([output(min_global_steps=5), output(min_global_steps=3), output()], {"global_steps": 9}) == 3
+    assert _version([output(min_global_steps=None)], {"global_steps": 9}) == 8
+
+
+def trainer(*overrides: str, by_group: bool) -> Any:
+    trainer = object.__new__(QueueSeparateAsyncTrainer)
+    trainer.config = settled("trainer.v1.trainer_mode=separate_async", *overrides)
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
+    return trainer
+
+
+def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_init_end", lambda self: begun.append(self))
+    bound = f"{REWARD_QUEUE}.in_flight=20"
+    with pytest.raises(ConfigError, match=f"{bound} does not work .* waits for all rollouts"):
+        trainer(bound, by_group=True).on_init_end()
+    assert not begun
+    trainer(bound, by_group=False).on_init_end()
+    trainer(by_group=True).on_init_end()
+    assert len(begun) == 2
+
+
+def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: list[str] = []
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in dead], refs))
+    waiting = trainer(by_group=False)
+    waiting._deaths = ["first", "second"]
+    waiting._raise_death()
+    dead.append("second")
+    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
+        waiting._raise_death()
