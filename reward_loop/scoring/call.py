@@ -387,9 +387,9 @@ class ScoringFunction:
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
-        call = _OnLoop(loop.create_future(), waited, time.monotonic())
+        call = _OnLoop(loop.create_future(), waited)
         call.deadlines = self._deadlines[1]
-        call.task = loop.create_task(_await(function, arguments, call.future))
+        call.task = loop.create_task(_await(function, arguments, call))
         if timeout is not None:
             call.deadlines.watch(call, timeout)
         return call
@@ -410,10 +410,9 @@ class _OnLoop(Watched):
     task: asyncio.Task[None]
 
 
-async def _await(
-    function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], ended: asyncio.Future[Any]
-) -> None:
+async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
+    call.started = time.monotonic()
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
@@ -424,11 +423,11 @@ async def _await(
     except BaseException as error:
         task = asyncio.current_task()
         if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-            ended.cancel()
+            call.future.cancel()
             raise
         exception = error
-    if not ended.done():
-        ended.set_result(Ended(value, exception, time.perf_counter() - started))
+    if not call.future.done():
+        call.future.set_result(Ended(value, exception, time.perf_counter() - started))
 
 
 def _not_called(reason: ScoringError) -> Ended:
