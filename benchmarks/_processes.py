@@ -59,7 +59,7 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
         ``process_efficiency`` (ideal seconds over ours), ``process_samples_per_s`` and ``process_cores``.
     """
     cores = usable_cores()
-    per_core, rounds = (50, 3) if quick else (100, 5)
+    per_core, rounds = (40, 3) if quick else (100, 5)
     steps = int(1e6 * CALL_SECONDS / check_many(5, 1_000_000))
     function = ScoringFunction(checker, isolation="process", max_processes=cores)
     ideal, ours = [], []

@@ -14,7 +14,10 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
 

@@ -45,8 +45,11 @@ def scaled_down(steps: int, faster: float, fewer: int, more_calls: int = 1) -> W
 class Agent(Protocol):
     """What the training loop asks of an agent."""
 
-    def submit(self, latencies: list[float]) -> Any:
-        """Take a batch whose samples take so long to judge; return what `mini_batches` takes."""
+    def rollouts(self, latencies: list[float]) -> Any:
+        """The samples of a batch, which take so long to judge, in the form that generation leaves them in."""
+
+    def submit(self, rollouts: Any) -> Any:
+        """Take a batch; return what `mini_batches` takes."""
 
     def mini_batches(self, batch: Any) -> Iterator[int]:
         """Yield the number of groups of each mini-batch, as soon as it is judged."""
@@ -73,10 +76,11 @@ def train(agent: Agent, load: Workload, progress: Any) -> Steps:
     The first step, which nothing precedes, and the last, which nothing follows, are left out of the result.
     """
     ends = []
+    rollouts = [agent.rollouts(load.draws(step)) for step in range(load.steps)]
 
     def generate(step: int) -> Any:
         time.sleep(load.generation)
-        return agent.submit(load.draws(step))
+        return agent.submit(rollouts[step])
 
     batch = generate(0)
     for step in range(load.steps):
@@ -110,9 +114,11 @@ class Ours(AbstractContextManager["Ours"]):
     def __exit__(self, *exc: Any) -> None:
         self._agent.__exit__(*exc)
 
-    def submit(self, latencies: list[float]) -> Any:
-        samples = [RewardSample("", "math", "", {"seconds": seconds}) for seconds in latencies]
-        return self._agent.submit(samples, group_size=self._load.responses)
+    def rollouts(self, latencies: list[float]) -> list[RewardSample]:
+        return [RewardSample("", "math", "", {"seconds": seconds}) for seconds in latencies]
+
+    def submit(self, rollouts: list[RewardSample]) -> Any:
+        return self._agent.submit(rollouts, group_size=self._load.responses)
 
     def mini_batches(self, batch: Any) -> Iterator[int]:
         return map(len, batch.mini_batches(groups=self._load.batch // self._load.mini_batches))
@@ -146,8 +152,11 @@ class LikeTheRecipe(AbstractContextManager["LikeTheRecipe"]):
         self._pool.shutdown(cancel_futures=True)
         self._thread.join()
 
-    def submit(self, latencies: list[float]) -> Any:
-        self._batches.put(latencies)
+    def rollouts(self, latencies: list[float]) -> list[float]:
+        return latencies
+
+    def submit(self, rollouts: list[float]) -> Any:
+        self._batches.put(rollouts)
 
     def mini_batches(self, batch: Any) -> Iterator[int]:
         for _ in range(self._load.mini_batches):

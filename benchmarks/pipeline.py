@@ -72,9 +72,8 @@ class Report:
 
 def sleeping_engines(report: Report, quick: bool) -> None:
     """Both overlaps on engines that sleep, ours and the peer, where judging is longer than the rest, and where not."""
-    steps, faster = (5, 200.0) if quick else (10, 100.0)
-    shapes = [("R > G + T", 1)] if quick else [("R > G + T", 1), ("R < G + T", 4)]
-    for shape, more in shapes:
+    steps, faster = (4, 200.0) if quick else (10, 100.0)
+    for shape, more in (("R > G + T", 1), ("R < G + T", 4)):
         load = engines.scaled_down(steps, faster, FEWER, more)
         made = {"ours": engines.Ours, "peer": lambda load: engines.LikeTheRecipe(load, faster)}
         results = {}

@@ -8,7 +8,7 @@
 - How well worker processes use the cores, for checkers that need the CPU.
 - Eight worker processes that share one limit: the greatest number of calls in flight and the most requests of any
   window, both counted by the judge, and how much of the limits was used. The window is that of the limit, 60 seconds;
-  with ``--quick`` it is 5.
+  with ``--quick`` it is 4.
 
 Ends with one JSON line.
 """
@@ -335,7 +335,7 @@ def main() -> None:
         line |= {f"vs_verl_{key}": round(ours / verl, 2), f"samples_per_s_{key}": round(ours)}
     processes = measure_process_efficiency(options.quick)
     print(f"{'process efficiency':46}{processes['process_efficiency']:>25.1%}", flush=True)
-    limits = asyncio.run(keep_limits(*((5.0, 4.0) if options.quick else (60.0, 30.0))))
+    limits = asyncio.run(keep_limits(*((4.0, 3.0) if options.quick else (60.0, 30.0))))
     print(
         f"{WORKERS} workers, {limits['limit']} at a time: at most {limits['limit_peak']} in flight, "
         f"{limits['limit_concurrency_utilisation']:.1%} used"

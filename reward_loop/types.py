@@ -22,6 +22,7 @@ RESERVED_KEYS = frozenset(
         "reward_error",
         "reward_attempts",
         "reward_wait_seconds",
+        "reward_queue_seconds",
     }
 )
 """Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
@@ -89,6 +90,8 @@ class RewardResult:
     """For an unscored or failed sample: what to raise where the policy is to raise."""
     policy: Policy | None = None
     """For an unscored or failed sample: what becomes of it, where that is not what the run's options say."""
+    queue_seconds: float = 0.0
+    """How long a sync function waited for a thread or a process, in seconds, over all attempts."""
 
 
 class Reward(TypedDict):

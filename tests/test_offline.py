@@ -47,7 +47,7 @@ def score(source, output, function=exact, *, fields=None, config=None, **kwargs)
 def untimed(rows):
     """Rows without the time that each took, which no two runs share."""
     return [
-        {**row, "reward_extra_info": {k: v for k, v in row["reward_extra_info"].items() if k != "reward_seconds"}}
+        {**row, "reward_extra_info": {k: v for k, v in row["reward_extra_info"].items() if not k.endswith("_seconds")}}
         for row in rows
     ]
 

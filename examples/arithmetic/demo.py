@@ -63,7 +63,7 @@ class Settings:
     """What serves the reward model."""
 
 
-QUICK = Settings(steps=6, test_every=6, validate=128, judge_latency=2.0)
+QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0)
 
 
 def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> list[str]:

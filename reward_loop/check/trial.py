@@ -192,7 +192,7 @@ class _Trial:
         info = dict(reward.get("reward_extra_info") or {})
         outcome = info.pop("reward_outcome", "scored")
         masked = info.pop("reward_masked", False)
-        for key in ("reward_attempts", "reward_wait_seconds"):
+        for key in ("reward_attempts", "reward_wait_seconds", "reward_queue_seconds"):
             info.pop(key, None)
         seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
         return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)

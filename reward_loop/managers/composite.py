@@ -82,6 +82,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 f"{name}/outcome": str(result.outcome),
                 f"{name}/seconds": result.seconds,
                 f"{name}/wait_seconds": result.wait_seconds,
+                f"{name}/queue_seconds": result.queue_seconds,
                 f"{name}/attempts": result.attempts,
             }
             if result.error:
@@ -97,6 +98,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             {"score": total, **info},
             seconds=sum(result.seconds for result in ended),
             wait_seconds=sum(result.wait_seconds for result in ended),
+            queue_seconds=sum(result.queue_seconds for result in ended),
             attempts=max(result.attempts for result in ended),
         )
 

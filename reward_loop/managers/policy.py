@@ -13,7 +13,8 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """Turn a result into what ``run_single`` returns.
 
     ``reward_extra_info`` holds what the function returned, and for every sample ``reward_outcome``,
-    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_attempts`` and ``reward_error``.
+    ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_attempts`` and
+    ``reward_error``.
 
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
@@ -35,6 +36,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             "reward_masked": masked,
             "reward_seconds": result.seconds,
             "reward_wait_seconds": result.wait_seconds,
+            "reward_queue_seconds": result.queue_seconds,
             "reward_attempts": result.attempts,
             "reward_error": result.error or "",
         },

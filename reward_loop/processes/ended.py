@@ -34,6 +34,8 @@ class Ended:
     """How often the function was called."""
     waited: float = 0.0
     """How many seconds it waited for limits, and between attempts."""
+    queued: float = 0.0
+    """How many seconds it waited for a thread or a process."""
     cut_short: ScoringError | None = None
     """Why it did not end by itself, or was not called at all."""
 

@@ -198,10 +198,8 @@ class ScoringFunction:
             failure.__cause__ = ended.exception
             result = ended_badly(failure, ended.seconds)
         else:
-            return to_result(ended.value, where, ended.seconds, ended.attempts, ended.waited)
-        if ended.attempts == 1 and not ended.waited:
-            return result
-        return replace(result, attempts=ended.attempts, wait_seconds=ended.waited)
+            return to_result(ended.value, where, ended.seconds, ended.attempts, ended.waited, ended.queued)
+        return replace(result, attempts=ended.attempts, wait_seconds=ended.waited, queue_seconds=ended.queued)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -288,7 +286,8 @@ class ScoringFunction:
         ended = await self._retry.again(first, attempt, lambda one: one.exception, elapsed)
         ended.attempts = sum(one.attempts for one in tries)
         ended.seconds = sum(one.seconds for one in tries)
-        ended.waited = max(0.0, time.monotonic() - started - ended.seconds)
+        ended.queued = sum(one.queued for one in tries)
+        ended.waited = max(0.0, time.monotonic() - started - ended.seconds - ended.queued)
         return ended
 
     def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Coroutine[Any, Any, Ended]:
@@ -350,17 +349,19 @@ class ScoringFunction:
         return ended
 
     async def _run_sync(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
-        call = Call(self._target.call, (), arguments)
+        call, asked = Call(self._target.call, (), arguments), time.monotonic()
         if isinstance(self._executor, DaemonThreads):
             ended = await self._executor.run(call, self.timeout, limits.waited)
         else:
             async with within_reach(limits) as reach:
                 ended = await self._executor.run(call, self.timeout, limits.waited, reach)
+        queued = max(0.0, time.monotonic() - asked - ended.seconds)
         if ended.exception is None and inspect.isawaitable(ended.value):
             seconds = ended.seconds
             left = None if self.timeout is None else max(0.0, self.timeout - seconds)
             ended = await self._on_loop(ended.value, left, limits.waited)
             ended.seconds += seconds
+        ended.queued = queued
         return ended
 
     async def _on_loop(
@@ -386,9 +387,9 @@ class ScoringFunction:
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
-        call = _OnLoop(loop.create_future(), waited, time.monotonic())
+        call = _OnLoop(loop.create_future(), waited)
         call.deadlines = self._deadlines[1]
-        call.task = loop.create_task(_await(function, arguments, call.future))
+        call.task = loop.create_task(_await(function, arguments, call))
         if timeout is not None:
             call.deadlines.watch(call, timeout)
         return call
@@ -409,10 +410,9 @@ class _OnLoop(Watched):
     task: asyncio.Task[None]
 
 
-async def _await(
-    function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], ended: asyncio.Future[Any]
-) -> None:
+async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
+    call.started = time.monotonic()
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
@@ -423,11 +423,11 @@ async def _await(
     except BaseException as error:
         task = asyncio.current_task()
         if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-            ended.cancel()
+            call.future.cancel()
             raise
         exception = error
-    if not ended.done():
-        ended.set_result(Ended(value, exception, time.perf_counter() - started))
+    if not call.future.done():
+        call.future.set_result(Ended(value, exception, time.perf_counter() - started))
 
 
 def _not_called(reason: ScoringError) -> Ended:
@@ -435,14 +435,19 @@ def _not_called(reason: ScoringError) -> Ended:
 
 
 def to_result(
-    returned: Any, where: str, seconds: float = 0.0, attempts: int = 1, wait_seconds: float = 0.0
+    returned: Any,
+    where: str,
+    seconds: float = 0.0,
+    attempts: int = 1,
+    wait_seconds: float = 0.0,
+    queue_seconds: float = 0.0,
 ) -> RewardResult:
     """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
     try:
         score, extra_info = normalise(returned)
     except InvalidScoreError as error:
         failed = ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
-        return replace(failed, attempts=attempts, wait_seconds=wait_seconds)
+        return replace(failed, attempts=attempts, wait_seconds=wait_seconds, queue_seconds=queue_seconds)
     unscored = None if score is not None else UnscoredError(f"{where} gave no score")
     return RewardResult(
         Outcome.SCORED if unscored is None else Outcome.UNSCORED,
@@ -451,6 +456,7 @@ def to_result(
         seconds=seconds,
         attempts=attempts,
         wait_seconds=wait_seconds,
+        queue_seconds=queue_seconds,
         exception=unscored,
     )
 

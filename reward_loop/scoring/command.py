@@ -19,11 +19,13 @@ __all__ = ["limits"]
 
 
 def limits(
-    name: Annotated[str | None, typer.Argument(help="A limit; by default all are shown.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A limit; by default all are shown.", show_default=False)
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[OPTION=VALUE]...",
+            metavar="OPTION=VALUE",
             help="What to change, e.g. [cyan]max_concurrent=64[/]; [cyan]null[/] takes a bound away.",
             show_default=False,
         ),
@@ -48,8 +50,9 @@ def limits(
       reward-loop limits judge max_concurrent=64 requests_per_minute=600
 
     The options are those of reward_loop.limits.NAME: max_concurrent, requests_per_minute, tokens_per_minute,
-    estimated_tokens_per_request, adaptive, max_wait. Exit codes: 0 done, 1 nobody answers, or the change is refused, 2
-    wrong usage.
+    estimated_tokens_per_request, adaptive, max_wait.
+
+    Exit codes: 0 done, 1 nobody answers, or the change is refused, 2 wrong usage.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     if name is not None and "=" in name:

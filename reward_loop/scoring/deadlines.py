@@ -67,7 +67,7 @@ class Deadlines:
             call = next(iter(calls))
             # One that has not started has all of its time left.
             left = timeout if call.started is None else call.started + timeout - now
-            if left > 0:
+            if call.started is None or left > 0:
                 self._loop.call_later(left, self._look, timeout)
                 return
             del calls[call]

@@ -131,7 +131,12 @@ class ListScoringFunction:
                 for sample in samples
             ]
         return [
-            _result(item, f"{describe(sample)}: {self.name}", called.seconds)
+            replace(
+                _result(item, f"{describe(sample)}: {self.name}", called.seconds),
+                attempts=called.attempts,
+                wait_seconds=called.wait_seconds,
+                queue_seconds=called.queue_seconds,
+            )
             for sample, item in zip(samples, returned, strict=True)
         ]
 

@@ -368,7 +368,7 @@ def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
 
 
-_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_attempts"})
+_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
 """What the reward loop itself measures of every sample."""
 
 

@@ -36,6 +36,39 @@ def test_mini_batches_while_a_slow_judge_thinks():
         assert pending.wait(3) == 3
 
 
+def test_a_busy_loop_keeps_nobody_waiting_for_what_is_complete():
+    busy, release = threading.Event(), threading.Event()
+    released = []
+
+    async def judge(solution_str):
+        if solution_str == "1":
+            busy.set()
+            released.append(release.wait(30))  # it blocks the loop, as the start of a large batch does
+        return float(solution_str)
+
+    with BlockingRewardAgent(naive(judge)) as agent:
+        first = agent.submit(numbered(1))
+        assert scores(first.result(timeout=30)) == [0]
+        second = agent.submit(numbered(1, start=1))
+        assert busy.wait(30)
+        assert [len(batch) for batch in first.mini_batches(groups=1)] == [1]
+        assert [group.scores for group in first] == [[0]]
+        third = agent.submit(numbered(1, start=2))
+        release.set()
+        assert scores(second.result(timeout=30) + third.result(timeout=30)) == [1, 2]
+    assert released == [True]
+
+
+def test_a_batch_is_kept_until_its_last_mini_batch_is_done_with():
+    with BlockingRewardAgent(naive(lambda solution_str: float(solution_str))) as agent:
+        batches = agent.submit(numbered(2), tag="mine").mini_batches(groups=1)
+        for _ in range(2):
+            next(batches)
+            assert [batch["tag"] for batch in agent.state()["batches"]] == ["mine"]
+        assert next(batches, None) is None
+        assert agent.state()["batches"] == []
+
+
 def test_a_timeout_leaves_the_batch_alone():
     judge = Held()
     with BlockingRewardAgent(naive(judge)) as agent:

@@ -24,6 +24,7 @@ from aiohttp.test_utils import TestServer
 from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
     LONGEST_ANSWER,
+    Course,
     Problem,
     Recipe,
     make_models,
@@ -37,7 +38,13 @@ from examples.arithmetic.report import plot, read_report
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
 TINY = Recipe(
-    hidden_size=16, layers=1, intermediate_size=16, batch_size=8, steps=3, policy_steps=2, held_out=8, development=8
+    hidden_size=16,
+    layers=1,
+    intermediate_size=16,
+    held_out=8,
+    development=8,
+    learning=Course(steps=3, lr=1e-3, batch_size=8),
+    forgetting=Course(steps=2, lr=1e-3, batch_size=8),
 )
 
 
@@ -120,6 +127,25 @@ def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(made.policy)
     judge = AutoModelForSequenceClassification.from_pretrained(made.reward_model)
     assert judge.config.num_labels == 1
+
+
+def test_the_same_recipe_makes_the_same_models(tmp_path: Path) -> None:
+    """The threads that train do not make a difference."""
+    made = [make_models(tmp_path / name, TINY) for name in ("one", "another")]
+    for weights in (Path("policy/model.safetensors"), Path("reward_model/model.safetensors")):
+        assert (made[0].directory / weights).read_bytes() == (made[1].directory / weights).read_bytes()
+
+
+def test_a_step_is_on_the_mean_of_the_parts() -> None:
+    torch = pytest.importorskip("torch")
+    names = ("model.layers.0.weight", "model.layers.1.weight", "lm_head.weight")
+    parameters = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in names}
+    with models._Trainer([*parameters.items()], Course(steps=8, lr=0.1)) as trainer:
+        loss = trainer.step(lambda factor: sum((factor * p).sum() for p in parameters.values()), [0.05, -0.03])
+    assert loss == pytest.approx(3 * 4 * 0.01)
+    for parameter in parameters.values():
+        torch.testing.assert_close(parameter.grad, torch.full((2, 2), 0.01))
+        assert (parameter < 1).all()
 
 
 def test_an_answer_in_a_row_of_several_is_read_as_if_it_were_alone(tmp_path: Path) -> None:

@@ -77,6 +77,26 @@ async def test_a_row_becomes_a_sample():
     assert caller == {"level": 1}
 
 
+async def test_what_tools_and_interactions_gave_reaches_the_function():
+    def compute_score(solution_str, extra_info):
+        parts = [*extra_info["turn_scores"], float(solution_str == "ab")]
+        return {"score": sum(parts) + sum(extra_info["tool_rewards"]), "turn_level_scores": parts}
+
+    # Two outputs of a rollout, with what verl's tool agent loop leaves beside each.
+    data = batch(
+        [[3, 3], [1, 2]],
+        [[1, 1, 1], [1, 1, 1]],
+        tool_extra_fields=[
+            {"turn_scores": [9.0], "tool_rewards": [9.0]},
+            {"turn_scores": [0.5], "tool_rewards": [0.25]},
+        ],
+        data_source=["math"] * 2,
+    )
+    reward = await manager(compute_score).run_single(data)
+    assert reward["reward_score"] == 1.75
+    assert reward["reward_extra_info"]["turn_level_scores"] == [0.5, 1.0]
+
+
 async def test_of_several_rows_the_last_counts():
     data = batch(
         [[1, 1], [2, 3]],

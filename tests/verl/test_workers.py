@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from typer.testing import CliRunner
 
+from reward_loop.cli import app
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
+from reward_loop.scoring.service import serve_job
 from reward_loop.verl.options import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
@@ -308,6 +313,53 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+WAITS = """
+import asyncio, pathlib, reward_loop
+async def compute_score(solution_str, flag):
+    async with reward_loop.limit("judge"):
+        while not pathlib.Path(flag).exists():
+            await asyncio.sleep(0.02)
+    return 1.0
+"""
+
+
+async def test_limits_of_all_workers_are_changed_from_outside(cluster: None, policy: str, tmp_path: Path) -> None:
+    function, flag = tmp_path / "f.py", tmp_path / "flag"
+    function.write_text(WAITS)
+
+    async def limits(*arguments: str) -> list[dict[str, Any]]:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["limits", *arguments, "--json", "--timeout", "60"])
+        found = [job for job in json.loads(done.stdout) if address.startswith(job["job"] + ":")]
+        return [job for job in found if "judge" in job["states"][0]["limits"]]
+
+    async def until(in_flight: int, waiting: int) -> list[str]:
+        async with asyncio.timeout(120):
+            while True:
+                for job in await limits():
+                    judge = job["states"][0]["limits"]["judge"]
+                    if (judge["in_flight"], judge["waiting"]) == (in_flight, waiting):
+                        return [part for pid in job["processes"] for part in ("--pid", str(pid))]
+
+    with serve_job(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
+        config = settled(
+            policy,
+            "reward.num_workers=2",
+            f"custom_reward_function.path={function}",
+            f"+custom_reward_function.reward_kwargs.flag={flag}",
+            "+reward_loop.limits.judge.max_concurrent=1",
+            f"reward_loop.job='{address}'",
+        )
+        workers = RewardWorkers(config, None)
+        workers.wait_until_ready()
+        calls = [asyncio.ensure_future(workers.client.compute_score.remote(rollout("x"))) for _ in range(4)]
+        pids = await until(in_flight=1, waiting=3)
+        assert len(pids) == 4, "both workers are asked"
+        await limits("judge", "max_concurrent=3", *pids)
+        await until(in_flight=3, waiting=1)
+        flag.touch()
+        assert [reward["reward_score"] for reward in await asyncio.gather(*calls)] == [1.0] * 4
 
 
 HANGS = """

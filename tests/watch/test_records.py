@@ -83,19 +83,22 @@ async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
     config = RewardLoopConfig(log_dir=str(tmp_path), max_threads=1, limits={"judge": {"max_concurrent": 1}})
     manager = NaiveRewardLoopManager(config, compute_score=compute_score)
     place = await job_of(config).enter("judge", 0, "train")
-    calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in ("a", "b")]
+    calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in "abc"]
     await asyncio.sleep(0.5)
     place.leave()
-    await asyncio.gather(*calls)
+    rewards = [reward["reward_extra_info"] for reward in await asyncio.gather(*calls)]
     assert await asyncio.to_thread(records(tmp_path).flush)
     rows = {row["uid"]: row for row in read(records(tmp_path).path)}
-    assert [rows["a"]["attempts"], rows["b"]["attempts"]] == [2, 1]
-    # `a` paused before its second attempt, and waited for the place or for the only thread; `b` likewise.
+    assert [rows[name]["attempts"] for name in "abc"] == [2, 1, 1]
+    # `a` paused before its second attempt; `b` had the only thread, and waited for the place; `c` waited for `b`.
     assert rows["a"]["wait_s"] >= 0.2
     assert rows["b"]["wait_s"] + rows["b"]["queue_s"] >= 0.4
     for row in rows.values():
         assert row["work_s"] >= 0.1
         assert row["work_s"] + row["wait_s"] + row["queue_s"] >= 0.5
+    assert rewards[2]["reward_queue_seconds"] >= 0.4
+    for info, name in zip(rewards, "abc", strict=True):
+        assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
 
 
 def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> None:
