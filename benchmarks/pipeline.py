@@ -159,7 +159,7 @@ class VerlRuns:
         rows = self._run("both", before + steps + 1, calibration.look)
         both = training.Steps(rows[before:-1])  # during the last step, nothing else is generated
         judging = training.seconds_of_judging(calibration.scale)
-        working = both.generation + both.working
+        working = both.without_judging
         report.add(
             "verl: judging of a step at full concurrency, R",
             f"{judging:.2f} s, {judging / working:.2f} of G + T",

@@ -43,6 +43,7 @@ FIRST = 2
 """The first steps of a run, which are not counted: they load and allocate."""
 CALIBRATING = 3
 """The steps after those, of which the judge's scale is made."""
+TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
 LOG_TAIL = 30
 LOOK_S = 0.1
@@ -113,8 +114,12 @@ class Steps:
     @property
     def working(self) -> float:
         """T: all that the trainer does with a batch once it is generated and judged."""
-        parts = ("old_log_prob", "adv", "update_actor", "update_weights")
-        return self.median(*(f"timing_s/{part}" for part in parts))
+        return self.median(*TRAINING)
+
+    @property
+    def without_judging(self) -> float:
+        """G + T in our modes."""
+        return self.median("timing_s/gen", *TRAINING)
 
 
 def seconds_of_judging(scale: float) -> float:
@@ -139,7 +144,7 @@ class Calibration:
         """Sees the metrics of the steps so far."""
         if not self._done and len(rows) >= self.STEPS:
             steps = Steps(rows[FIRST : self.STEPS])
-            self.scale = (steps.generation + steps.working) / seconds_of_judging(1.0)
+            self.scale = steps.without_judging / seconds_of_judging(1.0)
             new = self._file.with_suffix(".new")
             new.write_text(str(self.scale))
             new.replace(self._file)
