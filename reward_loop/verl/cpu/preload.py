@@ -93,6 +93,8 @@ def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
         client, _ = listener.accept()
         request, fds = _receive(client)
         if request is not None and os.fork() == 0:
+            # Where a worker dies, Ray kills its process group: that must not be the other workers'.
+            os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(lifeline_fd)
             listener.close()
