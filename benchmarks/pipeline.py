@@ -177,13 +177,13 @@ class VerlRuns:
         lasting = max(both.seconds, judging)
         reduction, fair = 1 - lasting / shipped.seconds, 1 - lasting / short.seconds
         waiting = both.waiting_share
-        over_floor = both.seconds / max(working, both.median("reward_pipeline/judging_s")) - 1
+        over_floor = lasting / max(working, judging) - 1
         report.add(
             "Both overlaps, off verl's step as shipped", f"{reduction:.1%}", ("at least 45 %", reduction >= 0.45)
         )
         report.add("  off the short interval's", f"{fair:.1%}", ("at least 35 %", fair >= 0.35))
         report.add("  share of a step spent waiting for rewards", f"{waiting:.1%}", ("under 3 %", waiting < 0.03))
-        report.add("  over the floor max(G + T, seconds in which rewards were out)", f"{over_floor:.1%}")
+        report.add("  over the floor max(G + T, R)", f"{over_floor:.1%}")
         report.figures |= {
             "verl_step_reduction": round(reduction, 4),
             "verl_step_reduction_fair": round(fair, 4),
@@ -289,7 +289,7 @@ class VerlRuns:
 
     def _add(self, name: str, steps: Any) -> None:
         judged = "" if steps.rows[0].get("reward_pipeline/generation_s") is not None else " and judging"
-        waited = steps.median("reward_pipeline/waiting_for_rewards_s")
+        waited = steps.mean("reward_pipeline/waiting_for_rewards_s")
         self._report.add(
             name,
             f"{steps.seconds:.2f} s a step: {steps.generation:.2f} generation{judged}, {steps.working:.2f} training"
@@ -310,7 +310,7 @@ def main() -> int:
         "--faults", action="store_true", help="also faults in the middle of a run, and a resume: minutes"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these alone: {', '.join(PARTS)}")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of verl that count (default: 4)")
+    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps of verl that count (default: 6)")
     parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="of a learning curve (default: 30)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="of the learning curves (default: 2)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and metrics of verl's runs here")

@@ -92,34 +92,36 @@ class Steps:
 
     rows: list[dict[str, float]]
 
-    def median(self, *names: str) -> float:
-        """Return the median over steps of the sum of some metrics; one that is not logged counts 0."""
-        return statistics.median(sum(row.get(name, 0.0) for name in names) for row in self.rows)
+    def mean(self, *names: str) -> float:
+        """Return the mean over steps of the sum of some metrics; one that is not logged counts 0.
+
+        Not the median: where verl polls every two seconds, steps are of two lengths, by how the polls fall."""
+        return statistics.fmean(sum(row.get(name, 0.0) for name in names) for row in self.rows)
 
     @property
     def seconds(self) -> float:
         """The length of a step, without the log and checkpoints around it."""
-        return self.median("timing_s/step")
+        return self.mean("timing_s/step")
 
     @property
     def generation(self) -> float:
         """G in our modes; in verl's, generation and judging."""
-        return self.median("timing_s/gen")
+        return self.mean("timing_s/gen")
 
     @property
     def waiting_share(self) -> float:
         """The share of a step in which the trainer waited for rewards, where it can be told."""
-        return self.median("reward_pipeline/waiting_share")
+        return self.mean("reward_pipeline/waiting_share")
 
     @property
     def working(self) -> float:
         """T: all that the trainer does with a batch once it is generated and judged."""
-        return self.median(*TRAINING)
+        return self.mean(*TRAINING)
 
     @property
     def without_judging(self) -> float:
         """G + T in our modes."""
-        return self.median("timing_s/gen", *TRAINING)
+        return self.mean("timing_s/gen", *TRAINING)
 
 
 def seconds_of_judging(scale: float) -> float:

@@ -6,9 +6,12 @@ It is 2.0 s as shipped, and no option of verl's configuration. The first ``$SHIP
 from __future__ import annotations
 
 import os
+import sys
 
 import ray
 from verl.trainer import main_ppo
+
+from reward_loop.verl.cpu.preload import preloaded
 
 
 class TaskRunner(main_ppo.TaskRunnerV1.__ray_actor_class__):
@@ -30,4 +33,6 @@ class TaskRunner(main_ppo.TaskRunnerV1.__ray_actor_class__):
 
 if __name__ == "__main__":
     main_ppo.TaskRunnerV1 = ray.remote(TaskRunner)
-    main_ppo.main()
+    with preloaded() as executable:  # it starts sooner; its steps are as they were
+        sys.argv.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{executable}'")
+        main_ppo.main()
