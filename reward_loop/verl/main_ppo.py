@@ -170,9 +170,11 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
 
 @contextmanager
 def _preloaded(config: DictConfig) -> Iterator[None]:
-    """Has Ray's workers forked from a process that has imported verl, unless the user has an executable for them."""
+    """Has the workers of a Ray of our own forked from a process that has imported for them, unless the user has an
+    executable for them."""
     ray_init = config.ray_kwargs.ray_init
-    if sys.platform != "linux" or OmegaConf.select(ray_init, "runtime_env.py_executable"):
+    joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    if sys.platform != "linux" or joins or OmegaConf.select(ray_init, "runtime_env.py_executable"):
         yield
         return
     with preloaded() as executable:
