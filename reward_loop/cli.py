@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from reward_loop import __version__, managers
+from reward_loop import __version__
 from reward_loop._options import (
     DataSource,
     FieldPaths,
@@ -25,14 +25,11 @@ from reward_loop._options import (
     pairs,
 )
 from reward_loop.check.command import command as check
-from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, count_rows, score_file
 from reward_loop.router.command import route
-from reward_loop.scoring import load_function
-from reward_loop.scoring.command import limits
-from reward_loop.scoring.load import source_hash
 from reward_loop.watch.command import stuck
+from reward_loop.watch.limits import limits
 
 __all__ = ["app", "main"]
 
@@ -283,6 +280,12 @@ def _score(
     retry_failed: bool,
     options: dict[str, Any],
 ) -> Summary:
+    # Here, so that the other commands start without them.
+    from reward_loop import managers
+    from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.scoring import load_function
+    from reward_loop.scoring.load import source_hash
+
     config = parse(RewardLoopConfig, options, "options")
     loaded = load_function(spec)
     manager_class = managers.get(manager_name)

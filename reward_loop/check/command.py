@@ -6,14 +6,13 @@ import asyncio
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop import managers
 from reward_loop._json import encode
 from reward_loop._options import (
     DataSource,
@@ -28,11 +27,11 @@ from reward_loop._options import (
     pairs,
 )
 from reward_loop._text import shorten
-from reward_loop.check.trial import Report, check
-from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, read_rows
-from reward_loop.scoring import load_function
+
+if TYPE_CHECKING:
+    from reward_loop.check.trial import Report
 
 __all__ = ["command"]
 
@@ -72,6 +71,12 @@ def command(
     The function is really called, some 40 times with 8 rows: a judge that costs money is paid. Exit codes: 0 nothing
     to change, 1 a problem was found, or the function cannot be called at all, 2 wrong usage.
     """
+    # Here, so that the other commands start without them.
+    from reward_loop import managers
+    from reward_loop.check.trial import check
+    from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.scoring import load_function
+
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     reward_kwargs = {key: json_or_text(value) for key, value in pairs(reward_kwarg, "--reward-kwarg").items()}
     try:

@@ -247,7 +247,7 @@ class _Worker:
             await loop.sock_sendall(self._channel, setup + arguments)
         answer = _Answer(loop, timeout, waited)
         try:
-            # By hand: `sock_recv` and `asyncio.timeout` would wake a task for every frame, and the worker waits meanwhile.
+            # By hand: `sock_recv` would wake a task for every frame, and the worker waits meanwhile.
             loop.add_reader(self._channel, self._read, answer)
             try:
                 kind, content = await answer.ended

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
-from reward_loop.check import Report, check
+from reward_loop.check.trial import Report, check
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET = {"max_lag_s": 600.0}  # whatever else the machine does, nothing counts as blocking
