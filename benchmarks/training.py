@@ -41,7 +41,7 @@ JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
 """Seconds of a judge call before they are scaled, and how many calls there are at a time."""
 FIRST = 2
 """The first steps of a run, which are not counted: they load and allocate."""
-CALIBRATING = 3
+CALIBRATING = 6
 """The steps after those, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0

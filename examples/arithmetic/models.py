@@ -67,7 +67,7 @@ class Recipe:
     hidden_size: int = 192
     layers: int = 2
     intermediate_size: int = 512
-    learning: Course = Course(steps=340, lr=6e-3)
+    learning: Course = Course(steps=280, lr=6e-3)
     judging: float = 2.0
     """What judging counts in the loss; adding, which is learnt sooner, counts 1."""
     forgetting: Course = Course(steps=30, lr=1e-3)
