@@ -14,7 +14,7 @@ help:  ## show this list
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
 	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone.'
 
-demo: setup  ## train a small policy with verl on rewards from a served reward model (ten minutes)
+demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint  ## run all checks and tests
