@@ -310,7 +310,7 @@ def main() -> int:
         "--faults", action="store_true", help="also faults in the middle of a run, and a resume: minutes"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these alone: {', '.join(PARTS)}")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps of verl that count (default: 6)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of verl that count (default: 5)")
     parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="of a learning curve (default: 30)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="of the learning curves (default: 2)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and metrics of verl's runs here")
