@@ -31,7 +31,7 @@ from reward_loop.config import (
     RewardModelConfig,
 )
 from tests.gsm8k import ROOT
-from tests.scoring.test_command import Jobs, asked
+from tests.watch.test_limits import Jobs, asked
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
