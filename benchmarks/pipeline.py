@@ -156,8 +156,8 @@ class VerlRuns:
         training, report = self._training, self._report
         calibration = self._calibration
         before = calibration.STEPS + 1
-        rows = self._run("both", before + steps + 1, calibration.look)
-        both = training.Steps(rows[before:-1])  # during the last step, nothing else is generated
+        rows = self._measure("both", before + steps, calibration.look)
+        both = training.Steps(rows[before:])
         judging = training.seconds_of_judging(calibration.scale)
         working = both.without_judging
         report.add(
@@ -168,7 +168,7 @@ class VerlRuns:
         self._add(training.MODES["both"].name, both)
 
         first = training.FIRST
-        rows = self._run("verl", first + 2 * steps, SHIPPED_STEPS=first + steps, POLL_INTERVAL=0.05)
+        rows = self._measure("verl", first + 2 * steps, SHIPPED_STEPS=first + steps, POLL_INTERVAL=0.05)
         shipped, short = training.Steps(rows[first : first + steps]), training.Steps(rows[first + steps :])
         self._add(training.SHIPPED, shipped)
         self._add(training.SHORT, short)
@@ -202,7 +202,7 @@ class VerlRuns:
         """Each overlap by itself, with the judge of `compare`."""
         for key in ("mini_batch", "off_policy"):
             first = self._training.FIRST
-            alone = self._training.Steps(self._run(key, first + steps + 1)[first:-1])
+            alone = self._training.Steps(self._measure(key, first + steps)[first:])
             self._add(self._training.MODES[key].name, alone)
             self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
 
@@ -259,6 +259,13 @@ class VerlRuns:
         )
         report.figures["faults_wrong"] = wrong
 
+    def _measure(
+        self, key: str, steps: int, look: Callable[[Any], None] | None = None, **env: Any
+    ) -> list[dict[str, float]]:
+        """Steps of a run that is only timed: it is stopped before its last step, during which nothing is generated for
+        a next one, and its policy stays as it is: one that learned to write digits would write longer responses."""
+        return self._run(key, steps, look, "actor_rollout_ref.actor.optim.lr=1e-9", beyond=1, **env)
+
     def _run(
         self,
         key: str,
@@ -266,12 +273,13 @@ class VerlRuns:
         look: Callable[[Any], None] | None = None,
         *overrides: str,
         name: str = "",
+        beyond: int = 0,
         **env: Any,
     ) -> list[dict[str, float]]:
         training, report = self._training, self._report
         output = self._folder / (name or key)
         command = training.command(
-            training.MODES[key], self._folder, output, steps, *overrides, JUDGE_SCALE=self._scale, **env
+            training.MODES[key], self._folder, output, steps + beyond, *overrides, JUDGE_SCALE=self._scale, **env
         )
         task = report.task(training.MODES[key].name, steps)
 
@@ -281,7 +289,7 @@ class VerlRuns:
                 look(rows)
 
         try:
-            return training.run(command, output, steps, show)
+            return training.run(command, output, steps, show, to_the_end=not beyond)
         except training.TrainingFailedError as error:
             sys.exit(str(error))
         finally:
