@@ -168,8 +168,9 @@ class VerlRuns:
         self._add(training.MODES["both"].name, both)
 
         first = training.FIRST
-        rows = self._measure("verl", first + 2 * steps, SHIPPED_STEPS=first + steps, POLL_INTERVAL=0.05)
-        shipped, short = training.Steps(rows[first : first + steps]), training.Steps(rows[first + steps :])
+        # In turn: what else the machine does then slows both down alike.
+        rows = self._measure("verl", first + 2 * steps, POLL_INTERVALS="shipped,0.05")
+        shipped, short = training.Steps(rows[first::2]), training.Steps(rows[first + 1 :: 2])
         self._add(training.SHIPPED, shipped)
         self._add(training.SHORT, short)
 
@@ -217,7 +218,7 @@ class VerlRuns:
                 *(f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
             )
             for key, mode in curves.items():
-                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", SHIPPED_STEPS=0, POLL_INTERVAL=0.05)
+                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", POLL_INTERVALS="0.05")
                 mode.append([row["critic/score/mean"] for row in rows])
                 self._report.add(
                     f"{self._training.MODES[key].name}, seed {seed}: mean reward of {steps} steps, of the last 5",

@@ -40,7 +40,7 @@ PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
 """Seconds of a judge call before they are scaled, and how many calls there are at a time."""
 FIRST = 2
-"""The first steps of a run, which are not counted: they load and allocate."""
+"""The first steps of a run, which are not counted: they load and allocate. An even number: see `SHIPPED`."""
 CALIBRATING = 5
 """The steps after those, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
@@ -78,12 +78,12 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", _verl(str(HERE / "verl_short_poll.py"))),
+    "verl": Mode("verl, sync", _verl(str(HERE / "verl_polls.py"))),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
 SHIPPED, SHORT = "verl, sync, as shipped (polls every 2.0 s)", "verl, sync, polls every 0.05 s"
-"""The two parts of the run of verl."""
+"""The two kinds of steps in the run of verl."""
 
 
 @dataclass(frozen=True)
