@@ -26,14 +26,9 @@ from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.verl.cpu.preload import preloaded
-from reward_loop.verl.options import (
-    CONFIG_DIR,
-    reward_loop_options,
-    reward_model_options,
-    scores_by_model,
-    settle,
-    verl_config_dir,
-)
+from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+from reward_loop.verl.options import reward_loop_options, settle
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",

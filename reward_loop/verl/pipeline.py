@@ -30,8 +30,8 @@ from reward_loop.agent.schedule import Action, Generate, Prepare, Schedule, Trai
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.batches import MASKS, copy, select, zero
+from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.news import Listener
-from reward_loop.verl.options import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.patience import Patience
 from reward_loop.verl.progress import Progress, StepTimes
 from reward_loop.verl.trainer import NothingToLearnError

@@ -24,7 +24,8 @@ from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.options import stall_timeout, without_reward
+from reward_loop.verl.modes import stall_timeout
+from reward_loop.verl.options import without_reward
 from reward_loop.verl.patience import Patience
 from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers

@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline
-from reward_loop.verl.options import PipelineOptions
+from reward_loop.verl.modes import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError
