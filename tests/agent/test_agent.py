@@ -127,12 +127,15 @@ async def test_a_group_that_is_begun_gets_the_next_places_where_its_members_wait
 
         def __init__(self):
             self.there, self.may_end = {}, asyncio.Event()
+            self.three_of_the_second = asyncio.Event()
 
         async def run_single(self, data):
             here, all_here = self.there.setdefault(data.group, ([], asyncio.Event()))
             here.append(data.solution_str)
             if len(here) == data.group_size:
                 all_here.set()
+            if len(self.there) == 2 and len(here) == 3:
+                self.three_of_the_second.set()
             await all_here.wait()
             if here[0] != data.solution_str:
                 await self.may_end.wait()
@@ -141,9 +144,7 @@ async def test_a_group_that_is_begun_gets_the_next_places_where_its_members_wait
     manager = Together()
     async with RewardAgent(manager, concurrency=6) as agent:
         first = agent.submit(numbered(8), group_size=4, priority=2)
-        async with asyncio.timeout(30):
-            while len(manager.there) < 2 or len(manager.there["0.1"][0]) < 3:
-                await asyncio.sleep(0)
+        await within(manager.three_of_the_second.wait())
         # Of the 6 places, three members of the first group have 3, and three of the second the others.
         urgent = agent.submit(numbered(4, start=8), group_size=4, priority=1)
         manager.may_end.set()
