@@ -137,6 +137,14 @@ class RewardAgent:
         self._go(batch)
         return batch
 
+    def _submit_member(self, sample: Any, priority: float) -> PendingRewards:
+        """Take one member of a group that the caller puts together, and has post-processed."""
+        self._check_loop()
+        batch = self._take_in([sample], None, None, priority, None)
+        batch._post_processed = False
+        self._go(batch)
+        return batch
+
     def _take_in(
         self, samples: Iterable[Any], group_size: int | None, groups: Sequence[int] | None, priority: float, tag: Any
     ) -> PendingRewards:
@@ -357,7 +365,7 @@ class RewardAgent:
 
     def _all_ended(self, batch: PendingRewards, group: int) -> None:
         assert self._loop is not None
-        if self._post_processor is not None:
+        if self._post_processor is not None and batch._post_processed:
             self._own(batch, self._loop.create_task(self._post_process(batch, group)), self._released)
         else:
             self._complete(batch, group)
