@@ -41,8 +41,8 @@ PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
 """Seconds of a judge call before they are scaled, and how many calls there are at a time."""
 FIRST = 2
-"""The first steps of a run, which are not counted: they load and allocate."""
-CALIBRATING = 6
+"""The first steps of a run, which are not counted: they load and allocate. An even number: see `SHIPPED`."""
+CALIBRATING = 5
 """The steps after those, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
@@ -79,12 +79,12 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", _verl(str(HERE / "verl_short_poll.py"))),
+    "verl": Mode("verl, sync", _verl(str(HERE / "verl_polls.py"))),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
 SHIPPED, SHORT = "verl, sync, as shipped (polls every 2.0 s)", "verl, sync, polls every 0.05 s"
-"""The two parts of the run of verl."""
+"""The two kinds of steps in the run of verl."""
 
 
 @dataclass(frozen=True)
@@ -197,15 +197,22 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
 
 
 def run(
-    command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
+    command: list[str],
+    output: Path,
+    steps: int,
+    look: Callable[[list[dict[str, float]]], None],
+    *,
+    to_the_end: bool = True,
 ) -> list[dict[str, float]]:
-    """Run a training to its end, in processes that are all gone afterwards; returns the metrics of each step.
+    """Run a training, in processes that are all gone afterwards; returns the metrics of each step.
 
     Args:
         command: starts it.
         output: a folder for its log and metrics, which is made.
         steps: how many steps it must make.
         look: is shown the metrics of the steps so far, again and again.
+        to_the_end: ``command`` makes no more steps than that, and the training must end well by itself. Otherwise it is
+            stopped as soon as it has made them.
 
     Raises:
         TrainingFailedError: it ended with an error; the end of its log is in the message.
@@ -216,7 +223,10 @@ def run(
     with Training(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            look(rows(metrics))
+            done = rows(metrics)
+            look(done)
+            if len(done) >= steps and not to_the_end:
+                return done[:steps]
     done = rows(metrics)
     if status != 0 or len(done) != steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
+from ray.exceptions import RayActorError
 from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
@@ -158,8 +159,10 @@ class RewardLoopTrainer(PPOTrainer):
         its own that says nothing about the reward, and leaves out groups that failed."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self.reward_workers.raise_fatal_error()
+            if isinstance(error, RayActorError):
+                raise RewardLoopError(f"a process of the run died, and what it was at with it: {error}") from error
             raise
         self.reward_workers.raise_fatal_error()
 

@@ -30,8 +30,8 @@ CORRECTION = "algorithm.rollout_correction"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Both overlaps, two ranks, four mini-batches a step, a judge that takes its time and scores whole groups, two
-    epochs, a warm-up, and verl's correction for off-policy rollouts."""
+    """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and scores
+    whole groups, two epochs, a warm-up, and verl's correction for off-policy rollouts."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
@@ -41,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "trainer.save_freq=2",
         "trainer.test_freq=4",
         "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
