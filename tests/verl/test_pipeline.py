@@ -30,8 +30,8 @@ CORRECTION = "algorithm.rollout_correction"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and scores
-    whole groups, two epochs, a warm-up, and verl's correction for off-policy rollouts."""
+    """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and
+    scores whole groups, two epochs, a warm-up, and verl's correction for off-policy rollouts."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
