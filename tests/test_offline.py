@@ -283,8 +283,10 @@ def test_another_run_is_not_continued(tmp_path, change):
 
 def test_two_runs_at_once_are_refused(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    with Journal(tmp_path / "out.jsonl.partial", {}), pytest.raises(ConfigError, match="another run is writing"):
-        score(source, output)
+    with Journal(tmp_path / "out.jsonl.partial", {}):
+        for restart in (False, True):
+            with pytest.raises(ConfigError, match="another run is writing"):
+                score(source, output, restart=restart)
 
 
 def test_an_output_is_not_overwritten_unasked(tmp_path):

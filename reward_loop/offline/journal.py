@@ -23,12 +23,13 @@ class Journal:
     disk, is cut off when the journal is opened again.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], *, restart: bool = False) -> None:
         """Open or create the journal.
 
         Args:
             path: where it lies.
             header: the run's input, function and options.
+            restart: discard what is in it.
 
         Raises:
             ConfigError: it belongs to another run, or another process is writing it.
@@ -38,6 +39,8 @@ class Journal:
         self._file = path.open("a+b", buffering=0)
         try:
             self._lock()
+            if restart:  # no sooner: it may be that of a run that goes on
+                self._file.truncate(0)
             # What the header becomes when it is read back: tuples are lists then, for example.
             self._recover(json.loads(to_json(header)))
         except BaseException:
