@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import sys
 from collections import Counter
 
@@ -253,6 +254,19 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         score(source, output, concurrency=1)
     monkeypatch.undo()
     assert score(source, output).resumed == 4
+    assert len(read_jsonl(output)) == 12
+
+
+def test_a_file_that_cannot_grow_is_named(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"out\.jsonl\.partial"):
+            score(source, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert score(source, output).resumed > 0
     assert len(read_jsonl(output)) == 12
 
 
