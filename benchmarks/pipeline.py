@@ -154,12 +154,11 @@ class VerlRuns:
         """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: so many steps of
         each, after those that do not count."""
         training, report = self._training, self._report
-        calibration = self._calibration
-        before = calibration.STEPS + 1
-        rows = self._measure("both", before + steps, calibration.look)
+        before = training.FIRST + training.SETTLING
+        rows = self._measure("both", before + steps, self._calibration.look)
+        self._calibration.keep(before)
         both = training.Steps(rows[before:])
-        judging = training.seconds_of_judging(calibration.scale)
-        working = both.without_judging
+        judging, working = self._calibration.judging, both.without_judging
         report.add(
             "verl: judging of a step at full concurrency, R",
             f"{judging:.2f} s, {judging / working:.2f} of G + T",

@@ -257,8 +257,8 @@ class ServedModelConfig(Config):
     """A model, and the servers that it runs in."""
 
     model_path: str | None = None
-    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model that is in the
-    Hugging Face cache. Needed by every engine but ``external``."""
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model of the Hugging
+    Face hub: what is not in the cache is downloaded. Needed by every engine but ``external``."""
 
     served_model_name: str | None = None
     """The ``model`` that requests name; by default `model_path`, as in vLLM."""
@@ -310,7 +310,7 @@ class ServedModelConfig(Config):
     """CPU threads of each server, where it runs on the CPU."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds within which a server must be ready."""
+    """Seconds within which a server must be ready, the download of its model included."""
 
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for the servers."""

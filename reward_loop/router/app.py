@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from reward_loop.router.config import RouterConfig, WorkerConfig
 from reward_loop.router.control import CONTROL_PATHS, OPEN_PATHS, control_plane
 from reward_loop.router.exchange import Receive, Scope, Send
-from reward_loop.router.headers import find
+from reward_loop.router.headers import RawHeader, find
 from reward_loop.router.health import check_health
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Client, Proxy
@@ -58,7 +58,7 @@ class Router:
         """Serves one request, or the lifespan."""
         if scope["type"] == "lifespan":
             return await self._live(receive, send)
-        if self._credentials and not self._is_allowed(scope):
+        if not self._is_allowed(scope["path"], scope["headers"]):
             headers, body = Refusal(401, "an API key is needed, as a bearer token").render()
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             return await send({"type": "http.response.body", "body": body})
@@ -68,15 +68,14 @@ class Router:
 
     def begin(self, client: Client) -> bool:
         """Serves a request in callbacks, if it may be forwarded at once; see :meth:`~.proxy.Proxy.begin`."""
-        scope = client.scope
-        if scope["path"] in CONTROL_PATHS or (self._credentials and not self._is_allowed(scope)):
+        if client.path in CONTROL_PATHS or not self._is_allowed(client.path, client.headers):
             return False
         return self._proxy.begin(client)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        assert self._credentials is not None
-        given = find(scope["headers"], b"authorization") or b""
-        return hmac.compare_digest(given, self._credentials) or scope["path"] in OPEN_PATHS
+    def _is_allowed(self, path: str, headers: Sequence[RawHeader]) -> bool:
+        if self._credentials is None or path in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(find(headers, b"authorization") or b"", self._credentials)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

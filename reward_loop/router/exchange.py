@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from reward_loop.router.headers import RawHeader, end_to_end
+from reward_loop.router.headers import RawHeader
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.upstream import NO_BODY, Answer
 
@@ -134,7 +134,7 @@ class Exchange:
         Raises:
             BrokenError: it broke off.
         """
-        headers = end_to_end(answer.headers)
+        headers = answer.headers
         if answer.status in NO_BODY:
             # The length of what a GET would have brought: uvicorn would wait for it.
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -144,8 +144,8 @@ class Exchange:
             while part := await answer.read():
                 parts.append(part)
             body = b"".join(parts)
-            headers.append((b"content-length", b"%d" % len(body)))
-            return await self.answer(answer.status, headers, body)
+            length = (b"content-length", b"%d" % len(body))
+            return await self.answer(answer.status, [*headers, length], body)
         if answer.complete:
             return await self.answer(answer.status, headers, answer.take())
         self.started = True

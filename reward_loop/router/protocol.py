@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from reward_loop.router.exchange import Receive, Scope, Send
-from reward_loop.router.headers import RawHeader
+from reward_loop.router.headers import RawHeader, find, to_wire
 from reward_loop.router.proxy import Client
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.upstream import NO_BODY
@@ -28,6 +29,9 @@ from reward_loop.router.upstream import NO_BODY
 __all__ = ["protocol_for"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+_CONNECTION = frozenset({b"connection"})
+_CLOSE = b"connection: close\r\n\r\n"
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
@@ -82,29 +86,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
-        parser = self.parser
-        url = httptools.parse_url(self.url)
-        raw_path = url.path
-        path = raw_path.decode("ascii")
-        version = parser.get_http_version()
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": version,
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "method": parser.get_method().decode("ascii"),
-            "root_path": "",
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": url.query or b"",
-            "headers": self.headers,
-            "state": self.app_state,
-        }
-        self.scope = scope  # type: ignore[assignment]
         before = self.cycle
-        self.cycle = cycle = _Cycle(self, version != "1.0" and parser.should_keep_alive())
+        self.cycle = cycle = _Cycle(self)
         if before is None or before.response_complete:
             self._unserved = cycle
         else:
@@ -167,8 +150,7 @@ class _Protocol(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         refusal = Refusal(431, f"the head of the request is longer than {self.max_head_bytes} bytes", close=True)
         headers, body = refusal.render()
-        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-        self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], lines, body))
+        self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
         self.transport.close()
 
 
@@ -187,15 +169,40 @@ class _Cycle(RequestResponseCycle):
     _news = False
     _waiter: asyncio.Future[None] | None = None
 
-    def __init__(self, protocol: _Protocol, keep_alive: bool) -> None:
-        self.scope = protocol.scope
+    def __init__(self, protocol: _Protocol) -> None:
+        parser = protocol.parser
+        self.method = parser.get_method().decode("ascii")
+        self.path, self.target = _parse_target(protocol.url)
+        self.headers = protocol.headers
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.on_response = protocol.on_response_complete
-        self._start_task = protocol._start_asgi_task
-        self.keep_alive = keep_alive
+        self._protocol = protocol
+        self._version = version = parser.get_http_version()
+        self.keep_alive = version != "1.0" and parser.should_keep_alive()
         self.waiting_for_100_continue = protocol.expect_100_continue
+
+    @property
+    def scope(self) -> Any:  # type: ignore[override]
+        """ASGI's; made for those who go that way."""
+        protocol = self._protocol
+        raw_path, _, query = self.target.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": self._version,
+            "server": protocol.server,
+            "client": protocol.client,
+            "scheme": protocol.scheme,
+            "method": self.method,
+            "root_path": "",
+            "path": self.path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": protocol.app_state,
+        }
 
     @property
     def message_event(self) -> Any:  # type: ignore[override]
@@ -203,13 +210,17 @@ class _Cycle(RequestResponseCycle):
         return self
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends a whole answer."""
-        self._start(status, headers)
-        self._continue(body, False)
+        """Sends a whole answer, whose headers say how long it is."""
+        self.response_started = True
+        end = b"\r\n" if self.keep_alive else _CLOSE
+        if self.method == "HEAD":
+            body = b""
+        self.transport.write(b"".join((_status_line(status), to_wire(headers), end, body)))
+        self._complete()
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Leaves the rest to an ASGI app, in a task."""
-        self._start_task(self, app)  # type: ignore[arg-type]
+        self._protocol._start_asgi_task(self, app)  # type: ignore[arg-type]
 
     def leave(self) -> None:
         """The client is gone."""
@@ -254,30 +265,22 @@ class _Cycle(RequestResponseCycle):
     def _start(self, status: int, headers: Any) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        length = None
-        for name, value in headers:
-            lines.append(b"%b: %b\r\n" % (name, value))
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"connection" and value == b"close":
-                self.keep_alive = False
-        if self.scope["method"] == "HEAD" or status in NO_BODY:
+        head = _status_line(status) + to_wire(headers, _CONNECTION)
+        if find(headers, b"connection") == b"close":
+            self.keep_alive = False
+        if self.method == "HEAD" or status in NO_BODY:
             pass
-        elif length is None:
+        elif (length := find(headers, b"content-length")) is None:
             self.chunked_encoding = True
-            lines.append(b"transfer-encoding: chunked\r\n")
+            head += b"transfer-encoding: chunked\r\n"
         else:
-            self.expected_content_length = length
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
+            self.expected_content_length = int(length)
         # It waits for the body, of which the first part is written together with it.
-        self._head = b"".join(lines)
+        self._head = head + (b"\r\n" if self.keep_alive else _CLOSE)
 
     def _continue(self, body: bytes, more: bool) -> None:
         head, self._head = self._head, b""
-        if self.scope["method"] == "HEAD":
+        if self.method == "HEAD":
             body = b""
         elif self.chunked_encoding:
             if body:
@@ -290,9 +293,25 @@ class _Cycle(RequestResponseCycle):
                 raise RuntimeError("the body is not as long as Content-Length says")
         self.transport.write(head + body if head else body)
         if not more:
-            self.response_complete = True
-            self.body = b""
-            self.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+            self._complete()
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        self.body = b""
+        self.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+def _status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+@lru_cache(maxsize=64)
+def _parse_target(url: bytes) -> tuple[str, bytes]:
+    """The path, decoded, and path and query as they are written."""
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    target = b"%b?%b" % (parsed.path, parsed.query) if parsed.query else parsed.path
+    return unquote(path) if "%" in path else path, target

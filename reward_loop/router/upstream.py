@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from reward_loop.errors import ServerError
-from reward_loop.router.headers import RawHeader, to_wire
+from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
 __all__ = [
     "NO_BODY",
@@ -81,6 +81,7 @@ class Answer:
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: list[RawHeader] = []
+        """Those that are not about the connection to the server."""
         self.length: int | None = None
         """What ``Content-Length`` says."""
         self.complete = False
@@ -141,6 +142,7 @@ class Connection(asyncio.Protocol):
         "_ended",
         "_head_only",
         "_headers",
+        "_hop_by_hop",
         "_in_body",
         "_keep",
         "_parser",
@@ -167,6 +169,7 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._arrival: Arrival | None = None
         self._headers: list[RawHeader] = []
+        self._hop_by_hop: list[RawHeader] = []
         self._head_only = False
         self._in_body = False
         self._ended = False
@@ -256,10 +259,12 @@ class Connection(asyncio.Protocol):
         if self._ended:
             raise ValueError("an answer to nothing")
         self._headers = []
+        self._hop_by_hop = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # Otherwise it is a trailer.
-            self._headers.append((name.lower(), value))
+            name = name.lower()
+            (self._hop_by_hop if name in HOP_BY_HOP else self._headers).append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -269,13 +274,14 @@ class Connection(asyncio.Protocol):
         assert answer is not None
         self._in_body = True
         answer.status = status
-        answer.headers = self._headers
+        headers = self._headers
         chunked = False
-        for name, value in self._headers:
-            if name == b"content-length":
-                answer.length = int(value)
-            elif name == b"transfer-encoding":
-                chunked = True
+        if self._hop_by_hop:
+            chunked = find(self._hop_by_hop, b"transfer-encoding") is not None
+            headers = end_to_end(headers, self._hop_by_hop)
+        answer.headers = headers
+        if (length := find(headers, b"content-length")) is not None:
+            answer.length = int(length)
         if self._head_only:
             # The parser waits for a body: it does not know what was asked.
             self._ended = True

@@ -80,6 +80,13 @@ async def test_what_is_http_is_understood(written: bytes, status: int, body: byt
         assert await get(upstream) == (status, body)
 
 
+async def test_answers_lose_only_what_is_about_the_connection() -> None:
+    said = b"HTTP/1.1 200 OK\r\nX-Own: 1\r\nX-Hop: 2\r\nKeep-Alive: x\r\nConnection: x-hop\r\ncontent-length: 0\r\n\r\n"
+    async with raw(saying(said)) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+    assert answer.headers == [(b"x-own", b"1"), (b"content-length", b"0")]
+
+
 async def test_the_answer_to_head_has_no_body() -> None:
     async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")) as upstream:
         assert await get(upstream, b"HEAD") == (200, b"")

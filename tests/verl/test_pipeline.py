@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -142,12 +143,14 @@ def signature_of_prompts(run: Run, step: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`."""
+    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`. After
+    three steps, the agent loop worker is killed."""
     return train(
         tmp_path_factory.mktemp("picky"),
         tiny_generative_model,
         MODE,
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=1000",
+        "trainer.total_epochs=1000",
         "trainer.val_before_train=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
@@ -160,7 +163,7 @@ def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
 
 @pytest.mark.integration
 def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) -> None:
-    assert picky_run.returncode == 0, picky_run.output[-5000:]
+    assert {1, 2, 3} <= picky_run.steps.keys(), picky_run.output[-5000:]
     trained: set[str] = set()
     for step in range(1, 4):
         rollouts = groups(picky_run.rollouts(step))
@@ -176,6 +179,16 @@ def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) ->
     assert sum(thrown) > 0
     failed = [picky_run.steps[step].get("training/rollout_failure/evicted_samples", 0) for step in range(1, 4)]
     assert sum(failed) > 0
+
+
+@pytest.mark.integration
+def test_the_death_of_an_agent_loop_worker_ends_the_run_and_is_named(picky_run: Run) -> None:
+    assert picky_run.returncode == 1
+    last = picky_run.output.strip().splitlines()[-40:]
+    (error,) = (line for line in last if line.startswith("RewardLoopError"))
+    # The latter, if the trainer was about to hand it more prompts.
+    assert re.search("agent loop worker 0 of 1 is lost|a process of the run died", error), last
+    assert "PipelineAgentLoopWorker" in "".join(last)
 
 
 @pytest.mark.integration
