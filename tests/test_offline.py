@@ -397,7 +397,7 @@ def test_an_empty_file(tmp_path, suffix):
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "in.parquet").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"parquet files need pyarrow: pip install 'reward-loop\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"parquet files need pyarrow: pip install pyarrow"):
         list(read_rows(tmp_path / "in.parquet"))
 
 
