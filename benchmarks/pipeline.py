@@ -334,7 +334,7 @@ def main() -> int:
     if options.steps < 1 or options.learning_steps < 5 or options.seeds < 2:
         parser.error("at least --steps 1, --learning-steps 5 and --seeds 2 are needed")
     if with_verl and importlib.util.find_spec("verl") is None:
-        parser.error("--verl: verl is not installed: pip install 'reward-loop[verl]'")
+        parser.error("--verl: verl is not installed: pip install '.[verl]'")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} exists already")
     signal.signal(signal.SIGTERM, _interrupt)

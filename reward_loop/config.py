@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -404,11 +404,14 @@ def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str) -> str
 
 def _group(cls: type[BaseModel], location: list[str]) -> type[BaseModel]:
     """Follow a path of field names to the option group that it ends in."""
-    for name in location:
+    names = iter(location)
+    for name in names:
         field = cls.model_fields.get(name)
         annotation = field.annotation if field else None
         for candidate in (annotation, *get_args(annotation)):
             if isinstance(candidate, type) and issubclass(candidate, BaseModel):
                 cls = candidate
+                if get_origin(annotation) is dict:
+                    next(names, None)  # the user's own name for one of these groups
                 break
     return cls

@@ -17,7 +17,7 @@ import cloudpickle
 from reward_loop._text import duration, listing, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.managers import NaiveRewardLoopManager, scoring_function
+from reward_loop.managers import CompositeRewardLoopManager, NaiveRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.lists import CONTEXT, FIELDS
@@ -186,7 +186,7 @@ class _Trial:
             reward_model_tokenizer=None,
         )
         self._manager = self._new_manager(compute_score=self.function)
-        self.is_composite = hasattr(self._manager, "functions")
+        self.is_composite = isinstance(self._manager, CompositeRewardLoopManager)
         self.functions: dict[str, Any] = self._manager.functions if self.is_composite else {"": self.function}
         """What is called, by the component that it is."""
         self.is_async = any(one.is_async for one in self.functions.values())

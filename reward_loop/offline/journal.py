@@ -86,8 +86,12 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         left = memoryview(line + b"\n")
-        while left:
-            left = left[self._file.write(left) :]
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            error.filename = str(self.path)  # "No space left on device" alone does not say on which
+            raise
 
     def _lock(self) -> None:
         try:

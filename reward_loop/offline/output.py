@@ -28,6 +28,10 @@ def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
         else:
             _write_jsonl(source, temporary, result_of)
         os.replace(temporary, output)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(temporary)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

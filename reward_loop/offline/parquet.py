@@ -22,7 +22,7 @@ def import_parquet() -> tuple[ModuleType, ModuleType]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("parquet files need pyarrow: pip install 'reward-loop[parquet]'") from error
+        raise ConfigError("parquet files need pyarrow: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet
 
 

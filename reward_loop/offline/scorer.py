@@ -50,12 +50,11 @@ def load_scorer(
         FunctionLoadError: a function cannot be found, or not be called with what the reward loop provides.
     """
     cls: Any = managers.get(manager)
-    components = options.components.values() if manager == "composite" else ()
+    is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
+    components = options.components.values() if is_composite else ()
     if spec is None and not components:
-        raise ConfigError(
-            "name the function: file.py:name or package.module:name"
-            + ("" if manager != "composite" else ", or a path for each component: -O components.NAME.path=file.py:name")
-        )
+        instead = ", or a path for each component: -O components.NAME.path=file.py:name" if is_composite else ""
+        raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
     if spec is not None and components and all(component.path for component in components):
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
     loaded = load_function(spec) if spec is not None else None

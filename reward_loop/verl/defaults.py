@@ -9,7 +9,6 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.errors import ConfigError
 from reward_loop.managers.rate_limited import RateLimitedConfig
 
 __all__ = ["CONFIG_DIR", "defaults", "verl_config_dir"]
@@ -19,24 +18,16 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 
 def verl_config_dir() -> Path:
-    """Where the installed verl keeps its Hydra configuration. Found without importing verl.
-
-    Raises:
-        ConfigError: verl is not installed.
-    """
+    """Where the installed verl keeps its Hydra configuration. Found without importing verl."""
     spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        raise ConfigError("verl is not installed: pip install 'reward-loop[verl]'")
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent / "trainer" / "config"
 
 
 @functools.cache
 def defaults() -> DictConfig:
-    """The groups that say how rewards are made, with every option that is known there. Read-only.
-
-    Raises:
-        ConfigError: verl is not installed.
-    """
+    """The groups that say how rewards are made, with every option that is known there. Read-only."""
     directory = verl_config_dir()
     merged = OmegaConf.merge(
         OmegaConf.load(directory / "legacy_reward_impl.yaml"),

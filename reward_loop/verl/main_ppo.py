@@ -221,10 +221,7 @@ def _warn_of_another_verl(package: Path) -> None:
 
 def main() -> None:
     """The command."""
-    try:
-        verl_config = verl_config_dir()
-    except RewardLoopError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    verl_config = verl_config_dir()
     _warn_of_another_verl(verl_config.parents[1])
     searchpath = f"hydra.searchpath=[file://{verl_config},file://{CONFIG_DIR}]"
     # Beside the first override: Hydra takes its flags before or after the overrides, not between them.
