@@ -120,10 +120,12 @@ def _check_pipeline(config: DictConfig) -> None:
     """
     pipeline_options(config)
     sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
+    manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     refused = {
         "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
         "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
         f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
+        f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}": (manager, "leave it out"),
     }
     for what, (given, instead) in refused.items():
         if given:

@@ -206,6 +206,10 @@ def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
         ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False"),
         ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
         ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
+        (
+            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager: leave it out",
+        ),
         ("trainer.v1.reward_pipeline.stall_timeout_s=0", "trainer.v1.reward_pipeline.stall_timeout_s"),
         ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
     ],
