@@ -29,6 +29,7 @@ class Judge:
 def folder(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "reward.py").write_text(FUNCTION)
+    (tmp_path / "lists.py").write_text("def compute_score(solution_strs): return [1 for _ in solution_strs]\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -94,6 +95,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
         ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
         ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
+        ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
         (("score", ".", "--fn", "reward.py"), ". is no file of rollouts, but a folder"),
