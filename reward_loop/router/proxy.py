@@ -59,9 +59,10 @@ class Proxy:
     It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
     neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
 
-    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 413 and 431 for what is
-    too long, 429 when all servers have asked for a pause, 502 when the request has broken several servers, 503 when no
-    server was to be had or too many requests wait, 504 when a server did not answer in time.
+    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 408 when the body did
+    not come in time, 413 and 431 for what is too long, 429 when all servers have asked for a pause, 502 when the
+    request has broken several servers, 503 when no server was to be had or too many requests wait, 504 when a server
+    did not answer in time.
     """
 
     def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
@@ -183,6 +184,12 @@ class Proxy:
         timeout = f"{self._timeout_s:g} s"
         if exchange.waits_for:
             return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
+        if isinstance(exchange, Exchange) and exchange.reading:
+            return Refusal(408, f"the body did not come within the {timeout} that a request may take", close=True)
+        if exchange not in self.watched:
+            return Refusal(
+                503, f"it was not its turn within {timeout}: {self.gate.inside} requests are in work", close=True
+            )
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
