@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -36,30 +36,34 @@ _CLOSE = b"connection: close\r\n\r\n"
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> type[asyncio.Protocol]:
-    """A protocol class for uvicorn.
+def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> Callable[..., asyncio.Protocol]:
+    """What makes protocols for uvicorn.
 
     Args:
         max_head_bytes: longer heads are refused with 431.
         begin: takes a request whose body is there, or says that it is one for the ASGI app.
     """
-    return type("Protocol", (_Protocol,), {"max_head_bytes": max_head_bytes, "begin": staticmethod(begin)})
+    return partial(_Protocol, max_head_bytes, begin)
 
 
 class _Protocol(HttpToolsProtocol):
-    max_head_bytes = 0
-    begin: Callable[[Client], bool]
     cycle: Any
     """The request that came last."""
-    _served: _Cycle | None = None
-    """The request in work, or the last one that was."""
-    _unserved: _Cycle | None = None
-    """One whose turn it is, while it is not known whether its body has come with it."""
-    _upgrading = False
-    """While a head is parsed that asks for another protocol."""
-    _in_head = True
-    _head_bytes = 0
-    _idle_since = 0.0
+
+    def __init__(self, max_head_bytes: int, begin: Callable[[Client], bool], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # What is read for each request is no attribute of the class: Python 3.11 takes long to find those.
+        self._max_head_bytes = max_head_bytes
+        self._begin = begin
+        self._served: _Cycle | None = None
+        """The request in work, or the last one that was."""
+        self._unserved: _Cycle | None = None
+        """One whose turn it is, while it is not known whether its body has come with it."""
+        self._upgrading = False
+        """While a head is parsed that asks for another protocol."""
+        self._in_head = True
+        self._head_bytes = 0
+        self._idle_since = 0.0
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -75,7 +79,7 @@ class _Protocol(HttpToolsProtocol):
         if self._unserved and not self.transport.is_closing():
             self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
-        if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
+        if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse_head()
         return None
 
@@ -156,7 +160,7 @@ class _Protocol(HttpToolsProtocol):
         self._unserved = None
         self._served = cycle
         # A task waits for a client that does not read its answers; callbacks do not.
-        if cycle.more_body or self.flow.write_paused or not self.begin(cycle):
+        if cycle.more_body or self.flow.write_paused or not self._begin(cycle):
             self._start_asgi_task(cycle, self.app)
         elif self.flow.read_paused and not self.pipeline:
             # Its body was long, and is there; now its leaving is to be noticed.
@@ -173,7 +177,7 @@ class _Protocol(HttpToolsProtocol):
         self.data_received(head + rest)
 
     def _refuse_head(self) -> None:
-        refusal = Refusal(431, f"the head of the request is longer than {self.max_head_bytes} bytes", close=True)
+        refusal = Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
         headers, body = refusal.render()
         self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
         self.transport.close()
@@ -182,17 +186,14 @@ class _Protocol(HttpToolsProtocol):
 class _Cycle(RequestResponseCycle):
     """One request and its answer, for ASGI and as a `Client`."""
 
+    body: bytes  # type: ignore[assignment]
     disconnected = False
-    body = b""  # type: ignore[assignment]
-    more_body = True
     response_started = False
-    response_complete = False
     chunked_encoding = False
     expected_content_length = 0
     on_leave: Callable[[], None] | None = None
     _head = b""
     _news = False
-    _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, protocol: _Protocol) -> None:
         parser = protocol.parser
@@ -206,6 +207,10 @@ class _Cycle(RequestResponseCycle):
         self._protocol = protocol
         self._version = version = parser.get_http_version()
         self.keep_alive = version != "1.0" and parser.should_keep_alive()
+        self.body = b""
+        self.more_body = True
+        self.response_complete = False
+        self._waiter: asyncio.Future[None] | None = None
         self.waiting_for_100_continue = protocol.expect_100_continue
 
     @property
