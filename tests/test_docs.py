@@ -192,8 +192,9 @@ def test_training_commands_are_accepted(
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
+    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
     from reward_loop.verl.main_ppo import _check_function
-    from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+    from reward_loop.verl.options import settle
 
     write_named(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -255,7 +256,7 @@ def test_the_options_are_those_of_the_code() -> None:
         assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
     pytest.importorskip("verl")
-    from reward_loop.verl.options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
+    from reward_loop.verl.modes import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
     for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
         assert between("docs/verl.md", f"options {group}") == options(config, group)

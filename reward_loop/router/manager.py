@@ -117,7 +117,8 @@ class RewardModelManager:
         return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
 
     async def __aenter__(self) -> Self:
-        models = served_models(self._config)
+        # It reads files, and may ask the Hugging Face hub.
+        models = await asyncio.to_thread(served_models, self._config)
         if (self._config.placement == "colocated") is not (self._gpus is not None):
             raise ConfigError(
                 "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "

@@ -10,7 +10,9 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl.options import PIPELINE_MODE, has_reward_queue, reward_loop_options, reward_model_options
+from reward_loop.verl.modes import PIPELINE_MODE, has_reward_queue
+from reward_loop.verl.options import reward_loop_options
+from reward_loop.verl.reward_model import reward_model_options
 
 __all__ = ["TaskRunner"]
 
