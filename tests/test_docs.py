@@ -293,6 +293,6 @@ def test_the_judge_that_the_page_shows_gets_an_answer(tmp_path: Path, tiny_discr
     write_named("docs/verl.md", tmp_path)
     judge = ScoringFunction(load_function(f"{tmp_path}/judge.py"))
     sample = RewardSample("4", extra_info={"question": "2+2="})
-    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as address:
-        result = asyncio.run(judge(sample, reward_router_address=address))
+    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as model:
+        result = asyncio.run(judge(sample, reward_router_address=model.reward_router_address))
     assert result.outcome == "scored", result.error

@@ -45,6 +45,7 @@ class Exchange:
         "_watch",
         "arrived",
         "broken_off",
+        "reading",
         "scope",
         "started",
         "waits_for",
@@ -64,6 +65,8 @@ class Exchange:
         """Whether an answer has begun."""
         self.waits_for: str | None = None
         """The URL of the server that has it."""
+        self.reading = False
+        """Whether its body is still to come."""
         self.broken_off: Exception | None = None
         """Why its task was cancelled."""
         self._receive = receive
@@ -112,6 +115,7 @@ class Exchange:
             self._check_length(len(body), limit)
             return body
         self.set_timer()
+        self.reading = True
         parts = []
         length = 0
         while True:
@@ -121,6 +125,7 @@ class Exchange:
             length += len(parts[-1])
             self._check_length(length, limit)
             if not message.get("more_body"):
+                self.reading = False
                 return b"".join(parts)
             message = await self._receive()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -36,39 +36,52 @@ _CLOSE = b"connection: close\r\n\r\n"
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> type[asyncio.Protocol]:
-    """A protocol class for uvicorn.
+def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> Callable[..., asyncio.Protocol]:
+    """What makes protocols for uvicorn.
 
     Args:
         max_head_bytes: longer heads are refused with 431.
         begin: takes a request whose body is there, or says that it is one for the ASGI app.
     """
-    return type("Protocol", (_Protocol,), {"max_head_bytes": max_head_bytes, "begin": staticmethod(begin)})
+    return partial(_Protocol, max_head_bytes, begin)
 
 
 class _Protocol(HttpToolsProtocol):
-    max_head_bytes = 0
-    begin: Callable[[Client], bool]
     cycle: Any
     """The request that came last."""
-    _served: _Cycle | None = None
-    """The request in work, or the last one that was."""
-    _unserved: _Cycle | None = None
-    """One whose turn it is, while it is not known whether its body has come with it."""
-    _in_head = True
-    _head_bytes = 0
-    _idle_since = 0.0
+
+    def __init__(self, max_head_bytes: int, begin: Callable[[Client], bool], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # What is read for each request is no attribute of the class: Python 3.11 takes long to find those.
+        self._max_head_bytes = max_head_bytes
+        self._begin = begin
+        self._served: _Cycle | None = None
+        """The request in work, or the last one that was."""
+        self._unserved: _Cycle | None = None
+        """One whose turn it is, while it is not known whether its body has come with it."""
+        self._upgrading = False
+        """While a head is parsed that asks for another protocol."""
+        self._in_head = True
+        self._head_bytes = 0
+        self._idle_since = 0.0
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            return self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._upgrading:
+                return self._stay(data[upgrade.args[0] :])
         # Not within the parser, which would take an exception for a request that is not HTTP.
         if self._unserved and not self.transport.is_closing():
             self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
-        if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
+        if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse_head()
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -86,6 +99,11 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        if self.parser.should_upgrade():
+            upgrade = find(self.headers, b"upgrade")
+            if upgrade and upgrade.lower() != b"websocket":
+                self._upgrading = True
+                return
         before = self.cycle
         self.cycle = cycle = _Cycle(self)
         if before is None or before.response_complete:
@@ -104,13 +122,14 @@ class _Protocol(HttpToolsProtocol):
             cycle.set()
 
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
         # The first bytes of the next head come before its beginning is parsed.
         self._in_head = True
         self.cycle.more_body = False
         self.cycle.set()
 
     def on_response_complete(self) -> None:
-        self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -130,9 +149,6 @@ class _Protocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _unset_keepalive_if_required(self) -> None:
-        """Leaves the timer alone."""
-
     def _set_timer(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
@@ -144,11 +160,24 @@ class _Protocol(HttpToolsProtocol):
         self._unserved = None
         self._served = cycle
         # A task waits for a client that does not read its answers; callbacks do not.
-        if cycle.more_body or self.flow.write_paused or not self.begin(cycle):
+        if cycle.more_body or self.flow.write_paused or not self._begin(cycle):
             self._start_asgi_task(cycle, self.app)
+        elif self.flow.read_paused and not self.pipeline:
+            # Its body was long, and is there; now its leaving is to be noticed.
+            self.flow.resume_reading()
+
+    def _stay(self, rest: bytes) -> None:
+        """Reads a request without its wish for another protocol, which may be ignored (RFC 9110, 7.8).
+
+        The parser would take the request's body for bytes of that protocol.
+        """
+        self._upgrading = False
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, to_wire(self.headers, {b"upgrade"}))
+        self.data_received(head + rest)
 
     def _refuse_head(self) -> None:
-        refusal = Refusal(431, f"the head of the request is longer than {self.max_head_bytes} bytes", close=True)
+        refusal = Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
         headers, body = refusal.render()
         self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
         self.transport.close()
@@ -157,17 +186,14 @@ class _Protocol(HttpToolsProtocol):
 class _Cycle(RequestResponseCycle):
     """One request and its answer, for ASGI and as a `Client`."""
 
+    body: bytes  # type: ignore[assignment]
     disconnected = False
-    body = b""  # type: ignore[assignment]
-    more_body = True
     response_started = False
-    response_complete = False
     chunked_encoding = False
     expected_content_length = 0
     on_leave: Callable[[], None] | None = None
     _head = b""
     _news = False
-    _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, protocol: _Protocol) -> None:
         parser = protocol.parser
@@ -181,6 +207,10 @@ class _Cycle(RequestResponseCycle):
         self._protocol = protocol
         self._version = version = parser.get_http_version()
         self.keep_alive = version != "1.0" and parser.should_keep_alive()
+        self.body = b""
+        self.more_body = True
+        self.response_complete = False
+        self._waiter: asyncio.Future[None] | None = None
         self.waiting_for_100_continue = protocol.expect_100_continue
 
     @property
@@ -216,7 +246,7 @@ class _Cycle(RequestResponseCycle):
         if self.method == "HEAD":
             body = b""
         self.transport.write(b"".join((_status_line(status), to_wire(headers), end, body)))
-        self._complete()
+        self._end()
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Leaves the rest to an ASGI app, in a task."""
@@ -293,12 +323,12 @@ class _Cycle(RequestResponseCycle):
                 raise RuntimeError("the body is not as long as Content-Length says")
         self.transport.write(head + body if head else body)
         if not more:
-            self._complete()
+            self._end()
+            self.set()
 
-    def _complete(self) -> None:
+    def _end(self) -> None:
         self.response_complete = True
         self.body = b""
-        self.set()
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
@@ -312,6 +342,7 @@ def _status_line(status: int) -> bytes:
 def _parse_target(url: bytes) -> tuple[str, bytes]:
     """The path, decoded, and path and query as they are written."""
     parsed = httptools.parse_url(url)
-    path = parsed.path.decode("ascii")
-    target = b"%b?%b" % (parsed.path, parsed.query) if parsed.query else parsed.path
+    raw_path = parsed.path or b"/"
+    path = raw_path.decode("ascii")
+    target = b"%b?%b" % (raw_path, parsed.query) if parsed.query else raw_path
     return unquote(path) if "%" in path else path, target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -59,9 +59,10 @@ class Proxy:
     It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
     neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
 
-    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 413 and 431 for what is
-    too long, 429 when all servers have asked for a pause, 502 when the request has broken several servers, 503 when no
-    server was to be had or too many requests wait, 504 when a server did not answer in time.
+    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 408 when the body did
+    not come in time, 413 and 431 for what is too long, 429 when all servers have asked for a pause, 502 when the
+    request has broken several servers, 503 when no server was to be had or too many requests wait, 504 when a server
+    did not answer in time.
     """
 
     def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
@@ -71,6 +72,7 @@ class Proxy:
         self._forwarder = Forwarder(pool, self.budget, config)
         self.loop = asyncio.get_running_loop()
         self._pool = pool
+        self._key = pool.policy.key
         self._timeout_s = config.request_timeout_s
         self._max_body_bytes = config.max_body_bytes
         self._max_header_bytes = config.max_header_bytes
@@ -142,12 +144,7 @@ class Proxy:
     def begin(self, client: Client) -> bool:
         """Forwards a request whose body is there, if nothing stands in its way; else it is one for :meth:`__call__`."""
         path, body = client.path, client.body
-        if (
-            not self.gate.has_room
-            or len(body) > self._max_body_bytes
-            or self._timeout_s < _SHORT_S
-            or path == "/v1/models"
-        ):
+        if len(body) > self._max_body_bytes or self._timeout_s < _SHORT_S or path == "/v1/models":
             return False
         try:
             headers = self._headers_for_servers(client.headers)
@@ -157,9 +154,8 @@ class Proxy:
             return False
         pool = self._pool
         worker = pool.pick(pool.group(*request.destination), request.key)
-        if not worker:
+        if not worker or not self.gate.enter_at_once():
             return False
-        self.gate.enter_at_once()
         self.budget.earn()
         self._watch(_Direct(self, client, request, worker, self._timeout_s))
         return True
@@ -183,6 +179,12 @@ class Proxy:
         timeout = f"{self._timeout_s:g} s"
         if exchange.waits_for:
             return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
+        if isinstance(exchange, Exchange) and exchange.reading:
+            return Refusal(408, f"the body did not come within the {timeout} that a request may take", close=True)
+        if exchange not in self.watched:
+            return Refusal(
+                503, f"it was not its turn within {timeout}: {self.gate.inside} requests are in work", close=True
+            )
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
@@ -211,10 +213,6 @@ class Proxy:
         if fields.get(b"upgrade", b"").lower() == b"websocket":
             raise Refusal(501, "the router does not forward WebSockets", close=True)
         return passed_on
-
-    def _key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        policy = self._pool.policy
-        return policy.key(headers, body) if policy.by_content else 0
 
     def _request(self, method: str, path: str, target: bytes, headers: bytes, body: bytes, key: int) -> Request:
         if body or method in _WITH_BODY:

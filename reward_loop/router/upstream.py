@@ -187,6 +187,8 @@ class Connection(asyncio.Protocol):
         self._upstream.busy.add(self)
         self._arrival = arrival
         self._answer = Answer(self)
+        self._headers = []
+        self._hop_by_hop = []
         self._head_only = head_only
         self._in_body = self._ended = self._keep = False
         self.heard = False
@@ -255,12 +257,6 @@ class Connection(asyncio.Protocol):
 
     # The parser's callbacks
 
-    def on_message_begin(self) -> None:
-        if self._ended:
-            raise ValueError("an answer to nothing")
-        self._headers = []
-        self._hop_by_hop = []
-
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # Otherwise it is a trailer.
             name = name.lower()
@@ -268,7 +264,11 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if self._ended:
+            raise ValueError("an answer to nothing")
         if status < 200:
+            self._headers = []
+            self._hop_by_hop = []
             return
         answer = self._answer
         assert answer is not None
@@ -283,8 +283,9 @@ class Connection(asyncio.Protocol):
         if (length := find(headers, b"content-length")) is not None:
             answer.length = int(length)
         if self._head_only:
-            # The parser waits for a body: it does not know what was asked.
+            # The parser would wait for a body: it does not know what was asked.
             self._ended = True
+            self._keep = self._parser.should_keep_alive()
             return
         self._to_its_end = answer.length is None and not chunked and status not in NO_BODY
         if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in NO_BODY:
@@ -294,13 +295,15 @@ class Connection(asyncio.Protocol):
         return
 
     def on_body(self, body: bytes) -> None:
-        if self._answer and not self._ended:
+        if self._head_only:
+            self._keep = False
+        elif self._answer:
             self._answer.add(body)
 
     def on_message_complete(self) -> None:
-        if self._in_body:
+        if self._in_body and not self._head_only:
             self._ended = True
-            self._keep = not self._head_only and self._parser.should_keep_alive()
+            self._keep = self._parser.should_keep_alive()
 
     def _finish(self, *, keep: bool) -> None:
         answer, arrival = self._answer, self._arrival
@@ -308,6 +311,8 @@ class Connection(asyncio.Protocol):
         assert answer is not None
         answer.complete = True
         self.used = True
+        if self._head_only:
+            self._parser = httptools.HttpResponseParser(self)
         # A server may answer before it has read everything: such a connection is of no more use.
         if keep and not self._transport.get_write_buffer_size():
             self.resume()

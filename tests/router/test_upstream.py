@@ -92,6 +92,23 @@ async def test_the_answer_to_head_has_no_body() -> None:
         assert await get(upstream, b"HEAD") == (200, b"")
 
 
+@pytest.mark.parametrize(("body", "connections"), [(b"", 1), (b"x" * 99, 2)])
+async def test_the_connection_of_a_head_is_used_again_unless_a_body_came(body: bytes, connections: int) -> None:
+    count = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n" + body if head.startswith(b"HEAD") else OK)
+
+    async with raw(serve) as upstream:
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert await get(upstream) == (200, b"ok")
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert count == connections
+
+
 @pytest.mark.parametrize(
     "written",
     [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", b"SSH-2.0\r\n", b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n"],
