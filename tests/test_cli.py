@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ class Judge:
 def folder(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "reward.py").write_text(FUNCTION)
+    (tmp_path / "lists.py").write_text("def compute_score(solution_strs): return [1 for _ in solution_strs]\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -95,6 +95,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
         ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
         ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
+        ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
         (("score", ".", "--fn", "reward.py"), ". is no file of rollouts, but a folder"),
@@ -210,12 +211,7 @@ def test_a_killed_run_goes_on(folder, number):
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     while not (folder / "blocked").exists():
         assert run.poll() is None, run.stderr.read()
-    for _ in range(6):
-        # Again where it is lost: asyncio.run does not notice a signal that comes just before its loop goes to sleep.
-        run.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(timeout=10)
-            break
+    run.send_signal(number)
     _, errors = run.communicate(timeout=30)
     if number == signal.SIGINT:
         assert run.returncode == 130
@@ -226,6 +222,28 @@ def test_a_killed_run_goes_on(folder, number):
     assert "3 of them by an earlier run" in done.stdout
     # Only the row that was in work when the run died is called twice.
     assert (folder / "calls").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("command", ["score", "check"])
+def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
+    (folder / "interrupts.py").write_text(
+        "import signal, threading\n"
+        "def compute_score(solution_str):\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+    )
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    given = {
+        "score": ["rollouts.jsonl", "--fn", "interrupts.py", "--concurrency", "1"],
+        "check": ["interrupts.py", "--data", "rollouts.jsonl"],
+    }
+    started = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()", command, *given[command]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [*started, "-f", "solution_str=output"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Interrupted" in done.stderr
 
 
 SIMULATE = (
@@ -256,6 +274,11 @@ def test_simulate_one_mode_with_a_timeline(tmp_path):
     shown = run(*SIMULATE, "--mode", "both", "--timeline", str(tmp_path / "timeline"), "--arrival", "during")
     assert "baseline" not in shown
     assert (tmp_path / "timeline").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_with_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "latencies").write_bytes(b"\xff\xfe\x00")
+    assert "judge latencies cannot be read" in run(*SIMULATE, "--judge", f"file:{tmp_path}/latencies", code=1)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop import _options
+from reward_loop._interrupt import run
 from reward_loop._json import encode
 from reward_loop._text import duration, shorten
 from reward_loop.offline import Fields, check_input, read_rows
@@ -83,7 +83,7 @@ def command(
     fields = Fields(_options.pairs(field, "--field"), data_source=data_source, requires=scorer.requires)
     samples = [fields.to_sample(row) for row in islice(read_rows(data), rows)]
     with err.status("loading") as status:
-        report = asyncio.run(
+        report = run(
             check(
                 scorer.loaded,
                 samples,

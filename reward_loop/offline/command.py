@@ -119,6 +119,11 @@ def score(
     }
     config = parse(RewardLoopConfig, options, "reward_loop")
     scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+    if getattr(scorer.manager, "needs_group", False):
+        raise ConfigError(
+            f"--manager {manager} compares the responses to a prompt, and a file of rollouts has no groups: try such a "
+            f"function with `reward-loop check --manager {manager}`"
+        )
     if scorer.has_post_process:
         _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
     progress = Progress(

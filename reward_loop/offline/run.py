@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop._interrupt import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.journal import Journal
 from reward_loop.offline.output import write_output
@@ -129,7 +130,7 @@ def score_file(
         resumed = len(journal)
         on_row(resumed)
         todo = (row for row in read_rows(source) if row.index not in journal)
-        asyncio.run(_score_rows(todo, manager, fields, journal, concurrency, on_row))
+        run(_score_rows(todo, manager, fields, journal, concurrency, on_row))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from reward_loop.errors import (
 from reward_loop.processes.ended import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.scoring.deadlines import no_wait
+from reward_loop.scoring.eager import EagerTasks
 from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job
@@ -95,10 +96,9 @@ class ScoringFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
-        self._abandoned: set[asyncio.Future[Any]] = set()
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
-        self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
+        self._tasks: EagerTasks | None = None
         self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
         self.timeout = options.timeout
 
@@ -166,7 +166,7 @@ class ScoringFunction:
             ConfigError: the file of the cache cannot be used.
         """
         if sample.error is not None:
-            return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
+            return not_called(sample)
         arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
         share = "validate" if sample.validate else "train"
         if self._cache is not None:
@@ -184,6 +184,8 @@ class ScoringFunction:
         return result
 
     def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
+        if ended.exception is None and ended.cut_short is None and not ended.described:
+            return to_result(ended.value, sample, self._target.name, ended)
         where = f"{describe(sample)}: {self.name}"
         if isinstance(ended.exception, JobServiceError):
             raise ended.exception
@@ -191,14 +193,12 @@ class ScoringFunction:
             result = ended_badly(type(ended.cut_short)(f"{where} {ended.cut_short}"), ended.seconds)
             if isinstance(ended.cut_short, BudgetSpentError):
                 result = replace(result, outcome=Outcome.UNSCORED)
-        elif ended.exception is not None or ended.described:
+        else:
             what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
             again = f"was called {ended.attempts} times, and at last " if ended.attempts > 1 else ""
             failure = RewardFunctionError(f"{where} {again}{what}")
             failure.__cause__ = ended.exception
             result = ended_badly(failure, ended.seconds)
-        else:
-            return to_result(ended.value, where, ended.seconds, ended.attempts, ended.waited, ended.queued)
         return replace(result, attempts=ended.attempts, wait_seconds=ended.waited, queue_seconds=ended.queued)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
@@ -265,6 +265,12 @@ class ScoringFunction:
             self._job = (loop, job_of(self._options))
         return self._job[1]
 
+    def _tasks_here(self) -> EagerTasks:
+        loop = asyncio.get_running_loop()
+        if self._tasks is None or self._tasks.loop is not loop:
+            self._tasks = EagerTasks(loop)
+        return self._tasks
+
     async def _call(self, arguments: dict[str, Any], share: str) -> Ended:
         """Call the function, and again while it fails in a way that may pass."""
         job = self._job_here()
@@ -324,12 +330,16 @@ class ScoringFunction:
         token = current_limits.set(limits)
         try:
             if self._target.is_async:
-                # As `_on_loop`, without its coroutine: with thousands of calls in flight each counts.
-                call = self._start(self._target.call, arguments, self.timeout, limits.waited)
-                try:
-                    ended = await call.future
-                finally:
-                    self._leave(call, self.timeout)
+                tasks = self._tasks_here()
+                begun = tasks.begin(_await(self._target.call, arguments), self.timeout, limits.waited)
+                if isinstance(begun, Ended):
+                    ended = begun
+                    await asyncio.sleep(0)  # who calls it for one sample after the other lets others have their turn
+                else:  # as `_on_loop`, without its coroutine: with thousands of calls in flight each counts
+                    try:
+                        ended = await begun.future
+                    finally:
+                        tasks.leave(begun, self.timeout)
             else:
                 ended = await self._run_sync(arguments, limits)
         except TimeoutError as error:
@@ -367,52 +377,19 @@ class ScoringFunction:
     async def _on_loop(
         self, value: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
     ) -> Ended:
-        call = self._start(lambda: value, {}, timeout, waited)
+        tasks = self._tasks_here()
+        begun = tasks.begin(_await(lambda: value, {}), timeout, waited)
+        if isinstance(begun, Ended):
+            return begun
         try:
-            return await call.future
+            ended: Ended = await begun.future
+            return ended
         finally:
-            self._leave(call, timeout)
-
-    def _start(
-        self,
-        function: Callable[..., Awaitable[Any]],
-        arguments: dict[str, Any],
-        timeout: float | None,
-        waited: Callable[[float], float],
-    ) -> _OnLoop:
-        """Start an async call. Its future gets how it ended, or a `TimeoutError` at its deadline."""
-        # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
-        # at its deadline, and the sample still ends.
-        # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
-        loop = asyncio.get_running_loop()
-        if self._deadlines is None or self._deadlines[0] is not loop:
-            self._deadlines = (loop, Deadlines(loop))
-        call = _OnLoop(loop.create_future(), waited)
-        call.deadlines = self._deadlines[1]
-        call.task = loop.create_task(_await(function, arguments, call))
-        if timeout is not None:
-            call.deadlines.watch(call, timeout)
-        return call
-
-    def _leave(self, call: _OnLoop, timeout: float | None) -> None:
-        """Nobody waits for an async call any more: if it has not ended, it is cancelled."""
-        if timeout is not None:
-            call.deadlines.forget(call, timeout)
-        if not call.task.done():
-            self._abandoned.add(call.task)
-            call.task.add_done_callback(self._abandoned.discard)
-            call.task.cancel()
+            tasks.leave(begun, timeout)
 
 
-class _OnLoop(Watched):
-    __slots__ = ("deadlines", "task")
-    deadlines: Deadlines
-    task: asyncio.Task[None]
-
-
-async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
+async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Ended:
     """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
-    call.started = time.monotonic()
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
@@ -423,47 +400,55 @@ async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, A
     except BaseException as error:
         task = asyncio.current_task()
         if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-            call.future.cancel()
             raise
         exception = error
-    if not call.future.done():
-        call.future.set_result(Ended(value, exception, time.perf_counter() - started))
+    return Ended(value, exception, time.perf_counter() - started)
 
 
 def _not_called(reason: ScoringError) -> Ended:
     return Ended(None, None, 0.0, attempts=0, cut_short=reason)
 
 
-def to_result(
-    returned: Any,
-    where: str,
-    seconds: float = 0.0,
-    attempts: int = 1,
-    wait_seconds: float = 0.0,
-    queue_seconds: float = 0.0,
-) -> RewardResult:
-    """Turn what a function returned for a sample into its result; ``where`` names both in messages."""
+def to_result(returned: Any, sample: RewardSample, name: str, ended: Ended) -> RewardResult:
+    """Turn what a function returned for a sample into its result.
+
+    Args:
+        returned: what it returned.
+        sample: which one, for messages.
+        name: of the function, for messages.
+        ended: how the call ended.
+    """
+    problem: ScoringError | None = None
     try:
         score, extra_info = normalise(returned)
+        outcome = Outcome.SCORED
+        if score is None:
+            outcome, problem = Outcome.UNSCORED, UnscoredError(f"{describe(sample)}: {name} gave no score")
     except InvalidScoreError as error:
-        failed = ended_badly(InvalidScoreError(f"{where} {error}"), seconds)
-        return replace(failed, attempts=attempts, wait_seconds=wait_seconds, queue_seconds=queue_seconds)
-    unscored = None if score is not None else UnscoredError(f"{where} gave no score")
+        score, extra_info, outcome = None, {}, Outcome.FAILED
+        problem = InvalidScoreError(f"{describe(sample)}: {name} {error}")
     return RewardResult(
-        Outcome.SCORED if unscored is None else Outcome.UNSCORED,
+        outcome,
         score,
         extra_info,
-        seconds=seconds,
-        attempts=attempts,
-        wait_seconds=wait_seconds,
-        queue_seconds=queue_seconds,
-        exception=unscored,
+        str(problem) if outcome is Outcome.FAILED else None,
+        ended.seconds,
+        ended.attempts,
+        ended.waited,
+        problem,
+        None,
+        ended.queued,
     )
 
 
 def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
     """Return the result of a sample that failed."""
     return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def not_called(sample: RewardSample) -> RewardResult:
+    """Return the result of a sample whose row is broken."""
+    return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
 
 
 def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from reward_loop.config import LimitConfig
@@ -21,14 +20,16 @@ PERIOD_S = 60.0
 class Ticket:
     """One call's place: in the queue, then among those in flight, then nowhere."""
 
-    __slots__ = ("admit", "charge", "share", "state", "tokens")
+    __slots__ = ("charge", "share", "state", "tokens")
 
-    def __init__(self, tokens: float, share: str, admit: Callable[[], None]) -> None:
+    def __init__(self, tokens: float, share: str) -> None:
         self.tokens = tokens
         self.share = share
-        self.admit = admit
         self.state = "waiting"
         self.charge: Charge | None = None
+
+    def admit(self) -> None:
+        """The call may begin: from now on it is in flight."""
 
 
 class Limiter:

@@ -10,7 +10,8 @@ from typing import Any
 
 from reward_loop._text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
-from reward_loop.scoring.call import ScoringFunction, copied, describe, ended_badly, to_result
+from reward_loop.processes.ended import Ended
+from reward_loop.scoring.call import ScoringFunction, copied, describe, not_called, to_result
 from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
@@ -107,10 +108,7 @@ class ListScoringFunction:
         """
         sound = [sample for sample in samples if sample.error is None]
         results = iter(await self._call(sound, context) if sound else [])
-        return [
-            next(results) if sample.error is None else ended_badly(ScoringError(f"{describe(sample)}: {sample.error}"))
-            for sample in samples
-        ]
+        return [next(results) if sample.error is None else not_called(sample) for sample in samples]
 
     async def _call(self, samples: list[RewardSample], context: dict[str, Any]) -> list[RewardResult]:
         names = [str(sample.uid) for sample in samples[:_NAMED]]
@@ -125,20 +123,18 @@ class ListScoringFunction:
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
             problem = f"{self.name} was given {len(samples)} samples, and must return a list of as many scores"
             return [
-                ended_badly(
-                    InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"), called.seconds
-                )
+                _failed(InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"), called)
                 for sample in samples
             ]
-        return [
-            replace(
-                _result(item, f"{describe(sample)}: {self.name}", called.seconds),
-                attempts=called.attempts,
-                wait_seconds=called.wait_seconds,
-                queue_seconds=called.queue_seconds,
-            )
-            for sample, item in zip(samples, returned, strict=True)
-        ]
+        return [self._result(sample, item, called) for sample, item in zip(samples, returned, strict=True)]
+
+    def _result(self, sample: RewardSample, item: Any, called: RewardResult) -> RewardResult:
+        ended = Ended(item, None, called.seconds, "", called.attempts, called.wait_seconds, called.queue_seconds)
+        if not isinstance(item, BaseException):
+            return to_result(item, sample, self.name, ended)
+        failure = RewardFunctionError(f"{describe(sample)}: {self.name} gave {type(item).__name__}: {item}")
+        failure.__cause__ = item
+        return _failed(failure, called)
 
 
 def _call(
@@ -169,9 +165,8 @@ def _packed(returned: Any) -> dict[str, Any]:
     return {"score": 0.0, "returned": returned.tolist() if hasattr(returned, "tolist") else returned}
 
 
-def _result(item: Any, where: str, seconds: float) -> RewardResult:
-    if not isinstance(item, BaseException):
-        return to_result(item, where, seconds)
-    failure = RewardFunctionError(f"{where} gave {type(item).__name__}: {item}")
-    failure.__cause__ = item
-    return ended_badly(failure, seconds)
+def _failed(problem: ScoringError, called: RewardResult) -> RewardResult:
+    """Return the result of a sample that failed in a call that itself ended well."""
+    return replace(
+        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import secrets
 import threading
@@ -118,11 +117,10 @@ class _Client:
         self._calls.clear()
 
     def _enter(self, call: int, name: str, tokens: float, share: str) -> None:
-        def take(ticket: Ticket) -> None:
-            self._calls[call] = (name, ticket)
-
+        ticket = _There(self.lines, call, tokens, share)
+        self._calls[call] = (name, ticket)
         try:
-            self._state.queue(name, tokens, share, functools.partial(self.lines.send, "admit", call), take)
+            self._state.queue(name, ticket)
         except LimitError as error:
             self._calls.pop(call, None)
             self.lines.send("refuse", call, str(error))
@@ -160,6 +158,20 @@ class _Client:
 
     def _status(self, request: int) -> None:
         self.lines.send("answer", request, self._state.status())
+
+
+class _There(Ticket):
+    """The place of a call in a client's process."""
+
+    __slots__ = ("_call", "_lines")
+
+    def __init__(self, lines: Lines, call: int, tokens: float, share: str) -> None:
+        super().__init__(tokens, share)
+        self._lines = lines
+        self._call = call
+
+    def admit(self) -> None:
+        self._lines.send("admit", self._call)
 
 
 @contextlib.contextmanager

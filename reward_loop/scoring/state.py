@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from reward_loop._text import did_you_mean, listing
@@ -45,15 +44,14 @@ class JobState:
 
     async def enter(self, name: str, tokens: float, share: str) -> Place:
         """Wait for a place within a limit."""
-        place = _Here(self, name)
-        self.queue(name, tokens, share, place.admitted, place.take)
-        await place.wait(self._limiters[name].config.max_wait)
+        place = _Here(self, name, tokens, share)
+        self.queue(name, place)
+        if place.state == "waiting":
+            await place.wait(self._limiters[name].config.max_wait)
         return place
 
-    def queue(
-        self, name: str, tokens: float, share: str, admit: Callable[[], None], take: Callable[[Ticket], None]
-    ) -> None:
-        """Queue a call. ``take`` is given its ticket, and ``admit`` is called when it may begin, perhaps at once.
+    def queue(self, name: str, ticket: Ticket) -> None:
+        """Queue a call; it is admitted when it may begin, perhaps at once.
 
         Raises:
             LimitError: there is no such limit, or it never lets this call through.
@@ -64,10 +62,10 @@ class JobState:
                 f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
                 f"reward_loop.limits: {listing(self._limiters) or 'none'}"
             )
-        ticket = Ticket(tokens or limiter.config.estimated_tokens_per_request, share, admit)
-        take(ticket)
+        ticket.tokens = ticket.tokens or limiter.config.estimated_tokens_per_request
         limiter.enter(time.monotonic(), ticket)
-        self._advance(name)
+        if limiter.has_queue:
+            self._advance(name)
 
     def correct(self, name: str, ticket: Ticket, tokens: float) -> None:
         """Correct the tokens of a call."""
@@ -76,8 +74,10 @@ class JobState:
 
     def leave(self, name: str, ticket: Ticket, refused: bool, retry_after: float | None) -> None:
         """A call has ended, or will not be made."""
-        self._limiters[name].leave(time.monotonic(), ticket, refused=refused, retry_after=retry_after)
-        self._advance(name)
+        limiter = self._limiters[name]
+        limiter.leave(time.monotonic(), ticket, refused=refused, retry_after=retry_after)
+        if limiter.has_queue:
+            self._advance(name)
 
     def configure(self, name: str, changes: dict[str, Any]) -> None:
         """Change some options of a limit, or add one, while the job runs.
@@ -148,28 +148,22 @@ class JobState:
             self._timers[name] = asyncio.get_running_loop().call_later(delay, self._advance, name)
 
 
-class _Here:
+class _Here(Ticket):
     """A place of a call in this process."""
 
-    __slots__ = ("_job", "_name", "_ticket", "_turn")
+    __slots__ = ("_job", "_name", "_turn")
 
-    def __init__(self, job: JobState, name: str) -> None:
+    def __init__(self, job: JobState, name: str, tokens: float, share: str) -> None:
+        super().__init__(tokens, share)
         self._job = job
         self._name = name
-        self._ticket: Ticket | None = None
         self._turn: asyncio.Future[None] | None = None
 
-    def take(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def admitted(self) -> None:
+    def admit(self) -> None:
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)
 
     async def wait(self, max_wait: float | None) -> None:
-        assert self._ticket is not None
-        if self._ticket.state == "in flight":
-            return
         loop = asyncio.get_running_loop()
         turn = self._turn = loop.create_future()
         # By hand: `asyncio.timeout` costs several times as much, with thousands that wait.
@@ -184,12 +178,10 @@ class _Here:
                 timer.cancel()
 
     def used(self, tokens: float) -> None:
-        assert self._ticket is not None
-        self._job.correct(self._name, self._ticket, tokens)
+        self._job.correct(self._name, self, tokens)
 
     def leave(self, refused: bool = False, retry_after: float | None = None) -> None:
-        assert self._ticket is not None
-        self._job.leave(self._name, self._ticket, refused, retry_after)
+        self._job.leave(self._name, self, refused, retry_after)
 
 
 def _give_up(turn: asyncio.Future[None], name: str, max_wait: float) -> None:

@@ -42,7 +42,8 @@ def limits(
 
     Every process that scores samples is asked, as by [cyan]reward-loop
     stuck[/]. A change holds for the whole job, all its workers on all nodes,
-    from now to its end: it is not written into any configuration.
+    from now to its end: it is not written into any configuration, and is lost
+    when the run is resumed.
 
     [bold]Examples[/]
 
@@ -91,6 +92,9 @@ def limits(
         return
     for job in having:
         _show(job, name, out)
+    if wanted:
+        options = " ".join(f"reward_loop.limits.{name}.{change}" for change in changes or ())
+        out.print(f"It holds until the job ends. For the next one, or this one resumed: {escape(options)}")
 
 
 class _Job:

@@ -17,6 +17,14 @@ CALLS = st.lists(
 )
 
 
+class Told(Ticket):
+    """Says when it is admitted."""
+
+    def __init__(self, tokens, share, admit):
+        super().__init__(tokens, share)
+        self.admit = admit
+
+
 def drive(limiter, calls):
     """Play calls (gap before it, seconds, tokens, share) in virtual time; returns their beginnings and ends."""
     now, order, events, spans, tickets = 0.0, itertools.count(), [], {}, {}
@@ -31,7 +39,7 @@ def drive(limiter, calls):
     arrival = 0.0
     for number, (gap, seconds, tokens, share) in enumerate(calls):
         arrival += gap
-        tickets[number] = Ticket(tokens, share, begins(number, seconds))
+        tickets[number] = Told(tokens, share, begins(number, seconds))
         heapq.heappush(events, (arrival, next(order), "arrive", number))
     while events:
         now, _, what, number = heapq.heappop(events)
@@ -73,7 +81,7 @@ def test_training_and_validation_take_turns():
     tickets = {}
     for name in ("t1", "t2", "t3", "t4", "v1", "v2"):
         share = "train" if name[0] == "t" else "validate"
-        tickets[name] = Ticket(0, share, lambda name=name: order.append(name))
+        tickets[name] = Told(0, share, lambda name=name: order.append(name))
         limiter.enter(0.0, tickets[name])
     while len(order) < len(tickets):
         limiter.leave(0.0, tickets[order[-1]])
@@ -83,7 +91,7 @@ def test_training_and_validation_take_turns():
 
 def test_who_gives_up_waiting_is_passed_over():
     limiter, order = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    tickets = [Ticket(0, "train", lambda i=i: order.append(i)) for i in range(3)]
+    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(3)]
     for ticket in tickets:
         limiter.enter(0.0, ticket)
     limiter.leave(0.0, tickets[1])
@@ -97,7 +105,7 @@ def test_who_gives_up_waiting_is_passed_over():
 
 def test_limits_can_be_changed_while_calls_are_in_flight():
     limiter, order = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    tickets = [Ticket(0, "train", lambda i=i: order.append(i)) for i in range(4)]
+    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(4)]
     for ticket in tickets:
         limiter.enter(0.0, ticket)
     limiter.configure(LimitConfig(max_concurrent=3))
@@ -111,14 +119,14 @@ def test_limits_can_be_changed_while_calls_are_in_flight():
     limiter.configure(LimitConfig(requests_per_minute=4))
     assert limiter.advance(1.0) is None
     assert order == [0, 1, 2, 3]
-    late = Ticket(0, "train", lambda: order.append("late"))
+    late = Told(0, "train", lambda: order.append("late"))
     limiter.enter(2.0, late)
     assert limiter.advance(2.0) > PERIOD_S
 
 
 def test_real_usage_takes_the_place_of_the_estimate():
     limiter, order = Limiter("judge", LimitConfig(tokens_per_minute=100)), []
-    tickets = [Ticket(80, "train", lambda i=i: order.append(i)) for i in range(2)]
+    tickets = [Told(80, "train", lambda i=i: order.append(i)) for i in range(2)]
     for ticket in tickets:
         limiter.enter(0.0, ticket)
     assert order == [0]
@@ -130,12 +138,12 @@ def test_real_usage_takes_the_place_of_the_estimate():
 def test_a_call_that_is_larger_than_a_minute():
     limiter = Limiter("judge", LimitConfig(tokens_per_minute=100))
     with pytest.raises(LimitError, match=r"limit 'judge'.*101 tokens.*tokens_per_minute is 100"):
-        limiter.enter(0.0, Ticket(101, "train", lambda: None))
+        limiter.enter(0.0, Told(101, "train", lambda: None))
 
 
 def test_a_refusal_holds_back_all_calls_of_an_adaptive_limit():
     limiter, order = Limiter("judge", LimitConfig(adaptive=True)), []
-    tickets = [Ticket(0, "train", lambda i=i: order.append(i)) for i in range(30)]
+    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(30)]
     for ticket in tickets:
         limiter.enter(0.0, ticket)
     assert len(order) == 20

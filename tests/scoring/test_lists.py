@@ -112,6 +112,41 @@ async def test_broken_samples_fail_by_themselves():
     assert [result.outcome for result in await function([broken])] == [Outcome.FAILED]
 
 
+async def test_attempts_and_times_are_those_of_the_call():
+    calls = 0
+
+    async def function(solution_strs):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ConnectionError("not yet")
+        await asyncio.sleep(0.01)
+        return [1, None, float("nan"), ValueError("odd")]
+
+    samples = [RewardSample("x", uid=f"u{i}") for i in range(4)]
+    options = RewardLoopConfig(retry={"initial_wait": 0.001})
+    results = await ListScoringFunction(function, options=options)([*samples, RewardSample("", error="broken")])
+    outcomes = [Outcome.SCORED, Outcome.UNSCORED, Outcome.FAILED, Outcome.FAILED, Outcome.FAILED]
+    assert [result.outcome for result in results] == outcomes
+    assert [result.attempts for result in results] == [2, 2, 2, 2, 0]
+    first = results[0]
+    assert first.seconds >= 0.01
+    assert first.wait_seconds > 0
+    for result in results[:4]:
+        assert (result.seconds, result.wait_seconds) == (first.seconds, first.wait_seconds)
+
+
+async def test_attempts_of_a_call_that_returned_too_few():
+    def function(solution_strs):
+        return [1]
+
+    results = await ListScoringFunction(function)(SAMPLES)
+    assert [result.outcome for result in results] == [Outcome.FAILED] * 2
+    assert all(result.queue_seconds > 0 and result.attempts == 1 for result in results)
+    assert "sample u1 (" in results[1].error
+    assert results[1].extra_info == {}
+
+
 def test_a_function_of_one_sample_is_refused():
     with pytest.raises(FunctionLoadError, match=r"requires solution_str,.*solution_strs"):
         ListScoringFunction(lambda solution_str: 1)

@@ -95,3 +95,10 @@ def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:
     done = run_main("reward_model.enabel=True", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1
     assert "enabel" in done.stderr
+
+
+def test_help_names_the_options_that_are_ours_and_not_all_of_verls() -> None:
+    done = run_main("--help")
+    assert done.returncode == 0, done.stderr
+    assert "custom_reward_function.path=FILE" in done.stdout
+    assert len(done.stdout.splitlines()) < 40
