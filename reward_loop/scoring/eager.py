@@ -29,7 +29,6 @@ class EagerTasks:
         self._deadlines = Deadlines(loop)
         self._spare: EagerTask | None = None
         self._left: set[asyncio.Task[Any]] = set()
-        self._no_context = contextvars.Context()
 
     def begin(
         self, coroutine: Coroutine[Any, Any, T], timeout: float | None, waited: Callable[[float], float] = no_wait
@@ -50,7 +49,7 @@ class EagerTasks:
         """
         rest, self._spare = self._spare, None
         if rest is None or rest.task.done() or rest.task.cancelling():
-            rest = EagerTask(self.loop, self._no_context)
+            rest = EagerTask(self.loop)
         started, context, caller = time.monotonic(), contextvars.copy_context(), asyncio.current_task(self.loop)
         if caller is not None:
             _leave_task(self.loop, caller)
@@ -89,9 +88,9 @@ class EagerTask(Watched, Coroutine[Any, Any, Any]):
 
     __slots__ = ("_awaited", "_context", "_coroutine", "task")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: contextvars.Context) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._coroutine: Coroutine[Any, Any, Any] | None = None
-        self.task: asyncio.Task[Any] = loop.create_task(self, context=context)
+        self.task: asyncio.Task[Any] = loop.create_task(self, context=contextvars.Context())
 
     def take(
         self,

@@ -60,6 +60,11 @@ async def test_retry_after_is_waited_for_in_full():
     assert 30 <= pauses[0] <= 30.5
 
 
+async def test_all_that_were_asked_to_wait_do_not_come_back_at_once():
+    pauses = [(await again(RetryConfig(initial_wait=0.5), [asks(30), 1.0]))[1][0] for _ in range(20)]
+    assert len(set(pauses)) > 1
+
+
 async def test_no_pause_begins_that_ends_past_the_deadline():
     error = asks(30)
     assert await again(RetryConfig(max_seconds=20), [error, 1.0]) == (error, [])
