@@ -389,18 +389,13 @@ class ScoringFunction:
 
 
 async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Ended:
-    """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
+    """Await on the loop. What the user's code raises is data, Ctrl-C excepted; nobody reads that of a cancelled call."""
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
     try:
         value = await function(**arguments)
-    except (Exception, SystemExit) as error:
-        exception = error
-    except BaseException as error:
-        task = asyncio.current_task()
-        if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-            raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         exception = error
     return Ended(value, exception, time.perf_counter() - started)
 

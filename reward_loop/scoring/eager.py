@@ -127,7 +127,7 @@ class EagerTask(Watched, Coroutine[Any, Any, Any]):
             if not self.future.done():
                 self.future.set_result(stop.value)
             raise
-        except BaseException:  # our own cancellation, or Ctrl-C
+        except BaseException:  # Ctrl-C, or a cancellation that nobody took for data
             self.future.cancel()
             raise
 
