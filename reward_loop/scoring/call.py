@@ -389,7 +389,7 @@ class ScoringFunction:
 
 
 async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Ended:
-    """Await on the loop. What the user's code raises is data, Ctrl-C excepted; nobody reads that of a cancelled call."""
+    """Await on the loop. What the user's code raises is data, but for Ctrl-C; nobody reads that of a cancelled call."""
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None

@@ -1,3 +1,8 @@
+import time
+
+import pytest
+
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
 from reward_loop.errors import TransientError
 from reward_loop.scoring.retry import Retry
@@ -77,3 +82,23 @@ async def test_pauses_are_bounded_and_vary():
     assert len(pauses) == 49
     assert max(pauses) <= 2
     assert len(set(pauses)) > 40
+
+
+@pytest.mark.parametrize("last", [1.0, asks(0)])
+async def test_the_times_of_all_attempts_are_in_the_result(last):
+    outcomes = iter([asks(0.05), last])
+
+    def function(solution_str):
+        time.sleep(0.02)
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    options = RewardLoopConfig(retry={"max_attempts": 2, "initial_wait": 0.001})
+    result = await ScoringFunction(function, options=options)(RewardSample(""))
+    assert result.score == (last if last == 1.0 else None)
+    assert result.attempts == 2
+    assert result.seconds >= 0.04
+    assert result.wait_seconds >= 0.05
+    assert result.queue_seconds > 0
