@@ -12,13 +12,13 @@ help:  ## show this list
 	@echo
 	@echo 'make demo QUICK=1 is a shorter form of a few minutes; make demo ENGINE=vllm serves the reward model with vLLM;'
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
-	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone.'
+	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone; ARGS="-n 0" runs all in one process.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint  ## run all checks and tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup  ## check style and types
 	@$(BIN)/ruff check --quiet

@@ -154,12 +154,11 @@ class VerlRuns:
         """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: so many steps of
         each, after those that do not count."""
         training, report = self._training, self._report
-        calibration = self._calibration
-        before = calibration.STEPS + 1
-        rows = self._run("both", before + steps + 1, calibration.look)
-        both = training.Steps(rows[before:-1])  # during the last step, nothing else is generated
-        judging = training.seconds_of_judging(calibration.scale)
-        working = both.without_judging
+        before = training.FIRST + training.SETTLING
+        rows = self._measure("both", before + steps, self._calibration.look)
+        self._calibration.keep(before)
+        both = training.Steps(rows[before:])
+        judging, working = self._calibration.judging, both.without_judging
         report.add(
             "verl: judging of a step at full concurrency, R",
             f"{judging:.2f} s, {judging / working:.2f} of G + T",
@@ -168,8 +167,9 @@ class VerlRuns:
         self._add(training.MODES["both"].name, both)
 
         first = training.FIRST
-        rows = self._run("verl", first + 2 * steps, SHIPPED_STEPS=first + steps, POLL_INTERVAL=0.05)
-        shipped, short = training.Steps(rows[first : first + steps]), training.Steps(rows[first + steps :])
+        # In turn: what else the machine does then slows both down alike.
+        rows = self._measure("verl", first + 2 * steps, POLL_INTERVALS="shipped,0.05")
+        shipped, short = training.Steps(rows[first::2]), training.Steps(rows[first + 1 :: 2])
         self._add(training.SHIPPED, shipped)
         self._add(training.SHORT, short)
 
@@ -202,7 +202,7 @@ class VerlRuns:
         """Each overlap by itself, with the judge of `compare`."""
         for key in ("mini_batch", "off_policy"):
             first = self._training.FIRST
-            alone = self._training.Steps(self._run(key, first + steps + 1)[first:-1])
+            alone = self._training.Steps(self._measure(key, first + steps)[first:])
             self._add(self._training.MODES[key].name, alone)
             self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
 
@@ -217,7 +217,7 @@ class VerlRuns:
                 *(f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
             )
             for key, mode in curves.items():
-                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", SHIPPED_STEPS=0, POLL_INTERVAL=0.05)
+                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", POLL_INTERVALS="0.05")
                 mode.append([row["critic/score/mean"] for row in rows])
                 self._report.add(
                     f"{self._training.MODES[key].name}, seed {seed}: mean reward of {steps} steps, of the last 5",
@@ -259,6 +259,13 @@ class VerlRuns:
         )
         report.figures["faults_wrong"] = wrong
 
+    def _measure(
+        self, key: str, steps: int, look: Callable[[Any], None] | None = None, **env: Any
+    ) -> list[dict[str, float]]:
+        """Steps of a run that is only timed: it is stopped before its last step, during which nothing is generated for
+        a next one, and its policy stays as it is: one that learned to write digits would write longer responses."""
+        return self._run(key, steps, look, "actor_rollout_ref.actor.optim.lr=1e-9", beyond=1, **env)
+
     def _run(
         self,
         key: str,
@@ -266,12 +273,13 @@ class VerlRuns:
         look: Callable[[Any], None] | None = None,
         *overrides: str,
         name: str = "",
+        beyond: int = 0,
         **env: Any,
     ) -> list[dict[str, float]]:
         training, report = self._training, self._report
         output = self._folder / (name or key)
         command = training.command(
-            training.MODES[key], self._folder, output, steps, *overrides, JUDGE_SCALE=self._scale, **env
+            training.MODES[key], self._folder, output, steps + beyond, *overrides, JUDGE_SCALE=self._scale, **env
         )
         task = report.task(training.MODES[key].name, steps)
 
@@ -281,7 +289,7 @@ class VerlRuns:
                 look(rows)
 
         try:
-            return training.run(command, output, steps, show)
+            return training.run(command, output, steps, show, to_the_end=not beyond)
         except training.TrainingFailedError as error:
             sys.exit(str(error))
         finally:
@@ -326,7 +334,7 @@ def main() -> int:
     if options.steps < 1 or options.learning_steps < 5 or options.seeds < 2:
         parser.error("at least --steps 1, --learning-steps 5 and --seeds 2 are needed")
     if with_verl and importlib.util.find_spec("verl") is None:
-        parser.error("--verl: verl is not installed: pip install 'reward-loop[verl]'")
+        parser.error("--verl: verl is not installed: pip install '.[verl]'")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} exists already")
     signal.signal(signal.SIGTERM, _interrupt)

@@ -122,7 +122,8 @@ def configuration(folder: Path, name: str) -> Any:
     """verl's configuration with our options: limits, retries and records are on."""
     from hydra import compose, initialize_config_dir
 
-    from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+    from reward_loop.verl.options import settle
 
     overrides = [
         f"hydra.searchpath=[file://{verl_config_dir()}]",

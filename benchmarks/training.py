@@ -12,8 +12,9 @@ from pathlib import Path
 
 from examples.arithmetic.demo import Training
 from reward_loop.agent.latency import parse_latency
+from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
-from reward_loop.verl.options import CONFIG_DIR, PIPELINE_MODE, verl_config_dir
+from reward_loop.verl.modes import PIPELINE_MODE
 from tests.tiny_models import build_tiny_model
 from tests.verl.runs import write_data
 
@@ -32,7 +33,6 @@ __all__ = [
     "prepare",
     "rows",
     "run",
-    "seconds_of_judging",
 ]
 
 HERE = Path(__file__).parent
@@ -40,9 +40,11 @@ PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
 """Seconds of a judge call before they are scaled, and how many calls there are at a time."""
 FIRST = 2
-"""The first steps of a run, which are not counted: they load and allocate."""
-CALIBRATING = 6
-"""The steps after those, of which the judge's scale is made."""
+"""The first steps of a run, which are not counted: they load and allocate. An even number: see `SHIPPED`."""
+SETTLING = 3
+"""The steps after those, in the run that sets the judge's scale, which are not counted either."""
+CALIBRATING = 5
+"""The latest steps, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
 LOG_TAIL = 30
@@ -78,12 +80,12 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", _verl(str(HERE / "verl_short_poll.py"))),
+    "verl": Mode("verl, sync", _verl(str(HERE / "verl_polls.py"))),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
 SHIPPED, SHORT = "verl, sync, as shipped (polls every 2.0 s)", "verl, sync, polls every 0.05 s"
-"""The two parts of the run of verl."""
+"""The two kinds of steps in the run of verl."""
 
 
 @dataclass(frozen=True)
@@ -124,33 +126,43 @@ class Steps:
         return self.mean("timing_s/gen", *TRAINING)
 
 
-def seconds_of_judging(scale: float) -> float:
+def _seconds_of_judging(scale: float) -> float:
     """R: all judging of a step, on average, at full concurrency."""
     return scale * PROMPTS * RESPONSES * parse_latency(JUDGE).mean / CONCURRENCY
 
 
 class Calibration:
-    """Makes judging take as long as generation and training do on this machine, which a run of ours measures in its
-    first steps. All runs read the scale from the same file, so that the others have it from their first step on."""
-
-    STEPS = FIRST + CALIBRATING
-    """After so many steps of the run, the scale is set. The next one is judged on both scales, and does not count."""
+    """Makes judging take as long as generation and training do on this machine. A run of ours measures those; after
+    each of its steps, the scale is set anew. The other runs have the mean scale of its steps that count."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.scale = 1.0
-        self._done = False
-        file.write_text("1.0")
+        self._scales: list[float] = []
+        """That of each step of the run."""
+        self._set(1.0)
+
+    @property
+    def judging(self) -> float:
+        """R of a step."""
+        return _seconds_of_judging(self.scale)
 
     def look(self, rows: list[dict[str, float]]) -> None:
         """Sees the metrics of the steps so far."""
-        if not self._done and len(rows) >= self.STEPS:
-            steps = Steps(rows[FIRST : self.STEPS])
-            self.scale = steps.without_judging / seconds_of_judging(1.0)
-            new = self._file.with_suffix(".new")
-            new.write_text(str(self.scale))
-            new.replace(self._file)
-            self._done = True
+        for made in range(len(self._scales) + 1, len(rows) + 1):
+            self._scales.append(self.scale)
+            latest = rows[max(FIRST, made - CALIBRATING) : made]
+            if latest:
+                self._set(Steps(latest).without_judging / _seconds_of_judging(1.0))
+
+    def keep(self, before: int) -> None:
+        """Sets the scale for good, to the mean of the steps after those."""
+        self._set(statistics.fmean(self._scales[before:]))
+
+    def _set(self, scale: float) -> None:
+        self.scale = scale
+        new = self._file.with_suffix(".new")
+        new.write_text(str(scale))
+        new.replace(self._file)
 
 
 def prepare(folder: Path) -> None:
@@ -196,15 +208,22 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
 
 
 def run(
-    command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
+    command: list[str],
+    output: Path,
+    steps: int,
+    look: Callable[[list[dict[str, float]]], None],
+    *,
+    to_the_end: bool = True,
 ) -> list[dict[str, float]]:
-    """Run a training to its end, in processes that are all gone afterwards; returns the metrics of each step.
+    """Run a training, in processes that are all gone afterwards; returns the metrics of each step.
 
     Args:
         command: starts it.
         output: a folder for its log and metrics, which is made.
         steps: how many steps it must make.
         look: is shown the metrics of the steps so far, again and again.
+        to_the_end: ``command`` makes no more steps than that, and the training must end well by itself. Otherwise it is
+            stopped as soon as it has made them.
 
     Raises:
         TrainingFailedError: it ended with an error; the end of its log is in the message.
@@ -215,7 +234,10 @@ def run(
     with Training(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            look(rows(metrics))
+            done = rows(metrics)
+            look(done)
+            if len(done) >= steps and not to_the_end:
+                return done[:steps]
     done = rows(metrics)
     if status != 0 or len(done) != steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])

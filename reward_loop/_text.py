@@ -5,13 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean", "listing", "shorten"]
+__all__ = ["did_you_mean", "duration", "listing", "shorten"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` where a known name is close, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def duration(seconds: float) -> str:
+    """Return ``1.5 s``, or ``1.5 ms`` for less than a second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def listing(names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -257,8 +257,8 @@ class ServedModelConfig(Config):
     """A model, and the servers that it runs in."""
 
     model_path: str | None = None
-    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model that is in the
-    Hugging Face cache. Needed by every engine but ``external``."""
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model of the Hugging
+    Face hub: what is not in the cache is downloaded. Needed by every engine but ``external``."""
 
     served_model_name: str | None = None
     """The ``model`` that requests name; by default `model_path`, as in vLLM."""
@@ -310,7 +310,7 @@ class ServedModelConfig(Config):
     """CPU threads of each server, where it runs on the CPU."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds within which a server must be ready."""
+    """Seconds within which a server must be ready, the download of its model included."""
 
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for the servers."""
@@ -404,11 +404,14 @@ def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str) -> str
 
 def _group(cls: type[BaseModel], location: list[str]) -> type[BaseModel]:
     """Follow a path of field names to the option group that it ends in."""
-    for name in location:
+    names = iter(location)
+    for name in names:
         field = cls.model_fields.get(name)
         annotation = field.annotation if field else None
         for candidate in (annotation, *get_args(annotation)):
             if isinstance(candidate, type) and issubclass(candidate, BaseModel):
                 cls = candidate
+                if get_origin(annotation) is dict:
+                    next(names, None)  # the user's own name for one of these groups
                 break
     return cls

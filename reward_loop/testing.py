@@ -29,6 +29,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from reward_loop.errors import ConfigError
 from reward_loop.router.background import in_background
 from reward_loop.router.sockets import listen, url_of
 
@@ -147,7 +148,12 @@ class FakeJudge:
             latency: seconds before it answers, or the least and the greatest, between which they are drawn.
             model: the name in its answers.
             seed: of its random choices.
+
+        Raises:
+            ConfigError: the probabilities of the faults are negative, or more than 1 together.
         """
+        if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
+            raise ConfigError(f"faults: probabilities from 0 to 1, and no more than 1 together; got {dict(faults)}")
         self.requests: list[Received] = []
         """All requests so far, but those to ``/health`` and ``/v1/models``."""
         self.model = model

@@ -29,6 +29,7 @@ class Judge:
 def folder(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "reward.py").write_text(FUNCTION)
+    (tmp_path / "lists.py").write_text("def compute_score(solution_strs): return [1 for _ in solution_strs]\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -69,7 +70,7 @@ def test_other_options_by_name(folder):
     )
     flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
-    assert "options.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=1)
+    assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=1)
     assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
 
 
@@ -94,8 +95,16 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
         ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
         ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
+        ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
+        (("score", ".", "--fn", "reward.py"), ". is no file of rollouts, but a folder"),
+        (("score", "rollouts.jsonl", "--fn", "."), ". is a folder: name the file in it"),
+        (("score", "rollouts.jsonl"), "name the function: file.py:name"),
+        ((*MAPPED, "-o", "reward.py/out.jsonl"), "the output reward.py/out.jsonl has no folder"),
+        ((*MAPPED, "-o", "/dev/full", "--restart"), "the output must be a file of its own, and /dev/full is"),
+        ((*SCORE[:2], "--manager", "composite"), "-O components.NAME.path=file.py:name"),
+        ((*MAPPED, "--manager", "composite"), "-O components.form.path=rewards.py:form"),
     ],
 )
 def test_errors_are_one_message_and_exit_code_1(folder, args, message):
@@ -107,13 +116,13 @@ def test_errors_are_one_message_and_exit_code_1(folder, args, message):
 
 def test_wrong_usage_is_exit_code_2(folder):
     assert "expected NAME=VALUE" in run(*SCORE, "-f", "nonsense", code=2)
-    run("score", "rollouts.jsonl", code=2)
+    run("score", "--fn", "reward.py", code=2)
 
 
 def test_a_mapping_that_is_wrong_for_all_rows_shows_in_every_row(folder):
     shown = run(*SCORE, "-f", "ground_truth=gt")
     assert "6 failed" in shown
-    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output" in shown
+    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output: say which" in shown
 
 
 def test_a_second_run_needs_restart(folder):
@@ -132,6 +141,42 @@ def test_an_edited_function_does_not_go_on_with_old_scores(folder, monkeypatch):
     assert "that had another policy" in run(*MAPPED, code=1)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
     assert "that had another function" in run(*MAPPED, "--on-failed", "raise", code=1)
+
+
+COMPOSITE = ("score", "rollouts.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts", "--manager", "composite")
+RIGHT = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=default")
+
+
+def test_a_composite_needs_no_function_besides(folder):
+    weight = ("-O", "components.right.weight=2")
+    assert "mean score 1 over 6 rows" in run(*COMPOSITE, *RIGHT, *weight)
+    message = "reward.py has no effect: each component has a path of its own"
+    assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=1)
+
+
+def test_a_composite_with_other_weights_does_not_go_on_with_old_scores(folder):
+    stops = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=raise", "--concurrency", "1")
+    assert "run the same command again to go on" in run(*COMPOSITE, *stops, code=1)
+    assert "that had another set of components" in run(*COMPOSITE, *stops, "-O", "components.right.weight=2", code=1)
+    (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
+    assert "that had another set of components" in run(*COMPOSITE, *stops, code=1)
+
+
+def test_parquet_that_is_none(folder):
+    pytest.importorskip("pyarrow")
+    (folder / "rollouts.parquet").write_text("PAR1, or so it seems")
+    shown = run("score", "rollouts.parquet", "--fn", "reward.py", code=1)
+    assert "rollouts.parquet cannot be read as parquet" in shown
+
+
+def test_a_full_disk_behind_the_output_of_a_command_is_told(folder):
+    command = [sys.executable, "-c", "from reward_loop.cli import main; main()", "simulate", "--steps", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_and_version():
@@ -179,6 +224,28 @@ def test_a_killed_run_goes_on(folder, number):
     assert (folder / "calls").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
 
 
+@pytest.mark.parametrize("command", ["score", "check"])
+def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
+    (folder / "interrupts.py").write_text(
+        "import signal, threading\n"
+        "def compute_score(solution_str):\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+    )
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    given = {
+        "score": ["rollouts.jsonl", "--fn", "interrupts.py", "--concurrency", "1"],
+        "check": ["interrupts.py", "--data", "rollouts.jsonl"],
+    }
+    started = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()", command, *given[command]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [*started, "-f", "solution_str=output"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Interrupted" in done.stderr
+
+
 SIMULATE = (
     "simulate",
     "--batch",
@@ -204,9 +271,14 @@ def test_simulate_shows_every_mode(tmp_path):
 
 def test_simulate_one_mode_with_a_timeline(tmp_path):
     pytest.importorskip("matplotlib")
-    shown = run(*SIMULATE, "--mode", "both", "--timeline", str(tmp_path / "out.png"), "--arrival", "during")
+    shown = run(*SIMULATE, "--mode", "both", "--timeline", str(tmp_path / "timeline"), "--arrival", "during")
     assert "baseline" not in shown
-    assert (tmp_path / "out.png").exists()
+    assert (tmp_path / "timeline").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_with_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "latencies").write_bytes(b"\xff\xfe\x00")
+    assert "judge latencies cannot be read" in run(*SIMULATE, "--judge", f"file:{tmp_path}/latencies", code=1)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ def test_mappings_of_other_libraries():
             {"components": {"judge": {"max_memory": 64}}},
             r"reward_loop.components.judge.max_memory: unknown option; did you mean 'max_memory_mb'",
         ),
+        (
+            RewardLoopConfig,
+            {"components": {"retry": {"max_memory": 64}}},  # a name of the user's that is an option's elsewhere
+            r"reward_loop.components.retry.max_memory: unknown option; did you mean 'max_memory_mb'",
+        ),
         (RewardLoopConfig, {"zzz": 3}, r"reward_loop.zzz: unknown option\. Known here: batch, "),
         (RewardLoopConfig, {"timeout": "soon"}, r"reward_loop.timeout: .*valid number.*; got 'soon'"),
         (RewardLoopConfig, {"timeout": 0}, r"reward_loop.timeout: .*greater than 0; got 0"),

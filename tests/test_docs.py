@@ -192,8 +192,9 @@ def test_training_commands_are_accepted(
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
+    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
     from reward_loop.verl.main_ppo import _check_function
-    from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+    from reward_loop.verl.options import settle
 
     write_named(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -255,7 +256,7 @@ def test_the_options_are_those_of_the_code() -> None:
         assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
     pytest.importorskip("verl")
-    from reward_loop.verl.options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
+    from reward_loop.verl.modes import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
     for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
         assert between("docs/verl.md", f"options {group}") == options(config, group)
@@ -292,6 +293,6 @@ def test_the_judge_that_the_page_shows_gets_an_answer(tmp_path: Path, tiny_discr
     write_named("docs/verl.md", tmp_path)
     judge = ScoringFunction(load_function(f"{tmp_path}/judge.py"))
     sample = RewardSample("4", extra_info={"question": "2+2="})
-    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as address:
-        result = asyncio.run(judge(sample, reward_router_address=address))
+    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as model:
+        result = asyncio.run(judge(sample, reward_router_address=model.reward_router_address))
     assert result.outcome == "scored", result.error

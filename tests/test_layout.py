@@ -106,8 +106,18 @@ def test_a_heavy_package_is_imported_at_home_only(package: str) -> None:
 
 def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
     # Imported before the environment of a CPU run is set, verl would choose its platform too early.
+    early_modules = (
+        "__init__",
+        "main_ppo",
+        "options",
+        "defaults",
+        "modes",
+        "reward_model",
+        "cpu/__init__",
+        "cpu/preload",
+    )
     for path, imported in sources():
-        if path in ("verl/__init__.py", "verl/main_ppo.py", "verl/options.py", "verl/cpu/__init__.py"):
+        if path in [f"verl/{name}.py" for name in early_modules]:
             early = [
                 module for module, function in imported if module.split(".")[0] in ("verl", "ray") and not function
             ]

@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import sys
 from collections import Counter
 
@@ -256,6 +257,19 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert len(read_jsonl(output)) == 12
 
 
+def test_a_file_that_cannot_grow_is_named(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"out\.jsonl\.partial"):
+            score(source, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert score(source, output).resumed > 0
+    assert len(read_jsonl(output)) == 12
+
+
 def test_a_run_that_died_after_its_output_is_not_scored_again(tmp_path, monkeypatch):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     monkeypatch.setattr(Journal, "delete", lambda self: None)
@@ -283,8 +297,10 @@ def test_another_run_is_not_continued(tmp_path, change):
 
 def test_two_runs_at_once_are_refused(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    with Journal(tmp_path / "out.jsonl.partial", {}), pytest.raises(ConfigError, match="another run is writing"):
-        score(source, output)
+    with Journal(tmp_path / "out.jsonl.partial", {}):
+        for restart in (False, True):
+            with pytest.raises(ConfigError, match="another run is writing"):
+                score(source, output, restart=restart)
 
 
 def test_an_output_is_not_overwritten_unasked(tmp_path):
@@ -381,7 +397,7 @@ def test_an_empty_file(tmp_path, suffix):
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "in.parquet").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"parquet files need pyarrow: pip install 'reward-loop\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"parquet files need pyarrow: pip install pyarrow"):
         list(read_rows(tmp_path / "in.parquet"))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, Logits, NoChoices, Stall, Status
+from reward_loop import ConfigError
+from reward_loop.testing import Answer, BadJson, Behaviour, Drop, FakeJudge, Logits, NoChoices, Stall, Status
 
 
 def chat(server: FakeJudge, path: str = "/v1/chat/completions", **body: Any) -> tuple[int, bytes, dict[str, str]]:
@@ -51,6 +52,12 @@ def test_the_script_comes_first_then_the_normal_reply() -> None:
             chat(judge)
         assert json.loads(chat(judge)[1])["choices"][0]["message"]["content"] == "normal"
         assert isinstance(judge.requests[-2].behaviour, Drop)
+
+
+@pytest.mark.parametrize("faults", [{Drop(): 0.7, Stall(): 0.4}, {Drop(): -0.1}])
+def test_faults_that_cannot_be_are_refused(faults: dict[Behaviour, float]) -> None:
+    with pytest.raises(ConfigError, match="no more than 1 together"):
+        FakeJudge(faults=faults)
 
 
 def test_random_faults_are_those_of_the_seed() -> None:

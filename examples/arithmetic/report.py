@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,11 +136,8 @@ def _step(number: int, metrics: dict[str, Any]) -> Step:
 
 def median(values: Iterable[float]) -> float:
     """The median; 0 of nothing."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if not ordered:
-        return 0.0
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    known = list(values)
+    return statistics.median(known) if known else 0.0
 
 
 def plot(report: Report, path: Path) -> None:

@@ -77,6 +77,8 @@ class RewardAgent:
         )
         self._batches: dict[int, PendingRewards] = {}
         self._waiting: list[tuple[float, int, PendingRewards]] = []
+        self._begun: PendingRewards | None = None
+        """The batch of which a group is started in part, where its members wait for each other."""
         self._numbers = itertools.count()
         self._running = 0
         self._tasks: dict[asyncio.Task[None], PendingRewards] = {}
@@ -132,6 +134,14 @@ class RewardAgent:
         """
         self._check_loop()
         batch = self._take_in(samples, group_size, groups, priority, tag)
+        self._go(batch)
+        return batch
+
+    def _submit_member(self, sample: Any, priority: float) -> PendingRewards:
+        """Take one member of a group that the caller puts together, and has post-processed."""
+        self._check_loop()
+        batch = self._take_in([sample], None, None, priority, None)
+        batch._post_processed = False
         self._go(batch)
         return batch
 
@@ -269,15 +279,30 @@ class RewardAgent:
         for _ in range(STARTS_PER_TURN):
             if self.concurrency is not None and self._running >= self.concurrency:
                 return
-            while self._waiting and (sample := self._waiting[0][2]._take()) is None:
-                heapq.heappop(self._waiting)
-            if not self._waiting:
+            if (following := self._following()) is None:
                 return
-            batch = self._waiting[0][2]
-            assert sample is not None
+            batch, sample = following
             self._running += 1
             self._own(batch, self._loop.create_task(self._score(batch, sample)), freed)
         self._start_soon()
+
+    def _following(self) -> tuple[PendingRewards, int] | None:
+        """The sample to start next, and its batch.
+
+        Where the members of a group wait for each other, a group that is begun comes first: several of them, of batches
+        of different priorities, could fill all places and wait for ever.
+        """
+        while self._begun is not None or self._waiting:
+            batch = self._waiting[0][2] if self._begun is None else self._begun
+            sample = batch._take()
+            if sample is not None:
+                if self._needs_group:
+                    self._begun = batch if sample + 1 < batch._members(batch._group_of(sample)).stop else None
+                return batch, sample
+            if self._begun is None:
+                heapq.heappop(self._waiting)
+            self._begun = None
+        return None
 
     def _own(
         self, batch: PendingRewards, task: asyncio.Task[None], ended: Callable[[asyncio.Task[None]], None]
@@ -340,7 +365,7 @@ class RewardAgent:
 
     def _all_ended(self, batch: PendingRewards, group: int) -> None:
         assert self._loop is not None
-        if self._post_processor is not None:
+        if self._post_processor is not None and batch._post_processed:
             self._own(batch, self._loop.create_task(self._post_process(batch, group)), self._released)
         else:
             self._complete(batch, group)

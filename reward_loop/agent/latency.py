@@ -62,7 +62,7 @@ def parse_latency(text: str) -> Latency:
 def _read(path: Path) -> list[float]:
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"judge latencies cannot be read: {error}") from None
     values = []
     for number, line in enumerate(lines, 1):

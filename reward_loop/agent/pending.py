@@ -76,6 +76,7 @@ class PendingRewards:
         "_on_cancel",
         "_on_delivered",
         "_order",
+        "_post_processed",
         "_rewards",
         "_samples",
         "_starts",
@@ -112,6 +113,8 @@ class PendingRewards:
         self._starts = list(accumulate(sizes, initial=0))
         self._left = array("l", sizes)
         self._order: list[int] = []
+        self._post_processed = True
+        """Whether its groups are; not where somebody else puts them together."""
         self._latencies: array[float] | None = None
         self._times: array[float] | None = None
         self._next = 0

@@ -319,9 +319,17 @@ class QueuedRewards:
             in_flight: how many samples are judged at a time; the others wait in the queue.
             max_ready: how many complete groups may wait for the trainer before nothing more is taken out of the queue;
                 ``None`` for any number.
+
+        Raises:
+            ConfigError: a bound is below 1, or the manager waits for all samples of a group.
         """
         if in_flight < 1 or (max_ready is not None and max_ready < 1):
             raise ConfigError("in_flight and max_ready: at least 1")
+        if agent._needs_group:
+            raise ConfigError(
+                f"{type(agent.manager).__name__} waits for all samples of a group, and a queue hands them on one by "
+                "one: submit whole groups to the agent"
+            )
         self._queue = queue
         self._agent = agent
         self._in_flight = in_flight
@@ -415,7 +423,7 @@ class QueuedRewards:
                     self._room.clear()
                     await self._room.wait()
                 entry = await self._queue.get()
-                pending = self._agent.submit([entry.sample], priority=entry.step)
+                pending = self._agent._submit_member(entry.sample, entry.step)
                 task = loop.create_task(self._judge(entry, pending))
                 self._judging[task] = (entry, pending)
                 task.add_done_callback(self._judged)
@@ -430,11 +438,20 @@ class QueuedRewards:
         try:
             (reward,) = await pending
             complete = self._aggregator.add(entry.group, entry.group_size, entry.member, (entry, reward))
+            if complete is not None:
+                self._ready.append(await self._post_process(complete))
         except Exception as error:
             self._error = self._error or error
-        else:
-            if complete is not None:
-                self._ready.append(complete)
+
+    async def _post_process(
+        self, group: CompleteSample[tuple[QueueEntry, Reward]]
+    ) -> CompleteSample[tuple[QueueEntry, Reward]]:
+        if (process := self._agent._post_processor) is None:
+            return group
+        entries = [entry for entry, _ in group.members]
+        names = [getattr(entry.sample, "uid", None) for entry in entries]
+        rewards = await process([reward for _, reward in group.members], names)
+        return CompleteSample(group.group, list(zip(entries, rewards, strict=True)))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         del self._judging[task]

@@ -282,7 +282,7 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
         ncols=4,
         fontsize=8,
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _in_flight(calls: Sequence[tuple[float, float]]) -> tuple[list[float], list[int]]:

@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from reward_loop._text import listing, shorten
+from reward_loop._text import duration, listing, shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.managers import NaiveRewardLoopManager, scoring_function
+from reward_loop.managers import CompositeRewardLoopManager, NaiveRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.lists import CONTEXT, FIELDS
 from reward_loop.scoring.signature import PROVIDED, resolve
 from reward_loop.types import RewardSample
 
-__all__ = ["Finding", "Report", "Row", "check"]
+__all__ = ["Callee", "Finding", "Report", "Row", "check"]
 
 Status = Literal["ok", "note", "problem", "skipped"]
 
@@ -35,6 +35,7 @@ _TICK_S = 0.01
 _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
+_ONE_BY_ONE = "not tried with a composite: check the function of each component by itself"
 _ADVICE = {
     "only works in main thread": "it uses signals, which threads cannot: mark it with @reward_loop.isolated",
     "event loop is already running": "it runs an event loop of its own: make it `async def` and use await",
@@ -65,13 +66,22 @@ class Finding:
     """What was seen and, for a problem, what to change."""
 
 
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A function that is called."""
+
+    name: str
+    """Its own name and its file; of a composite's component, after the component's name."""
+    is_async: bool
+    in_processes: bool
+
+
 @dataclass(slots=True)
 class Report:
     """All that was found out about a function."""
 
-    function: str
-    is_async: bool
-    in_processes: bool = False
+    functions: list[Callee]
+    """One, or those of a composite's components."""
     of_lists: bool = False
     """Whether it takes lists of samples, and was called with all of these at once."""
     rows: list[Row] = field(default_factory=list)
@@ -84,7 +94,7 @@ class Report:
 
 
 async def check(
-    function: Any,
+    function: Any | None,
     samples: Sequence[RewardSample],
     *,
     reward_kwargs: Mapping[str, Any] | None = None,
@@ -102,6 +112,7 @@ async def check(
 
     Args:
         function: in any form that `ScoringFunction` takes, or, for managers such as `batch` and `group`, of lists.
+            ``None`` where each component of a composite has its own.
         samples: a few, such as a run would have.
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
@@ -121,7 +132,7 @@ async def check(
         raise ConfigError(f"{len(broken)} of {len(samples)} samples are broken. {broken[0]}")
     options = options or RewardLoopConfig()
     trial = _Trial(function, reward_kwargs, manager, router_address, options, concurrency, len(samples), max_lag_s)
-    report = Report(trial.function.name, trial.function.is_async, trial.function.in_processes, trial.of_lists)
+    report = Report(trial.callees(), trial.of_lists)
     try:
         for step, look in (
             ("the samples, one by one", trial.samples),
@@ -136,7 +147,7 @@ async def check(
             if all(row.outcome == "failed" for row in trial.first):
                 break  # whatever else is tried would show the same
     finally:
-        await asyncio.to_thread(trial.function.close)
+        await asyncio.to_thread(trial.close)
     report.rows = trial.first
     return report
 
@@ -164,7 +175,9 @@ class _Trial:
         batch = options.batch.model_copy(update={"max_batch_size": samples})
         update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "max_threads": concurrency}
         self.options = options.model_copy(update={**update, "batch": batch})
-        self.function = scoring_function(cls, function, self.options, reward_kwargs=reward_kwargs)
+        self.function: Any = None
+        if function is not None:
+            self.function = scoring_function(cls, function, self.options, reward_kwargs=reward_kwargs)
         self._new_manager = functools.partial(
             cls,
             config=self.options,
@@ -173,10 +186,27 @@ class _Trial:
             reward_model_tokenizer=None,
         )
         self._manager = self._new_manager(compute_score=self.function)
+        self.is_composite = isinstance(self._manager, CompositeRewardLoopManager)
+        self.functions: dict[str, Any] = self._manager.functions if self.is_composite else {"": self.function}
+        """What is called, by the component that it is."""
+        self.is_async = any(one.is_async for one in self.functions.values())
+        self.in_processes = any(one.in_processes for one in self.functions.values())
         self._groups = itertools.count()
         self.first: list[Row] = []
         self.same = True
         self.lags: list[float] = []
+
+    def callees(self) -> list[Callee]:
+        """What is called, for the report."""
+        return [
+            Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes)
+            for name, one in self.functions.items()
+        ]
+
+    def close(self) -> None:
+        """End the processes of all functions."""
+        for function in self.functions.values():
+            function.close()
 
     async def rows(self, samples: Sequence[RewardSample], manager: Any = None) -> list[Row]:
         """What becomes of the samples: one after the other, or, of a function of lists, all together."""
@@ -194,6 +224,11 @@ class _Trial:
         masked = info.pop("reward_masked", False)
         for key in ("reward_attempts", "reward_wait_seconds", "reward_queue_seconds"):
             info.pop(key, None)
+        for name in self.functions if self.is_composite else ():
+            for key in ("seconds", "attempts", "wait_seconds", "queue_seconds"):
+                info.pop(f"{name}/{key}", None)
+            if info.get(f"{name}/outcome") == "scored":
+                del info[f"{name}/outcome"]
         seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
         return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)
 
@@ -230,8 +265,8 @@ class _Trial:
         return [*found, self._blocking()]
 
     def _blocking(self) -> Finding:
-        if not self.function.is_async:
-            where = "processes" if self.function.in_processes else "threads"
+        if not self.is_async:
+            where = "processes" if self.in_processes else "threads"
             return Finding("event loop", "ok", f"it is not async, and runs in {where}, where it may block")
         # A busy machine delays now and then, what blocks does each time.
         lag = min(self.lags)
@@ -246,8 +281,8 @@ class _Trial:
 
     async def together(self, samples: Sequence[RewardSample]) -> list[Finding]:
         name = "threads"
-        if self.function.is_async or self.function.in_processes:
-            name = "concurrent calls" if self.function.is_async else "processes"
+        if self.is_async or self.in_processes:
+            name = "concurrent calls" if self.is_async else "processes"
         if self.of_lists:
             calls = max(2, self.concurrency // len(samples))
             copies = [*range(len(samples))] * calls
@@ -286,8 +321,9 @@ class _Trial:
     async def odd(self, samples: Sequence[RewardSample]) -> list[Finding]:
         text = samples[0].solution_str or "x"
         huge = (text * (_HUGE_CHARACTERS // len(text) + 1))[:_HUGE_CHARACTERS]
-        function = self.function
-        timeout, function.timeout = function.timeout, min(function.timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
+        timeouts = {name: function.timeout for name, function in self.functions.items()}
+        for function in self.functions.values():
+            function.timeout = min(function.timeout or _HUGE_TIMEOUT_S, _HUGE_TIMEOUT_S)
         found = []
         try:
             for name, response in {
@@ -304,12 +340,15 @@ class _Trial:
                         advice += f". The {len(others)} other samples of the call have failed with it"
                     found.append(Finding(name, "problem", f"{_explained(row.error)}\n{advice}"))
                 else:
-                    found.append(Finding(name, "ok", f"{_shown(row)}, in {row.seconds:.3g} s"))
+                    found.append(Finding(name, "ok", f"{_shown(row)}, in {duration(row.seconds)}"))
         finally:
-            function.timeout = timeout
+            for name, function in self.functions.items():
+                function.timeout = timeouts[name]
         return found
 
     async def arguments(self, samples: Sequence[RewardSample]) -> list[Finding]:
+        if self.is_composite:
+            return [Finding("arguments", "skipped", _ONE_BY_ONE)]
         provided = (*FIELDS, *CONTEXT) if self.of_lists else PROVIDED
         target = resolve(self.loaded, self.reward_kwargs, provided)
         changed: set[str] = set()
@@ -347,7 +386,7 @@ class _Trial:
         # In this process, so that changes are seen, though a run may have it in others.
         here = self.options.model_copy(update={"isolation": "thread"})
         function = type(self.function)(watched, options=here)
-        if self.function.in_processes and not self.of_lists:
+        if self.in_processes and not self.of_lists:
             manager: Any = NaiveRewardLoopManager(here, compute_score=function)
         else:
             manager = self._new_manager(compute_score=function)
@@ -367,14 +406,16 @@ class _Trial:
 
     async def pickling(self, samples: Sequence[RewardSample]) -> list[Finding]:
         name = "pickling"
-        if self.function.is_async:
+        if self.is_composite:
+            return [Finding(name, "skipped", _ONE_BY_ONE)]
+        if self.is_async:
             try:
                 await asyncio.to_thread(cloudpickle.dumps, self.loaded)
             except Exception as error:
                 text = f"it cannot be pickled: {type(error).__name__}: {error}. It must be named by its path, then"
                 return [Finding(name, "note", text)]
             return [Finding(name, "ok", "it can be sent to other processes")]
-        if self.function.in_processes:
+        if self.in_processes:
             return [Finding(name, "ok", "it runs in processes, as was seen above")]
         options = self.options.model_copy(update={"isolation": "process", "max_processes": 1})
         try:

@@ -93,7 +93,7 @@ async def score(
             for result in results
         }
         return [scores[index] for index in range(len(documents))]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError(
             f"{address} sent an answer without a score for each document: {shorten(answer, 500)}", status=200
         ) from None

@@ -43,7 +43,9 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         super().__init__(*args, **kwargs)
         if not self.options.components:
             raise ConfigError(
-                "the manager `composite` needs reward_loop.components: a name for each reward, and at least its `path`"
+                "the manager `composite` needs reward_loop.components: a name for each reward, and at least its "
+                "`path`. In a verl run: +reward_loop.components.form.path=rewards.py:form; with the command "
+                "`reward-loop`: -O components.form.path=rewards.py:form"
             )
         if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
             raise ConfigError(f"reward_loop.components: {listing(taken)} is a name of another meaning: rename it")
@@ -56,6 +58,11 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
     def requires(self) -> frozenset[str]:
         """The fields of a sample that some component cannot be called without."""
         return frozenset().union(*(component.function.requires for component in self._components.values()))
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """What calls the function of each component."""
+        return {name: component.function for name, component in self._components.items()}
 
     def close(self) -> None:
         """End the processes of all components."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reward_loop.offline.journal import Journal
-from reward_loop.offline.rows import Fields, Row, count_rows, read_rows
+from reward_loop.offline.rows import Fields, Row, check_input, count_rows, read_rows
 from reward_loop.offline.run import Summary, score_file
 
-__all__ = ["Fields", "Journal", "Row", "Summary", "count_rows", "read_rows", "score_file"]
+__all__ = ["Fields", "Journal", "Row", "Summary", "check_input", "count_rows", "read_rows", "score_file"]

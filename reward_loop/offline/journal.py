@@ -23,12 +23,13 @@ class Journal:
     disk, is cut off when the journal is opened again.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], *, restart: bool = False) -> None:
         """Open or create the journal.
 
         Args:
             path: where it lies.
             header: the run's input, function and options.
+            restart: discard what is in it.
 
         Raises:
             ConfigError: it belongs to another run, or another process is writing it.
@@ -38,6 +39,8 @@ class Journal:
         self._file = path.open("a+b", buffering=0)
         try:
             self._lock()
+            if restart:  # no sooner: it may be that of a run that goes on
+                self._file.truncate(0)
             # What the header becomes when it is read back: tuples are lists then, for example.
             self._recover(json.loads(to_json(header)))
         except BaseException:
@@ -83,8 +86,12 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         left = memoryview(line + b"\n")
-        while left:
-            left = left[self._file.write(left) :]
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            error.filename = str(self.path)  # "No space left on device" alone does not say on which
+            raise
 
     def _lock(self) -> None:
         try:

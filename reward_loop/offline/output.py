@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop._json import to_json
-from reward_loop.offline.parquet import import_parquet
+from reward_loop.offline.parquet import import_parquet, read_batches
 from reward_loop.offline.rows import Row, is_parquet, read_rows
 
 __all__ = ["RESULT_COLUMNS", "write_output"]
@@ -28,6 +28,10 @@ def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
         else:
             _write_jsonl(source, temporary, result_of)
         os.replace(temporary, output)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(temporary)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -52,7 +56,7 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
     rows = read_rows(source)
     writer = None
     try:
-        for columns, count in _tables(source, pa, pq):
+        for columns, count in _tables(source, pa):
             # Extra info differs in keys and types from row to row, which no parquet struct can hold: it is JSON text.
             results = [_results(row, result_of) for row, _ in zip(rows, range(count), strict=False)]
             for result in results:
@@ -68,10 +72,10 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
             writer.close()
 
 
-def _tables(source: Path, pa: Any, pq: Any) -> Iterator[tuple[dict[str, Any], int]]:
+def _tables(source: Path, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
     """Give the columns of the input as arrow arrays, with their length: in batches, or a JSONL file in one."""
     if is_parquet(source):
-        for batch in pq.ParquetFile(source).iter_batches(batch_size=1024):
+        for batch in read_batches(source):
             yield dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows
         return
     rows = [row.columns for row in read_rows(source)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["import_parquet"]
+__all__ = ["import_parquet", "parquet_rows", "read_batches"]
 
 
 def import_parquet() -> tuple[ModuleType, ModuleType]:
@@ -19,5 +22,36 @@ def import_parquet() -> tuple[ModuleType, ModuleType]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("parquet files need pyarrow: pip install 'reward-loop[parquet]'") from error
+        raise ConfigError("parquet files need pyarrow: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet
+
+
+def parquet_rows(path: Path) -> int:
+    """Return how many rows a file has.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or cannot read the file.
+    """
+    pa, pq = import_parquet()
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(_unreadable(path, error)) from error
+
+
+def read_batches(path: Path) -> Iterator[Any]:
+    """Read one record batch of at most 1024 rows after the other.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or cannot read the file.
+    """
+    pa, pq = import_parquet()
+    try:
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=1024)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(_unreadable(path, error)) from error
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} cannot be read as parquet: {error}"

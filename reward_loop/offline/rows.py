@@ -10,10 +10,10 @@ from typing import Any
 
 from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
-from reward_loop.offline.parquet import import_parquet
+from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample
 
-__all__ = ["Fields", "Row", "count_rows", "is_parquet", "read_rows"]
+__all__ = ["Fields", "Row", "check_input", "count_rows", "is_parquet", "read_rows"]
 
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
 _MISSING = object()
@@ -37,19 +37,39 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() in (".parquet", ".pq")
 
 
+def check_input(path: Path) -> None:
+    """Refuse what is no file.
+
+    Raises:
+        ConfigError: there is nothing at that path, or a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file of rollouts, but a {'folder' if path.is_dir() else 'pipe or device'}")
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+
+
 def count_rows(path: Path) -> int:
-    """Count the rows that `read_rows` will give."""
+    """Count the rows that `read_rows` will give.
+
+    Raises:
+        ConfigError: it is a parquet file that cannot be read.
+    """
     if is_parquet(path):
-        return int(import_parquet()[1].read_metadata(path).num_rows)
+        return parquet_rows(path)
     with path.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read one row after the other; a malformed line is a row with an error."""
+    """Read one row after the other; a malformed line is a row with an error.
+
+    Raises:
+        ConfigError: it is a parquet file that cannot be read.
+    """
     if is_parquet(path):
         index = 0
-        for batch in import_parquet()[1].ParquetFile(path).iter_batches(batch_size=1024):
+        for batch in read_batches(path):
             for columns in batch.to_pylist():
                 yield Row(index, f"row {index}", columns)
                 index += 1
@@ -143,7 +163,7 @@ class Fields:
         if target in self._requires:
             raise _FieldError(
                 f"no field {path!r} (for {target}){did_you_mean(path, row.columns) or '.'} "
-                f"Its fields are {listing(row.columns)}"
+                f"Its fields are {listing(row.columns)}: say which it is by --field {target}=..."
             )
         return default
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop._interrupt import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.journal import Journal
 from reward_loop.offline.output import write_output
-from reward_loop.offline.rows import Fields, Row, read_rows
+from reward_loop.offline.rows import Fields, Row, check_input, read_rows
 from reward_loop.types import Outcome, Reward
 
-__all__ = ["Summary", "score_file"]
+__all__ = ["Summary", "partial_of", "score_file"]
 
 _KEPT = 5
 
@@ -67,6 +68,11 @@ class Summary:
             heapq.heappop(self.slowest)
 
 
+def partial_of(output: Path) -> Path:
+    """Where completed rows are kept until the output is there."""
+    return output.with_name(output.name + ".partial")
+
+
 def score_file(
     source: Path,
     output: Path,
@@ -99,16 +105,18 @@ def score_file(
         ConfigError: a file is missing, or in the way.
         RewardLoopError: the run was stopped, by a policy or by the bound on failures. Completed rows are kept.
     """
-    if not source.is_file():
-        raise ConfigError(f"no such file: {source}")
+    check_input(source)
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"the output must be a file of its own, and {output} is a folder or a device")
     if output.exists() and output.samefile(source):
         raise ConfigError(f"the output would overwrite the input: {source}")
-    partial = output.with_name(output.name + ".partial")
-    if restart:
-        partial.unlink(missing_ok=True)
-    elif output.exists() and not partial.exists():
+    partial = partial_of(output)
+    if output.exists() and not partial.exists() and not restart:
         raise ConfigError(f"{output} exists: choose another output, or replace it: --restart")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the output {output} has no folder, and none can be made: {error.strerror}") from error
     stat = source.stat()
     header = {
         "journal": 1,
@@ -116,13 +124,13 @@ def score_file(
         **(identity or {}),
     }
     started = time.perf_counter()
-    with Journal(partial, header) as journal:
+    with Journal(partial, header, restart=restart) as journal:
         if retry_failed:
             journal.forget_failed()
         resumed = len(journal)
         on_row(resumed)
         todo = (row for row in read_rows(source) if row.index not in journal)
-        asyncio.run(_score_rows(todo, manager, fields, journal, concurrency, on_row))
+        run(_score_rows(todo, manager, fields, journal, concurrency, on_row))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:

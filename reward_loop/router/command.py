@@ -62,8 +62,9 @@ def route(
 ) -> None:
     """Put several model servers behind one address.
 
-    Requests go to the servers of the model that they name, and on to another server if one fails. Bodies and answers
-    pass unchanged; streams pass as they come. Keys are better given in the environment, where ps does not show them.
+    Requests go to the servers of the model that they name, and on to another
+    server if one fails. Bodies and answers pass unchanged; streams pass as they
+    come. Keys are better given in the environment, where ps does not show them.
 
     [bold]Examples[/]
 
@@ -82,8 +83,9 @@ def route(
 
       curl -X DELETE 'http://127.0.0.1:8080/workers?url=http://127.0.0.1:8001'        remove
 
-    [cyan]/health[/] and [cyan]/ready[/] are 200 while a server is usable; [cyan]/metrics[/] is for Prometheus.
-    SIGTERM stops it when the requests in work are finished.
+    [cyan]/health[/] and [cyan]/ready[/] are 200 while a server is usable;
+    [cyan]/metrics[/] is for Prometheus. SIGTERM stops it when the requests in
+    work are finished.
     """
     from reward_loop.router.config import RouterConfig
     from reward_loop.router.run import run_router

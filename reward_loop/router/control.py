@@ -2,104 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from reward_loop.router.config import WorkerConfig
+from reward_loop.router.metrics import CONTENT_TYPE, render
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.worker import Worker
 
-__all__ = ["CONTROL_PATHS", "OPEN_PATHS", "control_plane"]
-
-OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
-"""For those who ask whether the router lives; they need no key."""
-
-CONTROL_PATHS = OPEN_PATHS | {
-    "/metrics",
-    "/workers",
-    "/workers/bury",
-    "/workers/retire",
-    "/workers/drain",
-    "/workers/sleep",
-    "/workers/resume",
-}
-"""All other paths belong to the servers."""
+__all__ = ["control_plane"]
 
 
-def control_plane(pool: Callable[[], WorkerPool], proxy: Callable[[], Proxy]) -> FastAPI:
-    """An app that shows the servers and changes what is done with them.
-
-    Args:
-        pool, proxy: what it controls; asked for at each request, since it does not exist before the app is started.
-    """
+def control_plane(pool: WorkerPool, proxy: Proxy) -> FastAPI:
+    """An app that shows the servers and changes what is done with them."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-
-    @app.get("/health")
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        if pool().usable:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable"}, 503, {"retry-after": "1"})
-
-    @app.get("/live")
-    async def live() -> dict[str, str]:
-        return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        # It takes a while to import, and many a router is never asked.
-        from reward_loop.router.metrics import CONTENT_TYPE, render
-
-        return Response(render(pool(), proxy()), media_type=CONTENT_TYPE)
+        return Response(render(pool, proxy), media_type=CONTENT_TYPE)
 
     @app.get("/workers")
     async def list_workers() -> list[dict[str, Any]]:
-        return [_shown(worker) for worker in pool().workers]
+        return [_shown(worker) for worker in pool.workers]
 
     @app.post("/workers", status_code=201)
     async def add(worker: WorkerConfig) -> dict[str, Any]:
-        if pool().find(worker.url):
+        if pool.find(worker.url):
             raise HTTPException(409, f"{worker.url} is there already")
-        return _shown(pool().add(worker))
+        return _shown(pool.add(worker))
 
     @app.delete("/workers", status_code=202)
     async def remove(url: str) -> dict[str, Any]:
         worker = find(url)
-        pool().remove(worker)
+        pool.remove(worker)
         return _shown(worker)
 
     @app.post("/workers/drain")
     async def drain(url: str) -> dict[str, Any]:
         worker = find(url)
-        pool().drain(worker)
+        pool.drain(worker)
         return _shown(worker)
 
     @app.post("/workers/sleep")
     async def sleep(url: str) -> dict[str, Any]:
         worker = find(url)
-        await pool().sleep(worker)
+        await pool.sleep(worker)
         return _shown(worker)
 
     @app.post("/workers/resume")
     async def resume(url: str) -> dict[str, Any]:
         worker = find(url)
-        pool().resume(worker)
+        pool.resume(worker)
         return _shown(worker)
 
     @app.post("/workers/bury")
     async def bury(url: str, reason: str) -> None:
-        pool().bury(find(url), reason)
+        pool.bury(find(url), reason)
 
     @app.post("/workers/retire")
     async def retire(url: str, reason: str) -> None:
-        pool().retire(find(url), reason)
+        pool.retire(find(url), reason)
 
     def find(url: str) -> Worker:
-        worker = pool().find(url)
+        worker = pool.find(url)
         if worker is None:
             raise HTTPException(404, f"there is no worker {url}")
         return worker

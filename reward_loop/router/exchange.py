@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from reward_loop.router.headers import RawHeader, end_to_end
+from reward_loop.router.headers import RawHeader
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.upstream import NO_BODY, Answer
 
@@ -45,6 +45,7 @@ class Exchange:
         "_watch",
         "arrived",
         "broken_off",
+        "reading",
         "scope",
         "started",
         "waits_for",
@@ -64,6 +65,8 @@ class Exchange:
         """Whether an answer has begun."""
         self.waits_for: str | None = None
         """The URL of the server that has it."""
+        self.reading = False
+        """Whether its body is still to come."""
         self.broken_off: Exception | None = None
         """Why its task was cancelled."""
         self._receive = receive
@@ -112,6 +115,7 @@ class Exchange:
             self._check_length(len(body), limit)
             return body
         self.set_timer()
+        self.reading = True
         parts = []
         length = 0
         while True:
@@ -121,6 +125,7 @@ class Exchange:
             length += len(parts[-1])
             self._check_length(length, limit)
             if not message.get("more_body"):
+                self.reading = False
                 return b"".join(parts)
             message = await self._receive()
 
@@ -134,7 +139,7 @@ class Exchange:
         Raises:
             BrokenError: it broke off.
         """
-        headers = end_to_end(answer.headers)
+        headers = answer.headers
         if answer.status in NO_BODY:
             # The length of what a GET would have brought: uvicorn would wait for it.
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -144,8 +149,8 @@ class Exchange:
             while part := await answer.read():
                 parts.append(part)
             body = b"".join(parts)
-            headers.append((b"content-length", b"%d" % len(body)))
-            return await self.answer(answer.status, headers, body)
+            length = (b"content-length", b"%d" % len(body))
+            return await self.answer(answer.status, [*headers, length], body)
         if answer.complete:
             return await self.answer(answer.status, headers, answer.take())
         self.started = True

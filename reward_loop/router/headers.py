@@ -31,19 +31,16 @@ _TRIVIAL_OPTIONS = frozenset({b"", b"close", b"keep-alive"})
 _NEVER_NAMED = frozenset({b"content-length", b"host"})
 
 
-def end_to_end(headers: Sequence[RawHeader]) -> list[RawHeader]:
-    """The headers that are not about this connection: neither hop-by-hop, nor named in ``Connection``."""
-    kept = [header for header in headers if header[0] not in HOP_BY_HOP]
-    if len(kept) < len(headers) and (named := named_by_connection(headers)):
-        kept = [header for header in kept if header[0] not in named]
-    return kept
+def end_to_end(headers: list[RawHeader], hop_by_hop: Sequence[RawHeader]) -> list[RawHeader]:
+    """``headers`` without those that a ``Connection`` among the hop-by-hop ones names."""
+    named = named_by_connection(hop_by_hop)
+    return [header for header in headers if header[0] not in named] if named else headers
 
 
 def named_by_connection(headers: Sequence[RawHeader]) -> frozenset[bytes]:
     """The names of headers that ``Connection`` says are about this connection only."""
-    values = [value for name, value in headers if name == b"connection"]
     # Nearly always there is one, and it is one of two.
-    return _options(values[0]) if len(values) == 1 else _options(b",".join(values))
+    return _options(b",".join([value for name, value in headers if name == b"connection"]))
 
 
 @lru_cache(maxsize=64)
@@ -54,7 +51,9 @@ def _options(connection: bytes) -> frozenset[bytes]:
 
 def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:
     """Header lines as they are written, each with its line end."""
-    return b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in without])
+    lines = [b": ".join(header) for header in headers if header[0] not in without]
+    lines.append(b"")
+    return b"\r\n".join(lines)
 
 
 def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:

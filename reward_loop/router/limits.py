@@ -32,10 +32,10 @@ class Gate:
 
     def enter_at_once(self) -> bool:
         """Enters if there is room; whoever does must :meth:`leave`."""
-        if self.has_room:
-            self.inside += 1
-            return True
-        return False
+        if self.waiting or self.inside >= self._max_inside:
+            return False
+        self.inside += 1
+        return True
 
     async def enter(self) -> None:
         """Waits for room. Everyone who is inside must :meth:`leave`.

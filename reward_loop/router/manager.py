@@ -10,8 +10,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ from reward_loop.router.supervisor import RestartPolicy, Server, Starts, Supervi
 if TYPE_CHECKING:
     from reward_loop.router.servers.ray_server import SharedGpus
 
-__all__ = ["RewardModelManager", "serve_reward_model"]
+__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ class RewardModelManager:
         return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
 
     async def __aenter__(self) -> Self:
-        models = served_models(self._config)
+        # It reads files, and may ask the Hugging Face hub.
+        models = await asyncio.to_thread(served_models, self._config)
         if (self._config.placement == "colocated") is not (self._gpus is not None):
             raise ConfigError(
                 "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "
@@ -392,20 +393,53 @@ def _credentials() -> dict[str, str] | None:
     return {"Authorization": f"Bearer {key}"} if key else None
 
 
+class ServedRewardModel:
+    """What :func:`serve_reward_model` gives: a manager that runs in another thread."""
+
+    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager = manager
+        self._loop = loop
+
+    @property
+    def reward_router_address(self) -> str:
+        """``host:port`` of the router."""
+        return self._manager.reward_router_address
+
+    def sleep(self) -> None:
+        """Frees the models' memory, and returns when that is done; see :meth:`RewardModelManager.sleep`."""
+        self._run(self._manager.sleep())
+
+    def wake(self) -> None:
+        """Takes the memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
+        self._run(self._manager.wake())
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
 @contextmanager
-def serve_reward_model(config: RewardModelConfig) -> Iterator[str]:
+def serve_reward_model(config: RewardModelConfig, gpus: SharedGpus | None = None) -> Iterator[ServedRewardModel]:
     """A :class:`RewardModelManager` for synchronous programs, on an event loop in a background thread.
 
-        with serve_reward_model(RewardModelConfig(model_path="...")) as address:
-            train(reward_router_address=address)
+        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
+            train(reward_router_address=model.reward_router_address)
 
     The processes are stopped when the block is left, or when the interpreter exits without leaving it.
 
+    Args:
+        config, gpus: as the manager takes them.
+
     Yields:
-        the router's ``host:port``, once everything is ready.
+        the router's address, and the model's sleep, once everything is ready.
 
     Raises:
         ConfigError, ServerStartError: as the manager does on entry.
     """
-    with in_background(lambda: RewardModelManager(config), name="reward-model-manager") as manager:
-        yield manager.reward_router_address
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[ServedRewardModel]:
+        async with RewardModelManager(config, gpus) as manager:
+            yield ServedRewardModel(manager, asyncio.get_running_loop())
+
+    with in_background(serving, name="reward-model-manager") as model:
+        yield model

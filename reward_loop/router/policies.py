@@ -17,19 +17,14 @@ __all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "TwoChoices", "po
 class Policy(Protocol):
     """Chooses a server."""
 
-    by_content: bool
-    """Whether :meth:`choose` wants a key."""
-
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        """What is the same for requests that belong to the same server."""
+        """What is the same for requests that belong to the same server, if that matters."""
 
     def choose(self, workers: Sequence[Worker], key: int) -> Worker:
         """One of ``workers``, of which there is at least one."""
 
 
 class _ByLoad:
-    by_content = False
-
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
         return 0
 
@@ -76,8 +71,6 @@ class Content:
         header: the request header that decides, in lower case; the body decides where it is missing.
         prefix: how many bytes of the body decide; 0 for all.
     """
-
-    by_content = True
 
     def __init__(self, header: bytes | None = None, prefix: int = 0) -> None:
         self._header = header

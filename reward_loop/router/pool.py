@@ -224,7 +224,7 @@ class WorkerPool:
             self._set_state(worker, WorkerState.DRAINING)
 
     async def sleep(self, worker: Worker) -> None:
-        """Gives it no new requests until it is resumed, and waits until those that it has are finished."""
+        """Gives it no new requests until it is resumed, and waits until those that it has are finished, or it is."""
         if worker.state is not WorkerState.RETIRED:
             logger.info("worker %s is to sleep", worker.url)
             self._stop_watching(worker)
@@ -246,9 +246,8 @@ class WorkerPool:
     def remove(self, worker: Worker) -> None:
         """Drains it and forgets it; the requests that it has are finished."""
         self._stop_watching(worker)
-        worker.state = WorkerState.RETIRED
         self.workers.remove(worker)
-        self._refresh()
+        self._set_state(worker, WorkerState.RETIRED)
         logger.info("worker %s is removed, with %d requests in flight", worker.url, worker.in_flight)
 
     def describe(self, workers: Iterable[Worker] | None = None) -> str:
@@ -321,6 +320,8 @@ class WorkerPool:
 
     def _set_state(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
+        if state is not WorkerState.ASLEEP:
+            worker.idle.set()
         self._refresh()
 
     def _refresh(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from reward_loop.router.exchange import Receive, Scope, Send
-from reward_loop.router.headers import RawHeader
+from reward_loop.router.headers import RawHeader, find, to_wire
 from reward_loop.router.proxy import Client
 from reward_loop.router.refusal import Refusal
 from reward_loop.router.upstream import NO_BODY
@@ -29,42 +30,58 @@ __all__ = ["protocol_for"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
+_CONNECTION = frozenset({b"connection"})
+_CLOSE = b"connection: close\r\n\r\n"
+
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> type[asyncio.Protocol]:
-    """A protocol class for uvicorn.
+def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> Callable[..., asyncio.Protocol]:
+    """What makes protocols for uvicorn.
 
     Args:
         max_head_bytes: longer heads are refused with 431.
         begin: takes a request whose body is there, or says that it is one for the ASGI app.
     """
-    return type("Protocol", (_Protocol,), {"max_head_bytes": max_head_bytes, "begin": staticmethod(begin)})
+    return partial(_Protocol, max_head_bytes, begin)
 
 
 class _Protocol(HttpToolsProtocol):
-    max_head_bytes = 0
-    begin: Callable[[Client], bool]
     cycle: Any
     """The request that came last."""
-    _served: _Cycle | None = None
-    """The request in work, or the last one that was."""
-    _unserved: _Cycle | None = None
-    """One whose turn it is, while it is not known whether its body has come with it."""
-    _in_head = True
-    _head_bytes = 0
-    _idle_since = 0.0
+
+    def __init__(self, max_head_bytes: int, begin: Callable[[Client], bool], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # What is read for each request is no attribute of the class: Python 3.11 takes long to find those.
+        self._max_head_bytes = max_head_bytes
+        self._begin = begin
+        self._served: _Cycle | None = None
+        """The request in work, or the last one that was."""
+        self._unserved: _Cycle | None = None
+        """One whose turn it is, while it is not known whether its body has come with it."""
+        self._upgrading = False
+        """While a head is parsed that asks for another protocol."""
+        self._in_head = True
+        self._head_bytes = 0
+        self._idle_since = 0.0
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            return self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._upgrading:
+                return self._stay(data[upgrade.args[0] :])
         # Not within the parser, which would take an exception for a request that is not HTTP.
         if self._unserved and not self.transport.is_closing():
             self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
-        if self._in_head and self._head_bytes > self.max_head_bytes and not self.transport.is_closing():
+        if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse_head()
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -82,29 +99,13 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
-        parser = self.parser
-        url = httptools.parse_url(self.url)
-        raw_path = url.path
-        path = raw_path.decode("ascii")
-        version = parser.get_http_version()
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": version,
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "method": parser.get_method().decode("ascii"),
-            "root_path": "",
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": url.query or b"",
-            "headers": self.headers,
-            "state": self.app_state,
-        }
-        self.scope = scope  # type: ignore[assignment]
+        if self.parser.should_upgrade():
+            upgrade = find(self.headers, b"upgrade")
+            if upgrade and upgrade.lower() != b"websocket":
+                self._upgrading = True
+                return
         before = self.cycle
-        self.cycle = cycle = _Cycle(self, version != "1.0" and parser.should_keep_alive())
+        self.cycle = cycle = _Cycle(self)
         if before is None or before.response_complete:
             self._unserved = cycle
         else:
@@ -121,13 +122,14 @@ class _Protocol(HttpToolsProtocol):
             cycle.set()
 
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
         # The first bytes of the next head come before its beginning is parsed.
         self._in_head = True
         self.cycle.more_body = False
         self.cycle.set()
 
     def on_response_complete(self) -> None:
-        self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -147,9 +149,6 @@ class _Protocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _unset_keepalive_if_required(self) -> None:
-        """Leaves the timer alone."""
-
     def _set_timer(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
@@ -161,41 +160,79 @@ class _Protocol(HttpToolsProtocol):
         self._unserved = None
         self._served = cycle
         # A task waits for a client that does not read its answers; callbacks do not.
-        if cycle.more_body or self.flow.write_paused or not self.begin(cycle):
+        if cycle.more_body or self.flow.write_paused or not self._begin(cycle):
             self._start_asgi_task(cycle, self.app)
+        elif self.flow.read_paused and not self.pipeline:
+            # Its body was long, and is there; now its leaving is to be noticed.
+            self.flow.resume_reading()
+
+    def _stay(self, rest: bytes) -> None:
+        """Reads a request without its wish for another protocol, which may be ignored (RFC 9110, 7.8).
+
+        The parser would take the request's body for bytes of that protocol.
+        """
+        self._upgrading = False
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, to_wire(self.headers, {b"upgrade"}))
+        self.data_received(head + rest)
 
     def _refuse_head(self) -> None:
-        refusal = Refusal(431, f"the head of the request is longer than {self.max_head_bytes} bytes", close=True)
+        refusal = Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
         headers, body = refusal.render()
-        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-        self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], lines, body))
+        self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
         self.transport.close()
 
 
 class _Cycle(RequestResponseCycle):
     """One request and its answer, for ASGI and as a `Client`."""
 
+    body: bytes  # type: ignore[assignment]
     disconnected = False
-    body = b""  # type: ignore[assignment]
-    more_body = True
     response_started = False
-    response_complete = False
     chunked_encoding = False
     expected_content_length = 0
     on_leave: Callable[[], None] | None = None
     _head = b""
     _news = False
-    _waiter: asyncio.Future[None] | None = None
 
-    def __init__(self, protocol: _Protocol, keep_alive: bool) -> None:
-        self.scope = protocol.scope
+    def __init__(self, protocol: _Protocol) -> None:
+        parser = protocol.parser
+        self.method = parser.get_method().decode("ascii")
+        self.path, self.target = _parse_target(protocol.url)
+        self.headers = protocol.headers
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.on_response = protocol.on_response_complete
-        self._start_task = protocol._start_asgi_task
-        self.keep_alive = keep_alive
+        self._protocol = protocol
+        self._version = version = parser.get_http_version()
+        self.keep_alive = version != "1.0" and parser.should_keep_alive()
+        self.body = b""
+        self.more_body = True
+        self.response_complete = False
+        self._waiter: asyncio.Future[None] | None = None
         self.waiting_for_100_continue = protocol.expect_100_continue
+
+    @property
+    def scope(self) -> Any:  # type: ignore[override]
+        """ASGI's; made for those who go that way."""
+        protocol = self._protocol
+        raw_path, _, query = self.target.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": self._version,
+            "server": protocol.server,
+            "client": protocol.client,
+            "scheme": protocol.scheme,
+            "method": self.method,
+            "root_path": "",
+            "path": self.path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": protocol.app_state,
+        }
 
     @property
     def message_event(self) -> Any:  # type: ignore[override]
@@ -203,13 +240,17 @@ class _Cycle(RequestResponseCycle):
         return self
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends a whole answer."""
-        self._start(status, headers)
-        self._continue(body, False)
+        """Sends a whole answer, whose headers say how long it is."""
+        self.response_started = True
+        end = b"\r\n" if self.keep_alive else _CLOSE
+        if self.method == "HEAD":
+            body = b""
+        self.transport.write(b"".join((_status_line(status), to_wire(headers), end, body)))
+        self._end()
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Leaves the rest to an ASGI app, in a task."""
-        self._start_task(self, app)  # type: ignore[arg-type]
+        self._protocol._start_asgi_task(self, app)  # type: ignore[arg-type]
 
     def leave(self) -> None:
         """The client is gone."""
@@ -254,30 +295,22 @@ class _Cycle(RequestResponseCycle):
     def _start(self, status: int, headers: Any) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        length = None
-        for name, value in headers:
-            lines.append(b"%b: %b\r\n" % (name, value))
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"connection" and value == b"close":
-                self.keep_alive = False
-        if self.scope["method"] == "HEAD" or status in NO_BODY:
+        head = _status_line(status) + to_wire(headers, _CONNECTION)
+        if find(headers, b"connection") == b"close":
+            self.keep_alive = False
+        if self.method == "HEAD" or status in NO_BODY:
             pass
-        elif length is None:
+        elif (length := find(headers, b"content-length")) is None:
             self.chunked_encoding = True
-            lines.append(b"transfer-encoding: chunked\r\n")
+            head += b"transfer-encoding: chunked\r\n"
         else:
-            self.expected_content_length = length
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
+            self.expected_content_length = int(length)
         # It waits for the body, of which the first part is written together with it.
-        self._head = b"".join(lines)
+        self._head = head + (b"\r\n" if self.keep_alive else _CLOSE)
 
     def _continue(self, body: bytes, more: bool) -> None:
         head, self._head = self._head, b""
-        if self.scope["method"] == "HEAD":
+        if self.method == "HEAD":
             body = b""
         elif self.chunked_encoding:
             if body:
@@ -290,9 +323,26 @@ class _Cycle(RequestResponseCycle):
                 raise RuntimeError("the body is not as long as Content-Length says")
         self.transport.write(head + body if head else body)
         if not more:
-            self.response_complete = True
-            self.body = b""
+            self._end()
             self.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+
+    def _end(self) -> None:
+        self.response_complete = True
+        self.body = b""
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+def _status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+@lru_cache(maxsize=64)
+def _parse_target(url: bytes) -> tuple[str, bytes]:
+    """The path, decoded, and path and query as they are written."""
+    parsed = httptools.parse_url(url)
+    raw_path = parsed.path or b"/"
+    path = raw_path.decode("ascii")
+    target = b"%b?%b" % (raw_path, parsed.query) if parsed.query else raw_path
+    return unquote(path) if "%" in path else path, target

@@ -13,7 +13,7 @@ import orjson
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.exchange import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
 from reward_loop.router.forward import WORTH_A_RETRY, Attempt, Forwarder, Request
-from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, named_by_connection, to_wire
+from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.refusal import Refusal
@@ -37,13 +37,17 @@ _SHORT_S = 4 * WATCH_AFTER_S
 class Client(Protocol):
     """Who waits for the answer to a request, in callbacks: see :meth:`Proxy.begin`."""
 
-    scope: Scope
+    method: str
+    path: str
+    target: bytes
+    """Path and query, as they came."""
+    headers: list[RawHeader]
     body: bytes
     on_leave: Callable[[], None] | None
     """Called when it is gone."""
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends it a whole answer."""
+        """Sends it a whole answer, whose headers say how long it is."""
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Leaves the rest to an ASGI app, in a task."""
@@ -55,9 +59,10 @@ class Proxy:
     It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
     neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
 
-    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 413 and 431 for what is
-    too long, 429 when all servers have asked for a pause, 502 when the request has broken several servers, 503 when no
-    server was to be had or too many requests wait, 504 when a server did not answer in time.
+    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 408 when the body did
+    not come in time, 413 and 431 for what is too long, 429 when all servers have asked for a pause, 502 when the
+    request has broken several servers, 503 when no server was to be had or too many requests wait, 504 when a server
+    did not answer in time.
     """
 
     def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
@@ -67,7 +72,10 @@ class Proxy:
         self._forwarder = Forwarder(pool, self.budget, config)
         self.loop = asyncio.get_running_loop()
         self._pool = pool
-        self._config = config
+        self._key = pool.policy.key
+        self._timeout_s = config.request_timeout_s
+        self._max_body_bytes = config.max_body_bytes
+        self._max_header_bytes = config.max_header_bytes
         # The length is known anew, and there is nothing more to expect, once the body is complete.
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
@@ -80,7 +88,7 @@ class Proxy:
         """Serves one request."""
         if scope["type"] != "http":
             raise NotImplementedError(f"the router forwards HTTP requests only, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self.late)
+        exchange = Exchange(scope, receive, send, self._timeout_s, self.late)
         await self._run(exchange, self._serve(exchange))
 
     async def _run(self, exchange: Exchange, work: Awaitable[None]) -> None:
@@ -107,20 +115,25 @@ class Proxy:
         try:
             scope = exchange.scope
             headers = self._headers_for_servers(scope["headers"])
-            body = await exchange.read_body(self._config.max_body_bytes)
+            body = await exchange.read_body(self._max_body_bytes)
             pool = self._pool
             if pool.several_models and scope["path"] == "/v1/models" and scope["method"] == "GET":
                 content = orjson.dumps(merged_models(pool))
                 own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
                 return await exchange.answer(200, own, content)
-            request = self._request(scope, headers, body)
+            path = scope["path"]
+            target = scope.get("raw_path") or path.encode()
+            if scope["query_string"]:
+                target = b"%b?%b" % (target, scope["query_string"])
+            key = self._key(scope["headers"], body)
+            request = self._request(scope["method"], path, target, headers, body, key)
             self.budget.earn()
             await self._forward(exchange, request)
         finally:
             self.gate.leave()
 
     async def _forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
-        if self._config.request_timeout_s < _SHORT_S:
+        if self._timeout_s < _SHORT_S:
             exchange.set_timer()
         self._watch(exchange)
         try:
@@ -130,27 +143,21 @@ class Proxy:
 
     def begin(self, client: Client) -> bool:
         """Forwards a request whose body is there, if nothing stands in its way; else it is one for :meth:`__call__`."""
-        scope, body = client.scope, client.body
-        if (
-            not self.gate.has_room
-            or len(body) > self._config.max_body_bytes
-            or self._config.request_timeout_s < _SHORT_S
-            or scope["path"] == "/v1/models"
-        ):
+        path, body = client.path, client.body
+        if len(body) > self._max_body_bytes or self._timeout_s < _SHORT_S or path == "/v1/models":
             return False
         try:
-            request = self._request(scope, self._headers_for_servers(scope["headers"]), body)
+            headers = self._headers_for_servers(client.headers)
+            key = self._key(client.headers, body)
+            request = self._request(client.method, path, client.target, headers, body, key)
         except Refusal:
             return False
         pool = self._pool
         worker = pool.pick(pool.group(*request.destination), request.key)
-        if not worker:
+        if not worker or not self.gate.enter_at_once():
             return False
-        self.gate.enter_at_once()
         self.budget.earn()
-        direct = _Direct(self, client, request, worker, self._config.request_timeout_s)
-        self._watch(direct)
-        direct.start()
+        self._watch(_Direct(self, client, request, worker, self._timeout_s))
         return True
 
     def close(self) -> None:
@@ -161,7 +168,7 @@ class Proxy:
 
     async def go_on(self, attempt: Attempt, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves, in a task, a request that began without one, and has a place inside the gate."""
-        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self.late, attempt.began)
+        exchange = Exchange(scope, receive, send, self._timeout_s, self.late, attempt.began)
         try:
             await self._run(exchange, self._forward(exchange, request, attempt))
         finally:
@@ -169,9 +176,15 @@ class Proxy:
 
     def late(self, exchange: Exchange | _Direct) -> Refusal:
         """What a request gets whose time is over."""
-        timeout = f"{self._config.request_timeout_s:g} s"
+        timeout = f"{self._timeout_s:g} s"
         if exchange.waits_for:
             return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
+        if isinstance(exchange, Exchange) and exchange.reading:
+            return Refusal(408, f"the body did not come within the {timeout} that a request may take", close=True)
+        if exchange not in self.watched:
+            return Refusal(
+                503, f"it was not its turn within {timeout}: {self.gate.inside} requests are in work", close=True
+            )
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
@@ -193,28 +206,21 @@ class Proxy:
         if b"connection" in fields:
             without |= named_by_connection(headers)
         passed_on = to_wire(headers, without)
-        if len(passed_on) > self._config.max_header_bytes:
-            raise Refusal(431, f"the headers are longer than {self._config.max_header_bytes} bytes", close=True)
-        if int(fields.get(b"content-length", 0)) > self._config.max_body_bytes:
-            raise Refusal(413, f"the body is longer than {self._config.max_body_bytes} bytes", close=True)
+        if len(passed_on) > self._max_header_bytes:
+            raise Refusal(431, f"the headers are longer than {self._max_header_bytes} bytes", close=True)
+        if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
+            raise Refusal(413, f"the body is longer than {self._max_body_bytes} bytes", close=True)
         if fields.get(b"upgrade", b"").lower() == b"websocket":
             raise Refusal(501, "the router does not forward WebSockets", close=True)
         return passed_on
 
-    def _request(self, scope: Scope, headers: bytes, body: bytes) -> Request:
-        method, path = scope["method"], scope["path"]
-        target: bytes = scope.get("raw_path") or path.encode()
-        if scope["query_string"]:
-            target = b"%b?%b" % (target, scope["query_string"])
+    def _request(self, method: str, path: str, target: bytes, headers: bytes, body: bytes, key: int) -> Request:
         if body or method in _WITH_BODY:
             headers += b"content-length: %d\r\n" % len(body)
-        pool = self._pool
-        destination = route(pool, path, body)
-        key = pool.policy.key(scope["headers"], body) if pool.policy.by_content else 0
-        return Request(method.encode(), target, headers, body, destination, key)
+        return Request(method.encode(), target, headers, body, route(self._pool, path, body), key)
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
-        _log(exchange.scope, refusal)
+        _log(exchange.scope["method"], exchange.scope["path"], refusal)
         await exchange.refuse(refusal)
 
 
@@ -234,19 +240,14 @@ class _Direct:
         self._worker = worker
         self._began = began = proxy.loop.time()
         self._deadline = began + timeout_s
-        self._sending: Sending
+        worker.begin()
+        client.on_leave = self.give_up
+        self._send()
 
     @property
     def waits_for(self) -> str:
         """The URL of the server that has it."""
         return self._worker.url
-
-    def start(self) -> None:
-        """Gives it to the server."""
-        worker = self._worker
-        worker.begin()
-        self._client.on_leave = self.give_up
-        self._send()
 
     def done(self) -> bool:
         """Whether it does not want to know of its answer."""
@@ -255,9 +256,15 @@ class _Direct:
     def set_result(self, answer: Answer, /) -> None:
         """The server has answered."""
         worker, status = self._worker, answer.status
-        if answer.complete and status not in _SPECIAL and worker.state is WorkerState.UP and not worker.failures:
+        if (
+            answer.complete
+            and answer.length is not None
+            and status not in _SPECIAL
+            and worker.state is WorkerState.UP
+            and not worker.failures
+        ):
             self._end(status)
-            self._client.answer(status, end_to_end(answer.headers), answer.take())
+            self._client.answer(status, answer.headers, answer.take())
         else:
             future: asyncio.Future[Answer] = self._proxy.loop.create_future()
             future.set_result(answer)
@@ -282,11 +289,12 @@ class _Direct:
         if now >= self._deadline:
             self.give_up()
             refusal = self._proxy.late(self)
-            _log(self._client.scope, refusal)
+            _log(self._client.method, self._client.path, refusal)
             self._client.answer(refusal.status, *refusal.render())
 
     def _send(self) -> None:
-        self._sending = self._worker.upstream.send(self, *self._request[:4])
+        method, target, headers, body, _, _ = self._request
+        self._sending: Sending = self._worker.upstream.send(self, method, target, headers, body)
 
     def _go_on(self, answer: Awaitable[Answer]) -> None:
         self._leave()
@@ -303,5 +311,5 @@ class _Direct:
         self._proxy.watched.discard(self)
 
 
-def _log(scope: Scope, refusal: Refusal) -> None:
-    logger.warning("%s %s: %d, %s", scope["method"], scope["path"], refusal.status, refusal.message)
+def _log(method: str, path: str, refusal: Refusal) -> None:
+    logger.warning("%s %s: %d, %s", method, path, refusal.status, refusal.message)

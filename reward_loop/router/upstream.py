@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from reward_loop.errors import ServerError
-from reward_loop.router.headers import RawHeader, to_wire
+from reward_loop.router.headers import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
 __all__ = [
     "NO_BODY",
@@ -81,6 +81,7 @@ class Answer:
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: list[RawHeader] = []
+        """Those that are not about the connection to the server."""
         self.length: int | None = None
         """What ``Content-Length`` says."""
         self.complete = False
@@ -141,6 +142,7 @@ class Connection(asyncio.Protocol):
         "_ended",
         "_head_only",
         "_headers",
+        "_hop_by_hop",
         "_in_body",
         "_keep",
         "_parser",
@@ -167,6 +169,7 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._arrival: Arrival | None = None
         self._headers: list[RawHeader] = []
+        self._hop_by_hop: list[RawHeader] = []
         self._head_only = False
         self._in_body = False
         self._ended = False
@@ -184,6 +187,8 @@ class Connection(asyncio.Protocol):
         self._upstream.busy.add(self)
         self._arrival = arrival
         self._answer = Answer(self)
+        self._headers = []
+        self._hop_by_hop = []
         self._head_only = head_only
         self._in_body = self._ended = self._keep = False
         self.heard = False
@@ -252,33 +257,35 @@ class Connection(asyncio.Protocol):
 
     # The parser's callbacks
 
-    def on_message_begin(self) -> None:
-        if self._ended:
-            raise ValueError("an answer to nothing")
-        self._headers = []
-
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # Otherwise it is a trailer.
-            self._headers.append((name.lower(), value))
+            name = name.lower()
+            (self._hop_by_hop if name in HOP_BY_HOP else self._headers).append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if self._ended:
+            raise ValueError("an answer to nothing")
         if status < 200:
+            self._headers = []
+            self._hop_by_hop = []
             return
         answer = self._answer
         assert answer is not None
         self._in_body = True
         answer.status = status
-        answer.headers = self._headers
+        headers = self._headers
         chunked = False
-        for name, value in self._headers:
-            if name == b"content-length":
-                answer.length = int(value)
-            elif name == b"transfer-encoding":
-                chunked = True
+        if self._hop_by_hop:
+            chunked = find(self._hop_by_hop, b"transfer-encoding") is not None
+            headers = end_to_end(headers, self._hop_by_hop)
+        answer.headers = headers
+        if (length := find(headers, b"content-length")) is not None:
+            answer.length = int(length)
         if self._head_only:
-            # The parser waits for a body: it does not know what was asked.
+            # The parser would wait for a body: it does not know what was asked.
             self._ended = True
+            self._keep = self._parser.should_keep_alive()
             return
         self._to_its_end = answer.length is None and not chunked and status not in NO_BODY
         if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in NO_BODY:
@@ -288,13 +295,15 @@ class Connection(asyncio.Protocol):
         return
 
     def on_body(self, body: bytes) -> None:
-        if self._answer and not self._ended:
+        if self._head_only:
+            self._keep = False
+        elif self._answer:
             self._answer.add(body)
 
     def on_message_complete(self) -> None:
-        if self._in_body:
+        if self._in_body and not self._head_only:
             self._ended = True
-            self._keep = not self._head_only and self._parser.should_keep_alive()
+            self._keep = self._parser.should_keep_alive()
 
     def _finish(self, *, keep: bool) -> None:
         answer, arrival = self._answer, self._arrival
@@ -302,6 +311,8 @@ class Connection(asyncio.Protocol):
         assert answer is not None
         answer.complete = True
         self.used = True
+        if self._head_only:
+            self._parser = httptools.HttpResponseParser(self)
         # A server may answer before it has read everything: such a connection is of no more use.
         if keep and not self._transport.get_write_buffer_size():
             self.resume()

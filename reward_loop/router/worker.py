@@ -59,7 +59,7 @@ class Worker:
     trial_until: float = 0.0
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an asleep server has finished its last request."""
+    """Set when an asleep server has finished its last request, and while it is not asleep."""
 
     @property
     def url(self) -> str:

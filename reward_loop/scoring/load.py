@@ -128,6 +128,8 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _load_module(name: str) -> ModuleType:
+    if Path(name).is_dir() and ("/" in name or name.startswith(".")):
+        raise FunctionLoadError(f"{name} is a folder: name the file in it, such as {Path(name) / 'reward.py'}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -105,7 +105,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             judging = self._judging.pop(session)
             if judging is not None:
                 judging.cancel()
-                self._tell(("judged", session[0]))
+                self._tell(("judged", _name(session)))
         return None
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
@@ -114,7 +114,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             return  # The trainer has the whole batch judged.
         if session in self._judging and outputs[-1].reward_score is None:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
-            self._tell(("judging", session[0]))
+            self._tell(("judging", _name(session)))
         else:
             # Only training is judged beside generation: the limits of a service share their turns by this.
             await super()._compute_score(outputs, {**kwargs, "__validate__": True})
@@ -162,10 +162,15 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             output.reward_score = final.reward_score
             output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
             published = output.as_dict()
-            self._rewards[session[0]][f"{session[0]}_{session[1]}_{index}"] = {
+            self._rewards[session[0]][f"{_name(session)}_{index}"] = {
                 "rm_scores": published["rm_scores"],
                 "extra_fields": published["extra_fields"],
             }
+
+
+def _name(session: Session) -> str:
+    """As in the keys of its trajectories."""
+    return f"{session[0]}_{session[1]}"
 
 
 class PipelineAgentLoopManager(AgentLoopManagerTQ):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from ray.util.placement_group import PlacementGroup
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.router.background import in_background
-from reward_loop.router.manager import RewardModelManager
+from reward_loop.router.manager import ServedRewardModel, serve_reward_model
 from reward_loop.router.servers.ray_server import SharedGpus
 
 __all__ = ["ColocatedRewardModel"]
@@ -32,8 +30,7 @@ class ColocatedRewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
         self._stack = ExitStack()
-        self._manager: RewardModelManager
-        self._loop: asyncio.AbstractEventLoop
+        self._model: ServedRewardModel
 
     def __enter__(self) -> Self:
         return self
@@ -52,13 +49,10 @@ class ColocatedRewardModel:
         Raises:
             ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
         """
-        gpus = SharedGpus(groups)
-        self._manager, self._loop = self._stack.enter_context(
-            in_background(lambda: _serve(self._config, gpus), name="reward-model-manager")
-        )
-        self._run(self._manager.sleep())
+        self._model = self._stack.enter_context(serve_reward_model(self._config, SharedGpus(groups)))
+        self._model.sleep()
         logger.info("the reward model sleeps")
-        return self._manager.reward_router_address
+        return self._model.reward_router_address
 
     @contextmanager
     def awake(self, metrics: dict[str, Any] | None = None) -> Iterator[None]:
@@ -72,22 +66,11 @@ class ColocatedRewardModel:
         """
         metrics = {} if metrics is None else metrics
         with _seconds(metrics, "reward_loop/model_wake_s"):
-            self._run(self._manager.wake())
+            self._model.wake()
         # Where judging fails the run ends, and the servers with it.
         yield
         with _seconds(metrics, "reward_loop/model_sleep_s"):
-            self._run(self._manager.sleep())
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-@asynccontextmanager
-async def _serve(
-    config: RewardModelConfig, gpus: SharedGpus
-) -> AsyncIterator[tuple[RewardModelManager, asyncio.AbstractEventLoop]]:
-    async with RewardModelManager(config, gpus) as manager:
-        yield manager, asyncio.get_running_loop()
+            self._model.sleep()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -26,14 +27,12 @@ from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.verl.cpu.preload import preloaded
-from reward_loop.verl.options import (
-    CONFIG_DIR,
-    reward_loop_options,
-    reward_model_options,
-    scores_by_model,
-    settle,
-    verl_config_dir,
-)
+from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+from reward_loop.verl.options import reward_loop_options, settle
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
+
+VERL_VERSION = "0.9.1"
+"""The verl that this is made for, and tested with."""
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -209,12 +208,22 @@ def _stop(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
+def _warn_of_another_verl(package: Path) -> None:
+    """Says so where verl is not the one that this rests on: it uses names that are not verl's public interface."""
+    installed = (package / "version" / "version").read_text().strip()
+    if installed != VERL_VERSION:
+        print(
+            f"warning: verl {installed} is installed, and reward_loop is made for verl {VERL_VERSION}: what fails may "
+            f"be due to that. pip install verl=={VERL_VERSION}",
+            file=sys.stderr,
+        )
+
+
 def main() -> None:
     """The command."""
-    try:
-        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    except RewardLoopError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    verl_config = verl_config_dir()
+    _warn_of_another_verl(verl_config.parents[1])
+    searchpath = f"hydra.searchpath=[file://{verl_config},file://{CONFIG_DIR}]"
     # Beside the first override: Hydra takes its flags before or after the overrides, not between them.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
     sys.argv.insert(next(first, len(sys.argv)), searchpath)

@@ -30,8 +30,8 @@ from reward_loop.agent.schedule import Action, Generate, Prepare, Schedule, Trai
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.batches import MASKS, copy, select, zero
+from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.news import Listener
-from reward_loop.verl.options import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.patience import Patience
 from reward_loop.verl.progress import Progress, StepTimes
 from reward_loop.verl.trainer import NothingToLearnError
@@ -161,8 +161,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         with self._listener.lock:
             self._progress.start_step(time.monotonic())
         if self._actions is None:
+            # verl ends after the last epoch, too.
+            last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
             self._actions = self._schedule.actions(
-                self.total_training_steps - self.global_steps + 1,
+                last_step - self.global_steps + 1,
                 self._ready,
                 first_step=self.global_steps,
                 generated=len(self._submitted) >= self.config.data.train_batch_size,
@@ -285,19 +287,18 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """
         uids = [uid for uid in batch.groups if uid not in self._progress.unfinished][:count]
         rows = sorted(position for uid in uids for position in batch.groups.pop(uid))
-        if count is None:
-            rows += batch.padding
+        padding = batch.padding if count is None else []
         part_metrics: dict = {}
         if rows:
-            part = select(batch.whole, rows)
             try:
                 with _added_timer("adv", timing_raw):
-                    self._compute_advantage(part, metrics=part_metrics)
+                    self._compute_advantage(select(batch.whole, rows + padding), metrics=part_metrics)
             except NothingToLearnError as error:
                 batch.nothing = error
-                zero(part.keys, *self._advantage_fields(), *MASKS)
-                batch.barren.update(rows)
-        batch.rows += rows
+                self._leave_out(batch, rows + padding)
+        else:
+            self._leave_out(batch, padding)  # the groups' rollouts all failed
+        batch.rows += rows + padding
         multiple = self._get_required_batch_multiple(self._data_parallel_size())
         full = len(batch.rows) // multiple * multiple
         now, batch.rows = batch.rows[:full], batch.rows[full:]
@@ -305,6 +306,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._update(select(batch.whole, now), part_metrics, timing_raw)
             batch.updates += 1
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
+
+    def _leave_out(self, batch: _Batch, rows: list[int]) -> None:
+        """Lets nothing be learnt from some rows."""
+        zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
+        batch.barren.update(rows)
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self._data_parallel_size() > 1:

@@ -9,8 +9,8 @@ from typing import Literal
 __all__ = ["Event", "Progress", "StepTimes"]
 
 Event = tuple[Literal["judging", "judged", "generated", "over"], str]
-"""What happened to a prompt, and its uid: the judging of one of its sessions began, or ended; all its sessions are
-generated; all its sessions have ended, rewards included."""
+"""What happened, and to what: the judging of a session (``{uid}_{number}``) began, or ended; all sessions of a prompt
+(its uid) are generated; or have ended, rewards included."""
 
 
 class Progress:
@@ -23,14 +23,21 @@ class Progress:
         """Prompts that lack a rollout or a reward."""
         self.events = 0
         """How many things have happened."""
-        self.pending = 0
-        """Rewards that are out."""
         self.most_pending = 0
-        """The most there were since the last `start_step`."""
-        self._judging_s = 0.0
+        """The most rewards that were out at a time since the last `start_step`."""
+        self._out: dict[str, float] = {}
+        """The sessions whose rewards are out, and since when."""
         self._out_since = 0.0
-        self._out: dict[str, tuple[int, float]] = {}
-        """By prompt: how many rewards are out, and since when at least one has been."""
+        self._out_s = 0.0
+        self._came: list[float] = []
+        """When rewards came since the last `start_step`."""
+        self._longest = 0.0
+        """The longest time that one of those had been out."""
+
+    @property
+    def pending(self) -> int:
+        """Rewards that are out."""
+        return len(self._out)
 
     def submit(self, uids: Iterable[str]) -> None:
         """Prompts were handed to the rollout."""
@@ -40,40 +47,47 @@ class Progress:
 
     def happened(self, event: Event, at: float) -> None:
         """Takes an event in. ``at`` is in seconds, on any clock that does not jump."""
-        kind, uid = event
+        kind, name = event
         self.events += 1
         if kind == "judging":
-            if not self.pending:
+            if not self._out:
                 self._out_since = at
-            self.pending += 1
+            self._out[name] = at
             self.most_pending = max(self.most_pending, self.pending)
-            count, since = self._out.get(uid, (0, at))
-            self._out[uid] = (count + 1, since)
         elif kind == "judged":
-            self.pending -= 1
-            count, since = self._out.pop(uid, (1, at))
-            if count > 1:
-                self._out[uid] = (count - 1, since)
-            if not self.pending:
-                self._judging_s += at - self._out_since
+            self._longest = max(self._longest, at - self._out.pop(name))
+            self._came.append(at)
+            if not self._out:
+                self._out_s += at - self._out_since
         else:
-            self.generating.discard(uid)
+            self.generating.discard(name)
             if kind == "over":
-                self.unfinished.discard(uid)
+                self.unfinished.discard(name)
 
     def start_step(self, at: float) -> None:
         """A training step begins."""
         self.most_pending = self.pending
-        self._judging_s = 0.0
+        self._out_s = self._longest = 0.0
         self._out_since = at
+        self._came = []
 
     def judging_s(self, at: float) -> float:
-        """In how many seconds since the step began rewards were out, of whatever batch."""
-        return self._judging_s + (at - self._out_since if self.pending else 0.0)
+        """Seconds that judging what was judged since the step began would have taken, had all of it been there at once.
+
+        That is as long as the longest of it took, or longer, if the judges give out no more than so many rewards a
+        second: as many as in the shortest time in which half of the rewards came. It is not longer than rewards were
+        out. Where judges are idle now and then, or few are at work, that does not count.
+        """
+        out_s = self._out_s + (at - self._out_since if self._out else 0.0)
+        half = len(self._came) // 2
+        fastest = min(
+            (later - sooner for sooner, later in zip(self._came, self._came[half:], strict=False)), default=0.0
+        )
+        return min(out_s, max(self._longest, fastest * len(self._came) / half if half else 0.0))
 
     def oldest(self, now: float) -> float:
-        """How many seconds ago the judging of a prompt began that has had rewards out ever since, at the most."""
-        return max((now - since for _, since in self._out.values()), default=0.0)
+        """For how many seconds a reward has been out, at the most."""
+        return max((now - since for since in self._out.values()), default=0.0)
 
     def forget(self, uids: Iterable[str]) -> None:
         """Prompts were thrown away."""
@@ -96,12 +110,12 @@ class StepTimes:
     """Everything between the rollouts and the next step's, the wait excluded: log-probabilities, values, advantages,
     updates, and the synchronisation of weights."""
     judging: float
-    """Rewards were out, of this batch or of the next one."""
+    """What judging takes by itself; see `Progress.judging_s`."""
 
     @property
     def floor(self) -> float:
         """Seconds that the step would have taken, had all its judging been hidden: generation and training, or
-        judging. Both are parts of the step, so that it is never longer."""
+        judging. Neither is longer than the step."""
         return max(self.generation + self.training, self.judging)
 
     def metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging import JudgingQueue, Places, merge_metrics
-from reward_loop.verl.options import REWARD_QUEUE, queue_shares, reward_queue_options
+from reward_loop.verl.modes import REWARD_QUEUE, queue_shares, reward_queue_options
 from reward_loop.verl.patience import Patience
 
 __all__ = [

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
+from ray.exceptions import RayActorError
 from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
@@ -23,7 +24,8 @@ from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.options import stall_timeout, without_reward
+from reward_loop.verl.modes import stall_timeout
+from reward_loop.verl.options import without_reward
 from reward_loop.verl.patience import Patience
 from reward_loop.verl.placement import has_parts, place
 from reward_loop.verl.workers import RewardClient, RewardWorkers
@@ -157,8 +159,10 @@ class RewardLoopTrainer(PPOTrainer):
         its own that says nothing about the reward, and leaves out groups that failed."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self.reward_workers.raise_fatal_error()
+            if isinstance(error, RayActorError):
+                raise RewardLoopError(f"a process of the run died, and what it was at with it: {error}") from error
             raise
         self.reward_workers.raise_fatal_error()
 

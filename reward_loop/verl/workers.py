@@ -31,7 +31,8 @@ from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
-from reward_loop.verl.options import reward_loop_options, reward_model_options, scores_by_model
+from reward_loop.verl.options import reward_loop_options
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._json import encode
-from reward_loop.watch.watchdog import ask, processes
+from reward_loop.watch.watchdog import ask, processes, why
 
 __all__ = ["stuck"]
 
@@ -26,9 +26,11 @@ def stuck(
 ) -> None:
     """Ask running jobs which samples have been in work longest.
 
-    Every process that scores samples answers, such as the reward workers of a verl run on this machine, also while its
-    event loop is blocked: how many samples are in work, and of the oldest their names, functions, times, and the
-    servers that they wait for (those that were asked with reward_loop.client). Run it on each node of a job.
+    Every process that scores samples answers, such as the reward workers of a
+    verl run on this machine, also while its event loop is blocked: how many
+    samples are in work, and of the oldest their names, functions, times, and
+    the servers that they wait for (those that were asked with
+    reward_loop.client). Run it on each node of a job.
 
     Exit codes: 0 all have answered, 1 one has not, or there is none.
     """
@@ -39,9 +41,7 @@ def stuck(
             answers.append(ask(process, timeout))
         except (OSError, ValueError) as error:
             silent += 1
-            late = isinstance(error, TimeoutError)
-            reason = "it does not answer: some code may be keeping Python's global lock" if late else str(error)
-            err.print(f"[bold red]process {process}:[/] {escape(reason)}", highlight=False)
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
     if as_json:
         print(encode(answers).decode())
     else:

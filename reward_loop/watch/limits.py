@@ -13,7 +13,7 @@ from reward_loop._json import encode
 from reward_loop._options import json_or_text, pairs
 from reward_loop._text import did_you_mean, listing
 from reward_loop.errors import ConfigError
-from reward_loop.watch.watchdog import ask, processes
+from reward_loop.watch.watchdog import ask, processes, why
 
 __all__ = ["limits"]
 
@@ -40,9 +40,10 @@ def limits(
 ) -> None:
     """Show the limits of running jobs, or change one.
 
-    Every process that scores samples is asked, as by [cyan]reward-loop stuck[/]. A change holds for the whole job, all
-    its workers on all nodes, from now to its end: it is not written into any configuration, and is lost when the run is
-    resumed.
+    Every process that scores samples is asked, as by [cyan]reward-loop
+    stuck[/]. A change holds for the whole job, all its workers on all nodes,
+    from now to its end: it is not written into any configuration, and is lost
+    when the run is resumed.
 
     [bold]Examples[/]
 
@@ -50,10 +51,12 @@ def limits(
 
       reward-loop limits judge max_concurrent=64 requests_per_minute=600
 
-    The options are those of reward_loop.limits.NAME: max_concurrent, requests_per_minute, tokens_per_minute,
-    estimated_tokens_per_request, adaptive, max_wait.
+    The options are those of reward_loop.limits.NAME: max_concurrent,
+    requests_per_minute, tokens_per_minute, estimated_tokens_per_request,
+    adaptive, max_wait.
 
-    Exit codes: 0 done, 1 nobody answers, or the change is refused, 2 wrong usage.
+    Exit codes: 0 done, 1 nobody answers, or the change is refused, 2 wrong
+    usage.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     if name is not None and "=" in name:
@@ -67,27 +70,23 @@ def limits(
             for state in ask(process, timeout, "limits"):
                 jobs.setdefault(state["job"], _Job(state["job"])).add(process, state)
         except (OSError, ValueError) as error:
-            err.print(f"[bold red]process {process}:[/] {escape(str(error))}", highlight=False)
-    try:
-        if not jobs:
-            raise ConfigError("no process that was asked has scored a sample")
-        having = [job for job in jobs.values() if add or name is None or name in job.limits]
-        if not having:
-            known = {limit for job in jobs.values() for limit in job.limits}
-            assert name is not None
-            raise ConfigError(
-                f"there is no limit {name!r}{did_you_mean(name, known) or '.'} There are: {listing(known)}. To add it, "
-                "give its options and --add"
-            )
-        if wanted:
-            assert name is not None
-            if len(having) > 1:
-                described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in having)
-                raise ConfigError(f"say by --pid which job is meant: {described}")
-            _change(having[0], name, wanted, timeout)
-    except ConfigError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
+    if not jobs:
+        raise ConfigError("no process that was asked has scored a sample")
+    having = [job for job in jobs.values() if add or name is None or name in job.limits]
+    if not having:
+        known = {limit for job in jobs.values() for limit in job.limits}
+        assert name is not None
+        raise ConfigError(
+            f"there is no limit {name!r}{did_you_mean(name, known) or '.'} There are: {listing(known)}. To add it, "
+            "give its options and --add"
+        )
+    if wanted:
+        assert name is not None
+        if len(having) > 1:
+            described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in having)
+            raise ConfigError(f"say by --pid which job is meant: {described}")
+        _change(having[0], name, wanted, timeout)
     if as_json:
         print(encode([{"job": job.name, "processes": job.pids, "states": job.states} for job in having]).decode())
         return

@@ -18,7 +18,7 @@ from typing import Any
 from reward_loop.errors import ConfigError
 from reward_loop.watch.calls import in_work
 
-__all__ = ["answers", "ask", "processes", "report", "watch"]
+__all__ = ["answers", "ask", "processes", "report", "watch", "why"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,15 @@ def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: An
     if refusal is not None:
         raise ConfigError(refusal)
     return answer
+
+
+def why(error: Exception) -> str:
+    """Say why a process did not answer `ask`."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer: some code may be keeping Python's global lock"
+    if isinstance(error, ConnectionRefusedError):
+        return "there is no such process of this user, or it scores no samples"
+    return str(error)
 
 
 def _name(pid: int | str) -> str:

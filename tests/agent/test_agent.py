@@ -119,6 +119,39 @@ async def test_the_lowest_priority_number_starts_first():
         assert gate.calls == ["0", "3", "4", "5", "6", "1", "2"]
 
 
+async def test_a_group_that_is_begun_gets_the_next_places_where_its_members_wait_for_each_other():
+    class Together:
+        """Members wait until all of their group are there; the first one ends then, the others when they may."""
+
+        needs_group = True
+
+        def __init__(self):
+            self.there, self.may_end = {}, asyncio.Event()
+            self.three_of_the_second = asyncio.Event()
+
+        async def run_single(self, data):
+            here, all_here = self.there.setdefault(data.group, ([], asyncio.Event()))
+            here.append(data.solution_str)
+            if len(here) == data.group_size:
+                all_here.set()
+            if len(self.there) == 2 and len(here) == 3:
+                self.three_of_the_second.set()
+            await all_here.wait()
+            if here[0] != data.solution_str:
+                await self.may_end.wait()
+            return {"reward_score": 1.0, "reward_extra_info": {}}
+
+    manager = Together()
+    async with RewardAgent(manager, concurrency=6) as agent:
+        first = agent.submit(numbered(8), group_size=4, priority=2)
+        await within(manager.three_of_the_second.wait())
+        # Of the 6 places, three members of the first group have 3, and three of the second the others.
+        urgent = agent.submit(numbered(4, start=8), group_size=4, priority=1)
+        manager.may_end.set()
+        await within(urgent)
+        await within(first)
+
+
 async def test_an_exception_in_the_users_function_does_not_hang_the_batch():
     async def judge(solution_str):
         if solution_str == "1":

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from reward_loop import ConfigError, QueueClosedError, RewardAgent, RewardFunctionError, RewardLoopError
 from reward_loop.agent import QueuedRewards, RewardQueue, SampleAggregator, Staleness
-from tests.agent.judges import Gate, naive, numbered
+from tests.agent.judges import Gate, naive, numbered, scores
 
 
 async def within(awaitable, seconds=30):
@@ -174,6 +174,47 @@ async def test_complete_groups_that_wait_for_the_trainer_can_be_bounded():
         assert rewards.metrics(2)["reward_queue/ready_groups"] == 2
         queue.close()
         assert [group.group async for group in rewards] == list(range(6))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_scores_of_a_whole_group_are_processed_when_all_members_are_judged(fails):
+    class Judge:
+        async def compute_score(self, solution_str):
+            return None if solution_str == "1" else float(solution_str)
+
+        def post_process_scores(self, scores):
+            if fails:
+                raise ValueError(f"not these {len(scores)}")
+            return [score - max(scores) for score in scores]
+
+    queue = RewardQueue(6)
+    manager = naive(Judge, on_failed="raise")
+    async with RewardAgent(manager) as agent, QueuedRewards(queue, agent) as rewards:
+        await put_groups(queue, [3, 2])
+        if fails:
+            with pytest.raises(RewardFunctionError, match=r"sample s\d.*not these 2"):
+                await within(anext(rewards))
+            return
+        groups = {}
+        for _ in range(2):
+            group = await within(anext(rewards))
+            groups[group.group] = [reward for _, reward in group.members]
+        assert scores(groups[0]) == [-2, 0, 0]
+        assert scores(groups[1]) == [-1, 0]
+        assert groups[0][1]["reward_extra_info"]["reward_masked"] is True
+        assert rewards.judging == 0
+
+
+async def test_a_manager_of_groups_is_refused():
+    class Manager:
+        needs_group = True
+
+        async def run_single(self, data):
+            return {"reward_score": 1.0}
+
+    async with RewardAgent(Manager()) as agent:
+        with pytest.raises(ConfigError, match=r"Manager waits for all samples of a group.*submit whole groups"):
+            QueuedRewards(RewardQueue(6), agent)
 
 
 async def test_the_policy_raise_reaches_the_trainer():

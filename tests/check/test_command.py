@@ -86,6 +86,9 @@ def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
         (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 1, "did you mean 'max_attempts'"),
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "--data"),
+        (["--data", "rows.jsonl"], 1, "name the function"),
+        (["reward.py:fine", "--data", "."], 1, ". is no file of rollouts, but a folder"),
+        (["reward.py:fine", *FIELDS, "--manager", "composite"], 1, "-O components.form.path=rewards.py:form"),
     ],
 )
 def test_what_is_wrong_is_told(arguments: list[str], code: int, message: str) -> None:

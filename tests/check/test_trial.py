@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.check.trial import Report, check
+from reward_loop.config import parse
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET = {"max_lag_s": 600.0}  # whatever else the machine does, nothing counts as blocking
@@ -30,8 +32,9 @@ async def test_a_sync_function_without_problems() -> None:
     steps: list[str] = []
     report, findings = await found(fine, on_step=steps.append)
     assert report.problems == []
-    assert not report.is_async
-    assert "fine" in report.function
+    (function,) = report.functions
+    assert not function.is_async
+    assert "fine" in function.name
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert report.rows[0].components == {"score": 0.0, "length": 8}
     assert {status for status, _ in findings.values()} == {"ok"}
@@ -59,7 +62,7 @@ async def test_an_async_class_without_problems() -> None:
 
     report, findings = await found(Fine, reward_kwargs={"bonus": 0.5})
     assert report.problems == []
-    assert report.is_async
+    assert [function.is_async for function in report.functions] == [True]
     assert "concurrent calls" in findings
     assert report.rows[1].score == 1.5
 
@@ -199,7 +202,7 @@ async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> N
     report, findings = await found(counted, manager=manager)
     assert report.problems == []
     assert report.of_lists
-    assert report.is_async
+    assert report.functions[0].is_async
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert set(lengths) == {5}
     assert "15 samples of 3 calls at a time, give what single ones do" in findings["concurrent calls"][1]
@@ -269,11 +272,33 @@ async def test_managers_with_processes_are_tried_in_them() -> None:
     options = RewardLoopConfig(max_processes=2)
     report = await check(of_its_process, samples, manager="prime", options=options, concurrency=5, **QUIET)
     findings = {finding.check: (finding.status, finding.text) for finding in report.findings}
-    assert report.in_processes
+    assert report.functions[0].in_processes
     assert [row.score for row in report.rows] == [0, 0, 0, 0, 1]
     assert findings["processes"][0] == "ok"
     assert findings["pickling"][0] == "ok"
     assert "threads" not in findings
+
+
+async def test_the_components_of_a_composite_are_tried_together(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import time\n"
+        "def form(solution_str):\n"
+        "    return {'score': 1.0, 'length': len(solution_str)}\n"
+        "async def judge(solution_str):\n"
+        "    time.sleep(0.05)\n"
+        "    return 0.5\n"
+    )
+    components = {name: {"path": f"{tmp_path}/rewards.py:{name}"} for name in ("form", "judge")}
+    options = parse(RewardLoopConfig, {"components": components}, "options")
+    report, findings = await found(None, manager="composite", options=options, max_lag_s=0.02)
+    assert [(one.name, one.is_async) for one in report.functions] == [
+        ("form: form (rewards.py)", False),
+        ("judge: judge (rewards.py)", True),
+    ]
+    assert report.rows[0].components == {"score": 1.5, "form": 1.0, "form/length": 8, "judge": 0.5}
+    assert findings["event loop"][0] == "problem"
+    assert findings["arguments"] == findings["pickling"]
+    assert findings["pickling"][0] == "skipped"
 
 
 async def test_options_are_those_of_the_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
@@ -12,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
@@ -35,6 +33,7 @@ from examples.arithmetic.models import (
     wrong_answer,
 )
 from examples.arithmetic.report import plot, read_report
+from reward_loop.testing import FakeJudge
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
 TINY = Recipe(
@@ -178,105 +177,50 @@ def test_an_interrupted_making_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class FakeRouter:
-    """Answers as a router before a reward model does: the logit is 2 for the text of a right answer, else -2."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.asked_for_models = 0
-        self.connections: set[Any] = set()
-        self.status = 200
-
-    async def models(self, request: web.Request) -> web.Response:
-        self.asked_for_models += 1
-        await asyncio.sleep(0.01)
-        return web.json_response({"data": [{"id": "the-judge"}]})
-
-    async def classify(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.bodies.append(body)
-        self.connections.add(request.transport)
-        logit = 2.0 if "122<|im_end|>" in body["input"] else -2.0
-        return web.json_response({"data": [{"probs": [logit]}]}, status=self.status)
-
-
 @pytest.fixture
-async def router() -> AsyncIterator[tuple[FakeRouter, str]]:
-    fake = FakeRouter()
-    app = web.Application()
-    app.router.add_get("/v1/models", fake.models)
-    app.router.add_post("/classify", fake.classify)
-    async with TestServer(app) as server:
-        yield fake, f"{server.host}:{server.port}"
-        await reward._session().close()
+def router() -> Iterator[FakeJudge]:
+    """As a router before a reward model: the logit is 2 for the text of a right answer, else -2."""
+    with FakeJudge(logit=lambda text: 2.0 if "122<|im_end|>" in text else -2.0) as fake:
+        yield fake
 
 
-async def score(address: str, solution: str, **options: Any) -> dict[str, float]:
+async def score(router: FakeJudge, solution: str, **options: Any) -> dict[str, float]:
     arguments: dict[str, Any] = {
-        "data_source": "arithmetic",
         "solution_str": solution,
         "ground_truth": "122",
         "extra_info": {"question": "37+85="},
-        "reward_router_address": address,
+        "reward_router_address": router.address,
         "reward_model_tokenizer": make_tokenizer(),
     }
     return await reward.compute_score(**arguments | options)
 
 
-async def test_the_reward_is_the_verdict_and_the_form(router: tuple[FakeRouter, str]) -> None:
-    fake, address = router
+async def test_the_reward_is_the_verdict_and_the_form(router: FakeJudge) -> None:
     likely = 1 / (1 + math.exp(-2))
-    right, wrong, malformed = [await score(address, text) for text in ("122", "12", "twelve")]
+    right, wrong, malformed = [await score(router, text) for text in ("122", "12", "twelve")]
     assert right == {"score": pytest.approx(0.9 * likely + 0.1), "reward_model": likely, "format": 1, "acc": 1}
     assert wrong["score"] == pytest.approx(0.9 * (1 - likely) + 0.1)
     assert malformed["score"] == pytest.approx(0.9 * (1 - likely))
     assert (wrong["acc"], malformed["acc"], malformed["format"]) == (0, 0, 0)
-    assert fake.bodies[0] == {
-        "model": "the-judge",
-        "input": "<|im_start|>user\n37+85=<|im_end|>\n<|im_start|>assistant\n122<|im_end|>\n",
-        "use_activation": False,
-    }
-
-
-async def test_many_samples_share_a_session_and_ask_once_for_the_model(router: tuple[FakeRouter, str]) -> None:
-    fake, address = router
-    await asyncio.gather(*(score(address, "122") for _ in range(32)))
-    await score(address, "122")
-    assert fake.asked_for_models == 1
-    assert len(fake.connections) <= 32
-    assert len(reward._sessions) == 1
-
-
-async def test_a_model_that_is_named_is_not_asked_for(router: tuple[FakeRouter, str]) -> None:
-    fake, address = router
-    await score(address, "122", model="mine")
-    assert fake.asked_for_models == 0
-    assert fake.bodies[0]["model"] == "mine"
+    text = "<|im_start|>user\n37+85=<|im_end|>\n<|im_start|>assistant\n122<|im_end|>\n"
+    assert router.requests[0].body["input"] == text
 
 
 async def test_a_judge_that_takes_its_time_does_so_in_training_alone(
-    router: tuple[FakeRouter, str], monkeypatch: pytest.MonkeyPatch
+    router: FakeJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, address = router
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(reward.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reward, "asyncio", SimpleNamespace(sleep=sleep))
     for split in ("train", "held_out"):
         for _ in range(20):
-            await score(address, "122", extra_info={"question": "37+85=", "split": split}, model="m", latency_s=4.0)
-    await score(address, "122", extra_info={"question": "37+85=", "split": "train"}, model="m")
+            await score(router, "122", extra_info={"question": "37+85=", "split": split}, latency_s=4.0)
+    await score(router, "122", extra_info={"question": "37+85=", "split": "train"})
     assert len(slept) == 20
     assert 2 <= min(slept) < max(slept) <= 6
-
-
-async def test_an_error_of_the_server_is_told(router: tuple[FakeRouter, str]) -> None:
-    fake, address = router
-    fake.status = 503
-    with pytest.raises(RuntimeError, match="answered 503"):
-        await score(address, "122")
 
 
 @pytest.mark.parametrize("logit", [-1e4, 0.0, 1e4])

@@ -5,6 +5,7 @@ import pytest
 from reward_loop import ConfigError, RewardSample
 from reward_loop.config import LimitConfig
 from reward_loop.managers import NaiveRewardLoopManager, RateLimitedRewardLoopManager, get
+from tests.counting import Counting
 
 
 def manager(function=lambda: 1.0, reward_loop=None, **reward):
@@ -56,20 +57,11 @@ def test_wrong_options_are_named(reward, reward_loop, message):
 
 async def test_the_limit_holds_for_all_managers_of_a_job():
     """Also for those of several workers: what keeps it then is tested with the service."""
-    running = peak = 0
-
-    async def judge():
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return 1.0
-
+    judge = Counting()
     managers = [manager(judge, max_concurrent=2) for _ in range(4)]
     rewards = await asyncio.gather(*(made.run_single(RewardSample("x")) for made in managers for _ in range(10)))
     assert {reward["reward_score"] for reward in rewards} == {1.0}
-    assert peak == 2
+    assert judge.peak == 2
 
 
 async def test_tokens_are_counted_by_the_estimate():

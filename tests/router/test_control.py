@@ -21,3 +21,16 @@ async def test_servers_come_and_go_while_it_runs() -> None:
         assert [worker["url"] for worker in await listed(session)] == [other]
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 404
+
+
+async def test_health_is_that_of_the_servers_and_life_its_own() -> None:
+    async with routed(model_server("a")) as (_, urls, session):
+        for method, path, status in (("GET", "/health", 200), ("HEAD", "/ready", 200), ("POST", "/live", 405)):
+            async with session.request(method, path) as response:
+                assert response.status == status
+        async with session.delete("/workers", params={"url": urls[0]}):
+            pass
+        for path, status in (("/health", 503), ("/ready", 503), ("/live", 200)):
+            async with session.get(path) as response:
+                assert response.status == status
+                assert response.headers.get("Retry-After") == ("1" if status == 503 else None)

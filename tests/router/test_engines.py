@@ -126,20 +126,6 @@ def test_several_models(model_dir: str) -> None:
     assert (third.served_model_name, third.kind, third.urls) == ("judge", "generative", ("http://10.0.0.1:8000",))
 
 
-def test_a_model_in_the_cache_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub.constants")
-    snapshot = tmp_path / "models--org--judge" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    (model,) = served_models(RewardModelConfig(model_path="org/judge"))
-    assert (model.kind, model.served_model_name) == ("discriminative", "org/judge")
-    with pytest.raises(ConfigError, match="no directory 'org/other', nor a model of that name"):
-        served_models(RewardModelConfig(model_path="org/other"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -172,9 +172,14 @@ async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_synchronous_program_gets_an_address(config: Any) -> None:
-    with serve_reward_model(config()) as address:
-        assert asyncio.run(post(f"http://{address}", "/echo", b"x")) == (200, b"x")
+def test_a_synchronous_program_gets_an_address_and_says_when_the_model_sleeps(config: Any) -> None:
+    with serve_reward_model(config(enable_sleep_mode=True)) as model:
+        url = f"http://{model.reward_router_address}"
+        assert asyncio.run(post(url, "/echo", b"x")) == (200, b"x")
+        model.sleep()
+        assert asyncio.run(_state(url, 0)) == "asleep"
+        model.wake()
+        assert asyncio.run(_state(url, 0)) == "up"
     with pytest.raises(ConfigError, match="/no/such/model"), serve_reward_model(config(model_path="/no/such/model")):
         pass
 
@@ -198,8 +203,8 @@ if how == "async":
 else:
     made = []
     class Recorded(RewardModelManager):
-        def __init__(self, config):
-            super().__init__(config)
+        def __init__(self, *args):
+            super().__init__(*args)
             made.append(self)
     manager.RewardModelManager = Recorded
     serving = serve_reward_model(config)

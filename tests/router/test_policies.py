@@ -67,4 +67,4 @@ def test_what_counts_as_content() -> None:
 def test_names(name: Any, workers: Any) -> None:
     policy = policy_for(RouterConfig(policy=name))
     assert policy.choose(workers, policy.key([], b"x")) in workers
-    assert policy.by_content is (name == "content")
+    assert isinstance(policy, Content) is (name == "content")

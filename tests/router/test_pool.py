@@ -244,3 +244,15 @@ async def test_workers_that_were_woken_together_share_what_comes() -> None:
         for worker in pool.workers:
             pool.resume(worker)
         assert {(await pool.acquire()).url for _ in range(2)} == both == set(URLS[:2])
+
+
+@pytest.mark.parametrize("end", ["resume", "retire", "remove"])
+async def test_who_waits_for_a_server_to_fall_asleep_hears_that_it_will_not(end: str) -> None:
+    async with WorkerPool(WORKERS[:1], Health(*URLS)) as pool:
+        worker = await pool.acquire()
+        worker.begin()
+        sleeping = asyncio.create_task(pool.sleep(worker))
+        await until(lambda: worker.state is WorkerState.ASLEEP)
+        getattr(pool, end)(worker, *(["gone"] if end == "retire" else []))
+        async with asyncio.timeout(10):
+            await sleeping

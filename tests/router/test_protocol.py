@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from reward_loop.router.protocol import protocol_for
 from tests.router.serving import serving, until
@@ -63,16 +65,16 @@ async def test_a_request_that_comes_in_one_piece_may_be_served_in_callbacks() ->
             writer.write(WHOLE)
             await until(lambda: len(server.begun) > number)  # noqa: B023
             client = server.begun[number]
-            assert (client.scope["path"], client.scope["raw_path"]) == ("/a b", b"/a%20b")
-            assert (client.scope["query_string"], client.body) == (b"q=1", b"ok")
-            assert (b"x-own", b"1") in client.scope["headers"]
+            assert (client.path, client.target, client.body) == ("/a b", b"/a%20b?q=1", b"ok")
+            assert (b"x-own", b"1") in client.headers
+            assert (client.scope["raw_path"], client.scope["query_string"]) == (b"/a%20b", b"q=1")
             server.answer(number, b"fine")
             assert (await reader.readuntil(b"fine")).startswith(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
     assert not server.called
 
 
 async def test_one_that_comes_in_pieces_and_one_that_is_not_taken_are_for_the_app() -> None:
-    server = Server(takes=lambda client: client.scope["path"] != "/app")
+    server = Server(takes=lambda client: client.path != "/app")
     async with connected(server) as (reader, writer):
         writer.write(WHOLE[:-1])
         await until(lambda: not writer.transport.get_write_buffer_size())
@@ -104,6 +106,44 @@ async def test_who_serves_a_client_hears_when_it_leaves() -> None:
     assert server.left == server.begun[:1]
 
 
+class Transport(asyncio.Transport):
+    """One whose other side sends everything at once."""
+
+    reading = True
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+async def test_who_has_sent_a_long_body_is_still_listened_to_lest_its_leaving_goes_unnoticed() -> None:
+    server = Server()
+    config = uvicorn.Config(server, log_config=None)
+    protocol: Any = protocol_for(1024, server.begin)(config, ServerState(), {})  # type: ignore[call-arg]
+    transport = Transport()
+    protocol.connection_made(transport)
+    protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000)
+    assert len(server.begun[0].body) == 100_000
+    assert transport.reading
+    protocol.data_received(WHOLE)
+    assert not transport.reading
+    server.answer(0, b"ok")
+    assert transport.reading
+    protocol.connection_lost(None)
+    assert server.left == server.begun[1:]
+
+
 async def test_what_was_begun_in_callbacks_can_go_on_in_a_task() -> None:
     server = Server()
     async with connected(server) as (reader, writer):
@@ -128,6 +168,26 @@ async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> 
         assert not reader.at_eof()
         server.answer(1, b"two")
         assert (await reader.read()).endswith(b"two")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_who_would_rather_speak_another_protocol_keeps_its_body(at_once: bool) -> None:
+    server = Server()
+    head = b"POST /1 HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nX-Own: 1\r\nContent-Length: 2\r\n\r\n"
+    async with connected(server) as (reader, writer):
+        writer.write(head if at_once else head[:-4])
+        if not at_once:
+            await asyncio.sleep(0.01)
+            writer.write(head[-4:])
+        writer.write(b"ok" + WHOLE)
+        for number in range(2):
+            await until(lambda: len(server.begun) > number)  # noqa: B023
+            server.answer(number, b"fine%d" % number)
+            await reader.readuntil(b"fine%d" % number)
+    assert [(client.path, client.headers[1:2]) for client in server.begun] == [
+        ("/1", [(b"x-own", b"1")]),
+        ("/a b", [(b"x-own", b"1")]),
+    ]
 
 
 @pytest.mark.parametrize(

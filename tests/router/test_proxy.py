@@ -227,11 +227,33 @@ async def test_a_request_that_breaks_every_connection_is_given_up() -> None:
     assert worker.encode() in body
 
 
-async def test_a_worker_that_is_too_slow_gives_a_504_that_names_it() -> None:
-    async def silent(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+async def silent(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
+
+async def test_a_client_that_does_not_send_its_body_gets_a_408() -> None:
+    async with serving(silent) as worker, proxied(worker, timeout_s=0.1) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n1")
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> None:
+    async with serving(silent) as worker, well_pool(worker) as pool:
+        proxy = Proxy(pool, RouterConfig(request_timeout_s=0.1, max_in_flight=1))
+        assert proxy.gate.enter_at_once()
+        async with served_by_router(proxy) as url:
+            status, body = await post(url)
+    assert status == 503
+    assert b"it was not its turn within 0.1 s: 1 requests are in work" in body
+
+
+async def test_a_worker_that_is_too_slow_gives_a_504_that_names_it() -> None:
     async with serving(silent) as worker, proxied(worker, timeout_s=0.1) as url:
         status, body = await post(url)
     assert status == 504

@@ -80,9 +80,33 @@ async def test_what_is_http_is_understood(written: bytes, status: int, body: byt
         assert await get(upstream) == (status, body)
 
 
+async def test_answers_lose_only_what_is_about_the_connection() -> None:
+    said = b"HTTP/1.1 200 OK\r\nX-Own: 1\r\nX-Hop: 2\r\nKeep-Alive: x\r\nConnection: x-hop\r\ncontent-length: 0\r\n\r\n"
+    async with raw(saying(said)) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+    assert answer.headers == [(b"x-own", b"1"), (b"content-length", b"0")]
+
+
 async def test_the_answer_to_head_has_no_body() -> None:
     async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")) as upstream:
         assert await get(upstream, b"HEAD") == (200, b"")
+
+
+@pytest.mark.parametrize(("body", "connections"), [(b"", 1), (b"x" * 99, 2)])
+async def test_the_connection_of_a_head_is_used_again_unless_a_body_came(body: bytes, connections: int) -> None:
+    count = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n" + body if head.startswith(b"HEAD") else OK)
+
+    async with raw(serve) as upstream:
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert await get(upstream) == (200, b"ok")
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert count == connections
 
 
 @pytest.mark.parametrize(

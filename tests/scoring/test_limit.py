@@ -8,6 +8,7 @@ import reward_loop
 from reward_loop import JobServiceError, Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.service import JobService
+from tests.counting import Counting
 
 SAMPLE = RewardSample("4", uid="u7")
 
@@ -22,19 +23,10 @@ def scoring(function, **options):
 
 
 async def test_the_default_limit_holds_for_every_call():
-    running = peak = 0
-
-    async def judge():
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return 1
-
+    judge = Counting()
     function, _ = scoring(judge, limits={"default": {"max_concurrent": 3}})
     results = await asyncio.gather(*(function(SAMPLE) for _ in range(50)))
-    assert peak == 3
+    assert judge.peak == 3
     assert {result.outcome for result in results} == {Outcome.SCORED}
     assert any(result.wait_seconds > 0 for result in results)
 
@@ -371,15 +363,7 @@ async def test_eight_workers_keep_one_limit():
     limits = {"default": {"max_concurrent": 4}}
     service = JobService(RewardLoopConfig(limits=limits))
     address = await service.start()
-    running = peak = 0
-
-    async def judge():
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return 1
+    judge = Counting()
 
     # A default score of its own, that each has its own job: its own connection.
     workers = []
@@ -387,7 +371,7 @@ async def test_eight_workers_keep_one_limit():
         function, config = scoring(judge, limits=limits, job=address)
         workers.append(function)
     results = await asyncio.gather(*(worker(SAMPLE) for worker in workers for _ in range(10)))
-    assert peak == 4
+    assert judge.peak == 4
     assert {result.outcome for result in results} == {Outcome.SCORED}
     await job_of(config).close()
     await service.stop()

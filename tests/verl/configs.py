@@ -5,7 +5,8 @@ from __future__ import annotations
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from reward_loop.verl.options import CONFIG_DIR, settle, verl_config_dir
+from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+from reward_loop.verl.options import settle
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:

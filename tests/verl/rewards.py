@@ -105,11 +105,15 @@ class Held(Mixed):
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
-async def _until(happened: Callable[[dict[str, float]], bool]) -> None:
+def _agent_loop_worker() -> Any:
     import ray  # the command that trains loads this module, too, before it sets Ray's environment
 
     (name,) = (name for name in ray.util.list_named_actors() if name.startswith("agent_loop_worker_"))
-    worker = ray.get_actor(name)
+    return ray.get_actor(name)
+
+
+async def _until(happened: Callable[[dict[str, float]], bool]) -> None:
+    worker = _agent_loop_worker()
     async with asyncio.timeout(120):
         while True:
             if happened(await worker.__ray_call__.remote(lambda worker: worker._queue.metrics(0))):
@@ -158,7 +162,12 @@ def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
 
 
 def rare(solution_str: str) -> float:
-    """Rewards one response in four or so, so that many groups get no reward at all."""
+    """Rewards one response in four or so, so that many groups get no reward at all. When three steps are over, it kills
+    the agent loop worker."""
+    if (_beside_the_log("rollouts") / "3.jsonl").exists() and _is_first("killed-agent-loop-worker"):
+        import ray
+
+        os.kill(ray.get(_agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid())), signal.SIGKILL)
     return float(number(solution_str) % 4 == 0)
 
 

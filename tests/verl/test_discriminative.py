@@ -42,8 +42,8 @@ async def test_the_reward_is_the_logit_that_transformers_computes(
     model = AutoModelForSequenceClassification.from_pretrained(tiny_discriminative_model).eval()
     with torch.no_grad():
         (expected,) = model(**tokenizer(TEXT, return_tensors="pt")).logits[0].tolist()
-    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as address:
-        worker = RewardWorker(settled(*overrides), address)
+    with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as served:
+        worker = RewardWorker(settled(*overrides), served.reward_router_address)
         reward = await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
     assert reward["reward_extra_info"]["reward_outcome"] == "scored", reward
     assert reward["reward_score"] == pytest.approx(expected, abs=1e-4)

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from reward_loop import ConfigError, QueueClosedError
+from reward_loop import QueueClosedError
 from reward_loop.verl.judging import JudgingQueue, merge_metrics
-from reward_loop.verl.options import RewardQueueOptions, has_reward_queue, queue_shares, reward_queue_options
-from tests.verl.configs import settled
-
-GRPO = ("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4", "trainer.v1.trainer_mode=separate_async")
-QUEUE = "trainer.v1.separate_async.reward_queue"
 
 
 async def turns(count: int = 30) -> None:
@@ -186,37 +181,3 @@ def test_metrics_of_several_queues() -> None:
     assert (
         merge_metrics([{**one, "reward_queue/size": 0, "reward_queue/judging": 0}])["reward_queue/staleness_mean"] == 0
     )
-
-
-def test_agent_loop_workers_share_the_queue() -> None:
-    workers = "actor_rollout_ref.rollout.agent.num_workers"
-    config = settled(*GRPO)
-    assert has_reward_queue(config)
-    assert reward_queue_options(config) == RewardQueueOptions()
-    # 64 prompts and as many to warm up, of 4 rollouts, for 8 workers.
-    assert queue_shares(config) == (64, 32)
-    assert queue_shares(settled(*GRPO, f"{workers}=3", "trainer.v1.separate_async.num_warmup_batches=0.5")) == (132, 88)
-    assert queue_shares(settled(*GRPO, f"{QUEUE}.capacity=100", f"{QUEUE}.in_flight=20")) == (12, 2)
-
-
-@pytest.mark.parametrize("override", [f"{QUEUE}.enabled=False", "reward_model.use_reward_loop=False"])
-def test_without_a_queue(override: str) -> None:
-    own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    assert not has_reward_queue(settled(*GRPO, override, own))
-    assert not has_reward_queue(settled(*GRPO, override))
-    assert not has_reward_queue(settled())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([f"{QUEUE}.capacity=31"], r"capacity=31: at least 32, .*rollout\.n=4.* 8 agent loop workers"),
-        ([f"{QUEUE}.in_flight=7"], r"in_flight=7: at least 8, one for each"),
-        ([f"{QUEUE}.in_flight=0"], rf"{QUEUE}\.in_flight"),
-        ([f"+{QUEUE}.size=9"], rf"{QUEUE}\.size"),
-        (["+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"], rf"my\.Manager .*{QUEUE}\.enabled"),
-    ],
-)
-def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settled(*GRPO, *overrides)

@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline
-from reward_loop.verl.options import PipelineOptions
+from reward_loop.verl.modes import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError
@@ -46,12 +46,13 @@ class Trainer(RewardPipelineTrainer):
         self.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": len(sizes)},
+                "trainer": {"total_epochs": 1},
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
             }
         )
         self.options = PipelineOptions(stall_timeout_s=0.01)
         self.use_critic = self.use_reference_policy = False
-        self.global_steps = self.total_training_steps = 1
+        self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.barren = sizes, barren
         self.done: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
@@ -76,6 +77,7 @@ class Trainer(RewardPipelineTrainer):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> None:
         uids = sorted({key.split("_")[0] for key in batch.keys} - {"pad"})
+        assert uids, "verl cannot read the rewards of padding"
         self.done.append(f"advantage of {''.join(uids)}")
         if set(uids) <= set(self.barren):
             raise NothingToLearnError(f"nothing in {uids}")
@@ -159,6 +161,21 @@ def test_a_group_without_a_single_rollout_holds_nothing_up() -> None:
         *("advantage of b",),
         *("advantage of cd", "update on 16 rows"),
     ]
+
+
+def test_padding_alone_has_no_advantage() -> None:
+    assert done(PIPELINE, {"a": 4, "b": 3, "c": 0, "d": 0}, "abcd") == [
+        *("generate", "prepare"),
+        *("advantage of ab",),
+        *("update on 8 rows",),
+    ]
+
+
+def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
+    trainer = Trainer(Schedule(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
+    trainer.total_training_steps = 9
+    trainer.step({}, {})
+    assert trainer.done.count("generate") == 1
 
 
 def test_a_mini_batch_in_which_nothing_has_a_score_is_passed_over() -> None:

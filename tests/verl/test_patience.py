@@ -8,9 +8,7 @@ import pytest
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import patience
-from reward_loop.verl.options import stall_timeout
 from reward_loop.verl.patience import Patience
-from tests.verl.configs import settled
 
 OPTION = "trainer.stall"
 
@@ -95,13 +93,3 @@ def test_what_must_stop_the_run_ends_the_wait(clock: Clock) -> None:
     with pytest.raises(RewardLoopError, match="too many failures"):
         poll(buffer, 9)
     assert buffer.polls == 4
-
-
-def test_which_option_bounds_the_wait() -> None:
-    pipeline, separate = "trainer.v1.reward_pipeline", "trainer.v1.separate_async.reward_queue"
-    mode = "trainer.v1.trainer_mode"
-    config = settled(f"{mode}=reward_pipeline", f"{pipeline}.stall_timeout_s=5")
-    assert stall_timeout(config) == (5, f"{pipeline}.stall_timeout_s")
-    config = settled(f"{mode}=separate_async", f"{separate}.stall_timeout_s=7")
-    assert stall_timeout(config) == (7, f"{separate}.stall_timeout_s")
-    assert stall_timeout(settled())[0] is None

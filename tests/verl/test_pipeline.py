@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ CORRECTION = "algorithm.rollout_correction"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Both overlaps, two ranks, four mini-batches a step, a judge that takes its time and scores whole groups, two
-    epochs, a warm-up, and verl's correction for off-policy rollouts."""
+    """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and
+    scores whole groups, two epochs, a warm-up, and verl's correction for off-policy rollouts."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
@@ -41,6 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "trainer.save_freq=2",
         "trainer.test_freq=4",
         "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
@@ -141,12 +143,14 @@ def signature_of_prompts(run: Run, step: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`."""
+    """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`. After
+    three steps, the agent loop worker is killed."""
     return train(
         tmp_path_factory.mktemp("picky"),
         tiny_generative_model,
         MODE,
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=1000",
+        "trainer.total_epochs=1000",
         "trainer.val_before_train=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
@@ -159,7 +163,7 @@ def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
 
 @pytest.mark.integration
 def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) -> None:
-    assert picky_run.returncode == 0, picky_run.output[-5000:]
+    assert {1, 2, 3} <= picky_run.steps.keys(), picky_run.output[-5000:]
     trained: set[str] = set()
     for step in range(1, 4):
         rollouts = groups(picky_run.rollouts(step))
@@ -178,6 +182,16 @@ def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) ->
 
 
 @pytest.mark.integration
+def test_the_death_of_an_agent_loop_worker_ends_the_run_and_is_named(picky_run: Run) -> None:
+    assert picky_run.returncode == 1
+    last = picky_run.output.strip().splitlines()[-40:]
+    (error,) = (line for line in last if line.startswith("RewardLoopError"))
+    # The latter, if the trainer was about to hand it more prompts.
+    assert re.search("agent loop worker 0 of 1 is lost|a process of the run died", error), last
+    assert "PipelineAgentLoopWorker" in "".join(last)
+
+
+@pytest.mark.integration
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
     sizes = [len(group) for step in range(1, 4) for group in groups(picky_run.rollouts(step)).values()]
     assert {3, 4, 5} <= set(sizes)
@@ -192,6 +206,10 @@ def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
         ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False"),
         ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
         ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
+        (
+            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager: leave it out",
+        ),
         ("trainer.v1.reward_pipeline.stall_timeout_s=0", "trainer.v1.reward_pipeline.stall_timeout_s"),
         ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
     ],

@@ -75,6 +75,9 @@ def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
             pid = int(asker.stdout.readline())
             assert asker.poll() is None
             assert pid != asker.pid
+            # Who ends a session ends the worker; who ends a process group, as Ray does, ends no other worker.
+            assert os.getsid(pid) == os.getsid(0)
+            assert os.getpgid(pid) == pid
             os.kill(pid, signal.SIGKILL)
             asker.wait(60)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import heapq
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -26,55 +28,70 @@ def test_a_prompt_is_generated_before_it_is_over() -> None:
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:
-    progress = told((1, ("judging", "a")), (1, ("judging", "b")), (2, ("judged", "a")))
+    progress = told((1, ("judging", "a_0")), (1, ("judging", "b_0")), (2, ("judged", "a_0")))
     assert (progress.pending, progress.most_pending) == (1, 2)
     progress.start_step(2)
     assert progress.most_pending == 1
-    progress.happened(("judged", "b"), 3)
+    progress.happened(("judged", "b_0"), 3)
     assert (progress.pending, progress.most_pending, progress.events) == (0, 1, 4)
 
 
-def test_the_oldest_reward_is_that_of_the_prompt_which_waits_longest() -> None:
-    progress = told((1, ("judging", "a")), (2, ("judging", "b")), (4, ("judging", "b")), (5, ("judged", "b")))
+def test_the_oldest_reward_is_the_one_that_has_been_out_for_longest() -> None:
+    progress = told((1, ("judging", "a_0")), (2, ("judging", "a_1")), (4, ("judging", "b_0")), (5, ("judged", "b_0")))
     assert progress.oldest(7) == 6
-    progress.happened(("judged", "a"), 8)
+    progress.happened(("judged", "a_0"), 8)
     assert progress.oldest(9) == 7
-    progress.happened(("judged", "b"), 10)
+    progress.happened(("judged", "a_1"), 10)
     assert progress.oldest(11) == 0
 
 
-def test_judging_lasts_from_the_first_sample_to_the_last_reward() -> None:
-    progress = told(
-        *((10, ("judging", "a")), (11, ("judging", "b")), (13, ("judged", "b")), (18, ("judged", "a"))),
-    )
-    assert progress.judging_s(20) == 8
+def served(arrivals: list[float], latencies: list[float], places: int) -> Progress:
+    """Judges that work on so many samples at a time, first come, first served."""
+    free = [0.0] * places
+    events: list[tuple[float, Event]] = []
+    for number, (arrival, latency) in enumerate(zip(arrivals, latencies, strict=True)):
+        end = max(arrival, heapq.heappop(free)) + latency
+        heapq.heappush(free, end)
+        events += [(arrival, ("judging", f"a_{number}")), (end, ("judged", f"a_{number}"))]
+    return told(*sorted(events, key=lambda event: event[0]))
 
 
-def test_judging_does_not_last_while_nothing_is_out() -> None:
-    progress = told(
-        *((0, ("judging", "a")), (1, ("judging", "a")), (2, ("judged", "a")), (3, ("judged", "a"))),
-        *((10, ("judging", "b")), (11, ("judged", "b")), (12, ("judging", "a")), (13, ("judged", "a"))),
-    )
-    assert progress.judging_s(20) == 3 + 1 + 1
+def test_without_a_queue_judging_takes_as_long_as_the_slowest_reward() -> None:
+    latencies = [1.0] * 30 + [9.0]
+    together = served([5.0] * 31, latencies, places=31)
+    assert together.judging_s(14) == 9
+    # Rewards were out for 16.5 s, because rollouts came one after the other.
+    trickling = served([i / 4 for i in range(31)], latencies, places=31)
+    assert trickling.judging_s(30) == 9
 
 
-def test_judging_that_goes_on_belongs_to_the_steps_in_which_it_goes_on() -> None:
-    progress = told((4, ("judging", "a")), (5, ("judging", "b")))
-    assert progress.judging_s(7) == 3
+@pytest.mark.parametrize("arriving_s", [0.0, 8.0])
+def test_with_a_queue_judging_takes_as_long_as_the_judges_need_for_all(arriving_s: float) -> None:
+    draw = random.Random(1)
+    latencies = [draw.uniform(0.1, 0.4) for _ in range(512)]
+    arrivals = sorted(draw.uniform(0, arriving_s) for _ in latencies)
+    progress = served(arrivals, latencies, places=8)
+    assert progress.judging_s(100) == pytest.approx(sum(latencies) / 8, rel=0.1)
+
+
+def test_judging_is_not_longer_than_rewards_were_out_in_the_step() -> None:
+    progress = told((4, ("judging", "a_0")), (5, ("judging", "b_0")), (6, ("judged", "b_0")))
+    assert progress.judging_s(7) == 1
     progress.start_step(10)
-    assert progress.judging_s(10) == 0
-    progress.happened(("judged", "a"), 11)
-    assert progress.judging_s(12) == 2
-    progress.happened(("judged", "b"), 14)
-    assert progress.judging_s(20) == 4
-    progress.start_step(20)
-    assert progress.judging_s(30) == 0
+    assert progress.judging_s(11) == 0
+    progress.happened(("judged", "a_0"), 12)
+    assert progress.judging_s(20) == 2
+    progress.happened(("judging", "b_1"), 22)
+    progress.happened(("judged", "b_1"), 23)
+    assert progress.judging_s(30) == 3
+    progress.start_step(30)
+    assert progress.judging_s(40) == 0
 
 
 def test_what_was_thrown_out_is_judged_to_its_end() -> None:
-    progress = told((1, ("judging", "a")), uids="a")
+    progress = told((1, ("judging", "a_0")), uids="a")
     progress.forget("a")
-    progress.happened(("judged", "a"), 2)
+    progress.happened(("judged", "a_0"), 2)
     progress.happened(("over", "a"), 2)
     assert progress.pending == 0
     assert progress.judging_s(9) == 1

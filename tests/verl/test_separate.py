@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging import JudgingQueue
-from reward_loop.verl.options import REWARD_QUEUE
+from reward_loop.verl.modes import REWARD_QUEUE
 from reward_loop.verl.separate import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
 from tests.verl.configs import settled
 

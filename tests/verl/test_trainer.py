@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl import trainer
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.placement import place
@@ -74,6 +76,22 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: dict[str, 
     assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
     assert (infos["q_1_0"]["reward_masked"], infos["q_1_0"]["reward_outcome"]) == (True, "failed")
     assert "q_1_0: the function returned 1 turn_level_scores" in infos["q_1_0"]["reward_error"]
+
+
+def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop() -> None:
+    told: list[str] = []
+
+    def raise_fatal_error() -> None:
+        if told:
+            raise RewardLoopError(told[0])
+
+    run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
+    run.reward_workers = SimpleNamespace(raise_fatal_error=raise_fatal_error)  # type: ignore[assignment]
+    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._told_by_workers():
+        raise ActorDiedError
+    told.append("the judge is on strike")
+    with pytest.raises(RewardLoopError, match="on strike"), run._told_by_workers():
+        raise ActorDiedError
 
 
 def test_metrics_of_samples_whose_keys_differ() -> None:

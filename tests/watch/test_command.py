@@ -47,7 +47,7 @@ def test_a_process_that_does_not_answer_is_told() -> None:
     assert "process 4000000: it does not answer" in done.output
     done = runner.invoke(app, ["stuck", "4000000"])
     assert done.exit_code == 1
-    assert "refused" in done.output
+    assert "there is no such process of this user" in done.output
 
 
 @pytest.mark.usefixtures("wide")

@@ -35,7 +35,7 @@ class Sglang(Engine):
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        return {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | model.env
+        return {"PYTHONUNBUFFERED": "1"} | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
         return model.tensor_parallel_size * model.data_parallel_size

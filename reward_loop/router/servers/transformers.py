@@ -50,6 +50,5 @@ class Transformers(Engine):
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         } | model.env

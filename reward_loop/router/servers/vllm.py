@@ -37,7 +37,7 @@ class Vllm(Engine):
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if self._on_cpu():
             environment |= {
                 # By default each server pins itself to the first cores, all of them to the same ones.

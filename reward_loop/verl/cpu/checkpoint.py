@@ -85,7 +85,7 @@ class RayCheckpointEngine(CheckpointEngine):
                 yield name, tensor
 
     def finalize(self) -> None:
-        """Nothing is held between transfers but the mailbox."""
+        """The mailbox holds the weights until the next transfer."""
 
 
 async def _within(reference: Any) -> Any:

@@ -64,7 +64,7 @@ def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
             [sys.executable, "-P", "-m", __name__, "serve", *map(str, fds), *modules],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends the workers in order
+            process_group=0,  # Ctrl-C is for the trainer, which ends the workers in order
         )
     os.close(followed)
     try:

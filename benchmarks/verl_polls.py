@@ -1,6 +1,7 @@
-"""verl's own ``main_ppo``, unchanged but for the interval at which its replay buffer is polled, in ``$POLL_INTERVAL``.
+"""verl's own ``main_ppo``, unchanged but for the interval at which its replay buffer is polled.
 
-It is 2.0 s as shipped, and no option of verl's configuration. The first ``$SHIPPED_STEPS`` steps are as shipped.
+It is 2.0 s as shipped, and no option of verl's configuration. ``$POLL_INTERVALS`` has some, in seconds or ``shipped``,
+such as ``shipped,0.05``: steps have them in turn.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from reward_loop.verl.cpu.preload import preloaded
 
 
 class TaskRunner(main_ppo.TaskRunnerV1.__ray_actor_class__):
-    """Shortens the interval once the trainer has made so many steps."""
+    """Sets the interval at the beginning of each step."""
 
     def init_agent_loop_manager(self) -> None:
         """verl calls this between making the trainer and training."""
-        trainer = self.trainer
-        begin, shipped = trainer.on_step_begin, int(os.environ["SHIPPED_STEPS"])
+        trainer, intervals = self.trainer, os.environ["POLL_INTERVALS"].split(",")
+        begin, shipped = trainer.on_step_begin, trainer.replay_buffer.poll_interval
 
         def begin_step() -> None:
-            if trainer.global_steps > shipped:
-                trainer.replay_buffer.poll_interval = float(os.environ["POLL_INTERVAL"])
+            interval = intervals[(trainer.global_steps - 1) % len(intervals)]
+            trainer.replay_buffer.poll_interval = shipped if interval == "shipped" else float(interval)
             begin()
 
         trainer.on_step_begin = begin_step

@@ -1,0 +1,210 @@
+"""``reward-loop score``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from reward_loop import _options
+from reward_loop._text import duration
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
+from reward_loop.offline.run import partial_of
+
+if TYPE_CHECKING:
+    from reward_loop.config import RewardLoopConfig
+    from reward_loop.offline.scorer import Scorer
+
+__all__ = ["score"]
+
+_DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_unscored", "default_score"}
+"""Options of a component that change a score."""
+
+_out = Console(soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True)
+
+
+def score(
+    file: Annotated[Path, typer.Argument(help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)],
+    fn: Annotated[
+        str | None,
+        typer.Option(
+            help="The reward function: [cyan]file.py:name[/] or [cyan]package.module:name[/]. Left out where each "
+            "component of a composite has a path.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="JSONL, or parquet by its suffix. Default: FILE with .scored before its suffix."
+        ),
+    ] = None,
+    field: _options.FieldPaths = None,
+    data_source: _options.DataSource = None,
+    reward_kwarg: _options.RewardKwargs = None,
+    manager: _options.Manager = "naive",
+    router_address: _options.RouterAddress = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
+    timeout: _options.Timeout = 300,
+    isolation: Annotated[
+        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+    ] = "thread",
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
+    ] = None,
+    on_failed: Annotated[
+        str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
+    ] = "mask",
+    on_unscored: Annotated[str, typer.Option(help="The same for rows for which the function returns None.")] = "mask",
+    default_score: Annotated[float, typer.Option(help="The score under the policy default.")] = 0.0,
+    max_failed_share: Annotated[
+        float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
+    ] = 0.5,
+    option: _options.MoreOptions = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="When going on, score rows that failed once more.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
+) -> None:
+    """Score stored rollouts with a reward function.
+
+    The function is called just as in training: by keyword, with those of
+    data_source, solution_str, ground_truth, extra_info, reward_router_address
+    and reward_model_tokenizer that its signature names.
+
+    [bold]Example[/]
+
+      reward-loop score rollouts.jsonl --fn reward.py:compute_score -f solution_str=output -f ground_truth=gts
+
+    The output holds every row of the input, in order, with [cyan]row[/],
+    [cyan]score[/], [cyan]outcome[/] (scored, unscored or failed),
+    [cyan]error[/] and [cyan]reward_extra_info[/]. A run that is interrupted
+    goes on where it stopped when the same command is run again. Exit codes: 0
+    done, 1 stopped by an error, 2 wrong usage, 130 Ctrl-C.
+    """
+    # Here, so that the other commands start without them.
+    from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.offline.scorer import load_scorer
+
+    check_input(file)
+    target = output or file.with_name(f"{file.stem}.scored{file.suffix}")
+    paths = _options.pairs(field, "--field")
+    arguments = _options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: _options.json_or_text(value) for key, value in arguments.items()}
+    options = {
+        "timeout": timeout or None,
+        "max_threads": concurrency,
+        "isolation": isolation,
+        "max_processes": max_processes,
+        "max_memory_mb": max_memory_mb,
+        "on_failed": on_failed,
+        "on_unscored": on_unscored,
+        "default_score": default_score,
+        "max_failed_share": max_failed_share,
+        **_options.nested(_options.pairs(option, "--option"), "--option"),
+    }
+    config = parse(RewardLoopConfig, options, "reward_loop")
+    scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+    if getattr(scorer.manager, "needs_group", False):
+        raise ConfigError(
+            f"--manager {manager} compares the responses to a prompt, and a file of rollouts has no groups: try such a "
+            f"function with `reward-loop check --manager {manager}`"
+        )
+    if scorer.has_post_process:
+        _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
+    progress = Progress(
+        TextColumn("scoring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=_err,
+        disable=not _err.is_terminal,
+    )
+    try:
+        with progress:
+            task = progress.add_task("scoring", total=count_rows(file))
+            summary = score_file(
+                file,
+                target,
+                scorer.manager,
+                fields=Fields(paths, data_source=data_source, requires=scorer.requires),
+                identity=_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),
+                concurrency=concurrency,
+                restart=restart,
+                retry_failed=retry_failed,
+                on_row=lambda done: progress.update(task, completed=done),
+            )
+    except (KeyboardInterrupt, RewardLoopError, OSError) as error:
+        partial = partial_of(target)
+        if not isinstance(error, ConfigError) and partial.exists():
+            error.add_note(f"Rows that are done are kept in {partial}: run the same command again to go on.")
+        raise
+    _show(summary, target)
+    if strict and summary.outcomes["failed"]:
+        raise typer.Exit(1)
+
+
+def _identity(
+    scorer: Scorer,
+    config: RewardLoopConfig,
+    paths: Mapping[str, str],
+    data_source: str | None,
+    spec: str | None,
+    manager: str,
+    reward_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What changes a score is part of the run's identity; what only changes its pace may differ when it goes on."""
+    from reward_loop.scoring import load_function
+    from reward_loop.scoring.load import source_hash
+
+    identity = {
+        "function": {
+            "name": spec,
+            "sha256": source_hash(scorer.loaded),
+            "arguments": reward_kwargs,
+            "manager": manager,
+        },
+        "field mapping": {**paths, "data_source constant": data_source},
+        "policy": [config.on_failed, config.on_unscored, config.default_score],
+    }
+    if config.components:
+        identity["set of components"] = {
+            name: {
+                **component.model_dump(mode="json", include=_DECIDES),
+                "sha256": component.path and source_hash(load_function(component.path, component.name)),
+            }
+            for name, component in config.components.items()
+        }
+    return identity
+
+
+def _show(summary: Summary, output: Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
+    resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
+    table.add_row("rows", f"{summary.rows}{resumed}")
+    table.add_row("mean score", mean)
+    outcomes = ", ".join(f"{summary.outcomes[name]} {name}" for name in sorted(summary.outcomes))
+    table.add_row("outcomes", outcomes or "none")
+    table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {duration(summary.seconds)} in all")
+    table.add_row("slowest", ", ".join(f"{name} {duration(seconds)}" for seconds, name in summary.slowest) or "none")
+    table.add_row("output", escape(str(output)))
+    _out.print(table, highlight=False)
+    if summary.errors:
+        _out.print(f"\n{summary.outcomes['failed']} failed; the first:", highlight=False)
+        for error in summary.errors:
+            _out.print(f"- {escape(error)}", highlight=False)

@@ -1,0 +1,72 @@
+"""What scores the rows: the function and the manager that a command was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reward_loop import managers
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError
+from reward_loop.scoring import load_function
+
+__all__ = ["Scorer", "load_scorer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A manager, and the user's function within it."""
+
+    loaded: Any
+    """The function as it was found; ``None`` where each component of a composite has its own."""
+    manager: Any
+    requires: frozenset[str]
+    """The fields of a sample that it cannot do without."""
+    has_post_process: bool
+    """Whether the function has a ``post_process_scores``."""
+
+
+def load_scorer(
+    spec: str | None,
+    manager: str,
+    options: RewardLoopConfig,
+    *,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    router_address: str | None = None,
+) -> Scorer:
+    """Load a function, and make the manager that calls it.
+
+    Args:
+        spec: the function, as ``file.py:name`` or ``package.module:name``. ``None`` where each component of a composite
+            has its own.
+        manager: its name, or an import path.
+        options: those of the run.
+        reward_kwargs: configured arguments of the function.
+        router_address: what functions get as ``reward_router_address``.
+
+    Raises:
+        ConfigError: there is no such manager, it has options that are wrong, or a function has no effect or is missing.
+        FunctionLoadError: a function cannot be found, or not be called with what the reward loop provides.
+    """
+    cls: Any = managers.get(manager)
+    is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
+    components = options.components.values() if is_composite else ()
+    if spec is None and not components:
+        instead = ", or a path for each component: -O components.NAME.path=file.py:name" if is_composite else ""
+        raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
+    if spec is not None and components and all(component.path for component in components):
+        raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
+    loaded = load_function(spec) if spec is not None else None
+    function = None
+    if loaded is not None:
+        function = managers.scoring_function(cls, loaded, options, reward_kwargs=reward_kwargs)
+    made = cls(
+        config=options,
+        tokenizer=None,
+        compute_score=function,
+        reward_router_address=router_address,
+        reward_model_tokenizer=None,
+    )
+    requires = getattr(made, "requires", function.requires if function is not None else frozenset())
+    return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))

@@ -1,0 +1,161 @@
+"""The options of the trainer modes that overlap judging with the rest, and what these modes cannot do."""
+
+from __future__ import annotations
+
+import math
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
+
+from reward_loop.config import Config, parse
+from reward_loop.errors import ConfigError
+
+__all__ = [
+    "PIPELINE_MODE",
+    "REWARD_QUEUE",
+    "PipelineOptions",
+    "RewardQueueOptions",
+    "check_mode",
+    "has_reward_queue",
+    "pipeline_options",
+    "queue_shares",
+    "reward_queue_options",
+    "stall_timeout",
+]
+
+PIPELINE_MODE = "reward_pipeline"
+"""The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
+
+REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
+"""The options of the queue between generation and judging."""
+
+
+class PipelineOptions(Config):
+    """``trainer.v1.reward_pipeline``."""
+
+    mini_batch_pipeline: bool = True
+    """Update on every mini-batch of groups as soon as its rewards are in."""
+
+    one_step_off_policy: bool = True
+    """Generate the next step's rollouts before this step's update."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
+    begun or ended; ``None`` waits for ever."""
+
+
+def pipeline_options(config: DictConfig) -> PipelineOptions:
+    """The ``trainer.v1.reward_pipeline`` group."""
+    return parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
+
+
+class RewardQueueOptions(Config):
+    """``trainer.v1.separate_async.reward_queue``."""
+
+    enabled: bool = True
+    """Whether there is a queue between generation and judging in the mode `separate_async`."""
+
+    capacity: int | None = Field(default=None, ge=1)
+    """How many rollouts may be generated or wait for a judge, all together: a prompt's rollouts are not begun before
+    there is room for them. By default as many as verl has under way: a training step's, and `num_warmup_batches`."""
+
+    in_flight: int | None = Field(default=None, ge=1)
+    """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
+    training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
+
+    stall_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
+    rollout got its reward; `None` waits for ever."""
+
+
+def reward_queue_options(config: DictConfig) -> RewardQueueOptions:
+    """The ``trainer.v1.separate_async.reward_queue`` group."""
+    return parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+
+
+def has_reward_queue(config: DictConfig) -> bool:
+    """Whether rollouts go through the queue to their judges."""
+    mode = config.trainer.v1.trainer_mode
+    return mode == "separate_async" and config.reward_model.use_reward_loop and reward_queue_options(config).enabled
+
+
+def stall_timeout(config: DictConfig) -> tuple[float | None, str]:
+    """Seconds without news that verl's replay buffer waits for, and the name of the option."""
+    if config.trainer.v1.trainer_mode == PIPELINE_MODE:
+        return pipeline_options(config).stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
+    timeout = reward_queue_options(config).stall_timeout_s if has_reward_queue(config) else None
+    return timeout, f"{REWARD_QUEUE}.stall_timeout_s"
+
+
+def queue_shares(config: DictConfig) -> tuple[int, int]:
+    """Each agent loop worker's share of the queue: how many rollouts it may hold, and have judged at a time."""
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
+    of_a_step = math.ceil(batch_size / workers) * rollout.n
+    of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
+    return (
+        of_a_step + of_warmup if options.capacity is None else options.capacity // workers,
+        of_a_step if options.in_flight is None else options.in_flight // workers,
+    )
+
+
+def check_mode(config: DictConfig) -> None:
+    """Refuses what the trainer mode cannot do.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts the mode; the message names it and what to set instead.
+    """
+    mode = config.trainer.v1.trainer_mode
+    if mode == PIPELINE_MODE:
+        _check_pipeline(config)
+    if mode == "separate_async":
+        _check_reward_queue(config)
+
+
+def _check_pipeline(config: DictConfig) -> None:
+    """Refuses what this mode cannot do.
+
+    Raises:
+        ConfigError: an option contradicts the mode; the message names it and what to set instead.
+    """
+    pipeline_options(config)
+    sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
+    manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    refused = {
+        "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
+        "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
+        f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
+        f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}": (manager, "leave it out"),
+    }
+    for what, (given, instead) in refused.items():
+        if given:
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
+
+
+def _check_reward_queue(config: DictConfig) -> None:
+    """Refuses a queue that could not work.
+
+    Raises:
+        ConfigError: an option is malformed, or contradicts another; the message names it and what to set instead.
+    """
+    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+    workers = rollout.agent.num_workers
+    if not has_reward_queue(config):
+        return
+    if options.capacity is not None and options.capacity < workers * rollout.n:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.capacity={options.capacity}: at least {workers * rollout.n}, a prompt's rollouts "
+            f"(actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers that share it "
+            "(actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    if options.in_flight is not None and options.in_flight < workers:
+        raise ConfigError(
+            f"{REWARD_QUEUE}.in_flight={options.in_flight}: at least {workers}, one for each of the agent loop workers "
+            "that share it (actor_rollout_ref.rollout.agent.num_workers)"
+        )
+    manager = rollout.agent.get("agent_loop_manager_class")
+    if manager is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} stands where the reward queue would "
+            f"be: leave it out, or set {REWARD_QUEUE}.enabled=False"
+        )

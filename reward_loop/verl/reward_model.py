@@ -1,0 +1,222 @@
+"""How the reward model is served: what verl's options and our own say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from reward_loop.config import RewardModelConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.router.servers.models import ENGINES
+from reward_loop.verl.defaults import defaults
+from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
+
+__all__ = ["check_reward_model", "reward_model_options", "scores_by_model"]
+
+_SERVER_OPTIONS = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "dtype": "dtype",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_model_len": "max_model_len",
+}
+"""verl's ``rollout.*`` -> ours. They take effect as they are, verl's defaults included."""
+
+_ENGINE_ARGS = {
+    "vllm": {
+        "enforce_eager": "enforce_eager",
+        "load_format": "load_format",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "max_num_seqs": "max_num_seqs",
+        "quantization": "quantization",
+        "seed": "seed",
+    },
+    "sglang": {
+        "enforce_eager": "disable_cuda_graph",
+        "load_format": "load_format",
+        "max_num_seqs": "max_running_requests",
+        "quantization": "quantization",
+        "seed": "random_seed",
+    },
+}
+"""verl's ``rollout.*`` -> an option of the engine's command line."""
+
+_HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
+"""What may be said of the embedded engine."""
+
+
+def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
+    """How the reward model is served, or ``None`` if there is none.
+
+    Raises:
+        ConfigError: an option is malformed, contradicts another, or asks for what there is not.
+    """
+    model = config.reward.reward_model
+    if not model.enable:
+        return None
+    options = {"model_path": model.model_path, "engine": model.rollout.name}
+    if model.rollout.name in _ENGINE_ARGS:
+        options |= _engine_options(model.rollout)
+    options |= config.reward_model.server
+    if model.enable_resource_pool:
+        options |= _pool(model, options)
+    served = parse(RewardModelConfig, options, "reward_model.server")
+    if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
+        served = served.model_copy(update={"placement": "colocated"})
+    return _colocated(config, served) if served.placement == "colocated" else served
+
+
+def _engine_options(rollout: DictConfig) -> dict[str, Any]:
+    """verl's options of an inference engine, as ours. Those left at verl's defaults are the engine's business."""
+    default = defaults().reward.reward_model.rollout
+    arguments = _ENGINE_ARGS[rollout.name]
+    given = {ours: rollout[name] for name, ours in arguments.items() if rollout[name] != default[name]}
+    for name, kwargs in (rollout.engine_kwargs or {}).items():
+        if name != rollout.name:
+            raise ConfigError(
+                f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{rollout.name}.*"
+            )
+        given |= kwargs
+    return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
+
+
+def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """As many replicas as the pool of GPUs has room for, as in verl."""
+    for name in ("replicas", "placement"):
+        if name in options:
+            raise ConfigError(
+                f"reward_model.server.{name} contradicts reward_model.enable_resource_pool=True, which decides it"
+            )
+    size = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
+    replicas = _room(model, size, "reward_model.enable_resource_pool=True")
+    return {"replicas": replicas, "placement": "ray"}
+
+
+def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
+    """On the trainer's GPUs: as many replicas as there is room for, unless their number is given, and all can sleep."""
+    if served.engine == "external":
+        raise ConfigError(
+            "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
+            "external) is not put to sleep. Leave out placement"
+        )
+    rooms = {
+        name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
+        for name, model in {"": served, **served.models}.items()
+        if model.engine in ENGINES
+    }
+    for name, room in rooms.items():
+        option, model = (f"models.{name}.replicas", served.models[name]) if name else ("replicas", served)
+        if model.replicas > room:
+            raise ConfigError(f"reward_model.server.{option}={model.replicas}: the trainer's GPUs have room for {room}")
+    can_sleep = {"enable_sleep_mode": True}
+    models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
+    replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas})
+
+
+def _room(pool: DictConfig, size: int, which: str) -> int:
+    replicas = pool.n_gpus_per_node // size * pool.nnodes
+    if replicas < 1:
+        raise ConfigError(
+            f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size); a server's GPUs are on one node"
+        )
+    return replicas
+
+
+def _takes_gpus(config: RewardModelConfig) -> bool:
+    models = [config, *config.models.values()]
+    return any(model.engine in ENGINES and ENGINES[model.engine].gpus(model) for model in models)
+
+
+def scores_by_model(config: DictConfig) -> bool:
+    """Whether the reward is the logit of the reward model, since there is no function and no manager of the user's."""
+    manager = config.reward.reward_manager
+    own = manager.source != "register" or ":" in manager.name or manager.name == "composite"
+    return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
+
+
+def check_reward_model(config: DictConfig) -> None:
+    """Refuses options of the reward model that cannot take effect.
+
+    Raises:
+        ConfigError: one is missing, has no effect, or contradicts another; the message names it and the mend.
+    """
+    model, manager = config.reward.reward_model, config.reward.reward_manager.name
+    if model.enable and not model.model_path:
+        raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+    if scores_by_model(config) and manager != "naive":
+        raise ConfigError(
+            f"reward_model.reward_manager={manager} beside reward_model.enable=True needs a function: set "
+            "custom_reward_function.path. Without one, the reward is what the reward model alone says"
+        )
+    if model.enable and OmegaConf.is_missing(model.rollout, "name"):
+        raise ConfigError(
+            "reward_model.rollout.name: say what serves the reward model: vllm, sglang, transformers or external"
+        )
+    engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
+    for option in _without_effect(model, defaults().reward.reward_model, engine=engine or ""):
+        raise ConfigError(
+            f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
+            "options are reward_model.server.*"
+        )
+    if model.enable_resource_pool and not model.enable:
+        raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
+    served = reward_model_options(config)
+    if served is not None and served.placement == "colocated":
+        _check_colocated(config, served)
+
+
+def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
+    """Refuses what needs rewards while the model sleeps, or the model's GPUs while it is awake.
+
+    Raises:
+        ConfigError: an option contradicts it; the message names it and what to set instead.
+    """
+    mode = config.trainer.v1.trainer_mode
+    off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
+    filters = OmegaConf.select(config, "algorithm.filter_groups.enable")
+    keeps = _takes_gpus(served) and not config.actor_rollout_ref.rollout.free_cache_engine
+    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
+    refused = {
+        f"trainer.v1.trainer_mode={mode}": (mode == "separate_async", f"the rollout never sleeps; {own_gpus}"),
+        f"{off_policy}=True": (
+            mode == PIPELINE_MODE and pipeline_options(config).one_step_off_policy,
+            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
+        ),
+        "algorithm.filter_groups.enable=True": (
+            filters,
+            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
+        ),
+        "reward_model.launch_reward_fn_async=True": (
+            config.reward_model.launch_reward_fn_async,
+            "log-probabilities need the memory that the model judges in. Leave it out",
+        ),
+        "actor_rollout_ref.rollout.free_cache_engine=False": (
+            keeps,
+            "the rollout would keep its GPU memory when it sleeps. Set it to True",
+        ),
+    }
+    for what, (given, why) in refused.items():
+        if given:
+            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
+
+
+def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
+    """The options of verl's reward model servers that were set, and that ours do not have."""
+    for key in model:
+        path = f"{prefix}{key}"
+        if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):
+            continue
+        if prefix and engine in _ENGINE_ARGS and (key in _SERVER_OPTIONS or key in _ENGINE_ARGS[engine]):
+            continue
+        if path == "rollout.engine_kwargs" and engine in _ENGINE_ARGS:
+            continue
+        if engine == "transformers" and model[key] == _HOLDS_ANYWAY.get(path):
+            continue
+        if isinstance(model[key], DictConfig) and key in default:
+            yield from _without_effect(model[key], default[key], f"{path}.", engine)
+        elif model[key] != default.get(key):
+            yield path

@@ -1,0 +1,104 @@
+"""The command: what stops it before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reward_loop.verl.defaults import verl_config_dir
+from reward_loop.verl.main_ppo import _warn_of_another_verl
+
+
+def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (None, "missing.py"),
+        ("def compute_scor(solution_str): return 1", "compute_scor"),
+        ("import nonesuch_module", "nonesuch_module"),
+        ("def compute_score(solution): return 1", "solution"),
+    ],
+)
+def test_a_bad_function_stops_the_command_before_anything_starts(
+    tmp_path: Path, function: str | None, complaint: str
+) -> None:
+    path = tmp_path / "missing.py"
+    if function:
+        path.write_text(function)
+    done = run_main(f"custom_reward_function.path={path}", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "FunctionLoadError" in done.stderr or "ConfigError" in done.stderr
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ray" not in done.stdout.lower()
+
+
+def test_a_reward_model_that_does_not_exist_stops_the_command(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("async def compute_score(solution_str, reward_router_address): return 1.0\n")
+    done = run_main(
+        "reward_model.enable=True",
+        f"reward_model.model.path={tmp_path}/nowhere",
+        f"custom_reward_function.path={tmp_path}/f.py",
+        f"hydra.run.dir={tmp_path}",
+    )
+    assert done.returncode == 1
+    assert "reward_model.model.path" in done.stderr
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_generative_model_without_a_function_stops_the_command(tmp_path: Path, tiny_generative_model: Path) -> None:
+    done = run_main(
+        "reward_model.enable=True",
+        "reward_model.rollout.name=transformers",
+        f"reward_model.model.path={tiny_generative_model}",
+        f"hydra.run.dir={tmp_path}",
+    )
+    assert done.returncode == 1
+    assert "is a generative model" in done.stderr
+    assert "custom_reward_function.path" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ray" not in done.stdout.lower()
+
+
+def test_an_unknown_manager_stops_the_command(tmp_path: Path) -> None:
+    done = run_main("reward_model.reward_manager=dapa", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "reward_model.reward_manager=dapa" in done.stderr
+    assert "did you mean 'dapo'" in done.stderr
+
+
+def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:
+    done = run_main("trainer.nnodes=2", f"hydra.run.dir={tmp_path}", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "use_reward_loop: true" in done.stdout
+    assert "nnodes: 2" in done.stdout
+
+
+def test_another_verl_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _warn_of_another_verl(verl_config_dir().parents[1])
+    assert capsys.readouterr().err == ""
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "version").write_text("0.10.0\n")
+    _warn_of_another_verl(tmp_path)
+    assert "verl 0.10.0 is installed, and reward_loop is made for verl 0.9.1" in capsys.readouterr().err
+
+
+def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:
+    done = run_main("reward_model.enabel=True", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "enabel" in done.stderr
+
+
+def test_help_names_the_options_that_are_ours_and_not_all_of_verls() -> None:
+    done = run_main("--help")
+    assert done.returncode == 0, done.stderr
+    assert "custom_reward_function.path=FILE" in done.stdout
+    assert len(done.stdout.splitlines()) < 40

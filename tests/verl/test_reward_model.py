@@ -1,0 +1,199 @@
+"""How the reward model is served, and what cannot be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from reward_loop.errors import ConfigError
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
+from tests.verl.configs import settled
+
+VLLM = [
+    "reward_model.enable=True",
+    "reward_model.model.path=/m",
+    "reward_model.rollout.name=vllm",
+    "custom_reward_function.path=f.py",
+]
+PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
+OWN_GPUS = ["the trainer's GPUs", "reward_model.enable_resource_pool=True"]
+EXTERNAL = [
+    *("reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=external"),
+    *("+reward_model.server.urls=[http://127.0.0.1:1]", "custom_reward_function.path=f.py"),
+]
+POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM that is installed here is one for GPUs."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0")
+
+
+def test_a_reward_model_is_configured_by_the_old_keys() -> None:
+    config = settled(
+        "reward_model.enable=True",
+        "reward_model.model.path=/m",
+        "reward_model.rollout.name=transformers",
+        "custom_reward_function.path=f.py",
+        "+reward_model.server.replicas=2",
+    )
+    options = reward_model_options(config)
+    assert options is not None
+    assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
+
+
+def test_verls_options_of_an_engine_reach_it() -> None:
+    options = reward_model_options(
+        settled(
+            *VLLM,
+            *POOL,
+            "reward_model.rollout.tensor_model_parallel_size=4",
+            "reward_model.rollout.gpu_memory_utilization=0.8",
+            "reward_model.rollout.max_model_len=4096",
+            "reward_model.rollout.max_num_seqs=64",
+            "+reward_model.rollout.engine_kwargs.vllm.swap_space=0",
+            "+reward_model.server.start_timeout_s=60",
+        )
+    )
+    assert options is not None
+    assert (options.engine, options.placement, options.replicas) == ("vllm", "ray", 4)
+    assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.dtype) == (4, 0.8, "bfloat16")
+    assert (options.max_model_len, options.start_timeout_s) == (4096, 60)
+    assert options.engine_args == {"max_num_seqs": 64, "swap_space": 0}
+
+
+def test_sglang_gets_its_own_names() -> None:
+    overrides = ["reward_model.rollout.name=sglang", "reward_model.rollout.max_num_seqs=64"]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    assert options is not None
+    assert options.engine_args == {"max_running_requests": 64}
+
+
+def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0+cpu")
+    options = reward_model_options(settled(*VLLM))
+    assert options is not None
+    assert options.placement == "local"
+
+
+def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
+    overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
+    judge = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
+    options = reward_model_options(settled(*VLLM, *overrides, *judge))
+    assert options is not None
+    assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
+    assert (options.enable_sleep_mode, options.models["judge"].enable_sleep_mode) == (True, True)
+    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.replicas=3"))
+    assert options is not None
+    assert options.replicas == 3
+    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.placement=local"))
+    assert options is not None
+    assert (options.placement, options.replicas, options.enable_sleep_mode) == ("local", 1, False)
+    in_pipeline = [PIPELINE, "trainer.v1.reward_pipeline.one_step_off_policy=False"]
+    assert reward_model_options(settled(*VLLM, *overrides, *in_pipeline)) is not None
+
+
+def test_more_models_beside_verls() -> None:
+    overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    assert options is not None
+    assert options.models["judge"].model_path == "/j"
+    with pytest.raises(ConfigError, match="did you mean 'model_path'"):
+        settled(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_model"),
+    [
+        ([], True),
+        (["custom_reward_function.path=f.py"], False),
+        (["reward_model.reward_manager=mine.py:Mine"], False),
+        (["reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine"], False),
+    ],
+)
+def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: list[str], by_model: bool) -> None:
+    served = ["reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=transformers"]
+    assert scores_by_model(settled(*served, *overrides)) is by_model
+    assert not scores_by_model(settled(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["reward_model.enable=True", "custom_reward_function.path=f.py"], ["reward_model.model.path"]),
+        (
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=/m",
+                "reward_model.rollout.name=transformers",
+                "reward_model.reward_manager=dapo",
+            ],
+            ["reward_model.reward_manager=dapo", "custom_reward_function.path"],
+        ),
+        (
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=/m",
+                "reward_model.rollout.name=nonesuch",
+                "custom_reward_function.path=f.py",
+            ],
+            ["reward_model.server.engine", "nonesuch"],
+        ),
+        (
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=/m",
+                "reward_model.rollout.name=transformers",
+                "custom_reward_function.path=f.py",
+                "+reward_model.server.replica=2",
+            ],
+            ["reward_model.server.replica", "did you mean 'replicas'"],
+        ),
+        (["+reward_model.server.replica=2"], ["reward_model.server.replica", "did you mean 'replicas'"]),
+        (["reward_model.rollout.dtype=float32"], ["reward.reward_model.rollout.dtype has no effect"]),
+        (
+            ["reward_model.enable_resource_pool=True"],
+            ["reward_model.enable_resource_pool=True has no effect", "reward_model.enable=True"],
+        ),
+        (
+            [*VLLM, "trainer.n_gpus_per_node=1"],
+            ["the trainer's GPUs: nnodes=1 with n_gpus_per_node=1", "2 GPU"],
+        ),
+        ([*VLLM, "+reward_model.server.replicas=5"], ["reward_model.server.replicas=5", "have room for 4"]),
+        (
+            [*VLLM, *(f"+reward_model.server.models.j.{option}" for option in ("model_path=/j", "replicas=9"))],
+            ["reward_model.server.models.j.replicas=9", "have room for 8"],
+        ),
+        ([*VLLM, "trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", *OWN_GPUS]),
+        ([*VLLM, PIPELINE], ["one_step_off_policy=True", "Set it to False", *OWN_GPUS]),
+        ([*VLLM, "algorithm.filter_groups.enable=True"], ["algorithm.filter_groups.enable=True", *OWN_GPUS]),
+        ([*VLLM, "reward_model.launch_reward_fn_async=True"], ["launch_reward_fn_async=True", "Leave it out"]),
+        (
+            [*VLLM, "actor_rollout_ref.rollout.free_cache_engine=False"],
+            ["actor_rollout_ref.rollout.free_cache_engine=False", "Set it to True"],
+        ),
+        (
+            [*EXTERNAL, "+reward_model.server.placement=colocated"],
+            ["reward_model.server.placement=colocated", "Leave out placement"],
+        ),
+        ([*VLLM, "reward_model.enable_resource_pool=True"], ["nnodes=0 with n_gpus_per_node=8 have no room", "2 GPU"]),
+        ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
+        ([*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"], ["a server of 16 GPU(s)"]),
+        (
+            [*VLLM, *POOL, "reward.reward_model.rollout.temperature=0.5"],
+            ["rollout.temperature has no effect", "name=vllm"],
+        ),
+        ([*VLLM, *POOL, "+reward_model.rollout.engine_kwargs.sglang.x=1"], ["engine_kwargs.sglang", "vllm.*"]),
+        (
+            ["reward_model.enable=True", "reward_model.model.path=/m", "custom_reward_function.path=f.py"],
+            ["reward_model.rollout.name"],
+        ),
+    ],
+)
+def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(*overrides)
+    for name in named:
+        assert name in str(caught.value)
