@@ -334,7 +334,8 @@ class ScoringFunction:
                 begun = tasks.begin(_await(self._target.call, arguments), self.timeout, limits.waited)
                 if isinstance(begun, Ended):
                     ended = begun
-                    await asyncio.sleep(0)  # who calls it for one sample after the other lets others have their turn
+                    if tasks.is_second:  # who calls it for one sample after the other lets others have their turn
+                        await asyncio.sleep(0)
                 else:  # as `_on_loop`, without its coroutine: with thousands of calls in flight each counts
                     try:
                         ended = await begun.future

@@ -28,6 +28,9 @@ class EagerTasks:
         self.loop = loop
         self._deadlines = Deadlines(loop)
         self._spare: EagerTask | None = None
+        self._caller: asyncio.Task[Any] | None = None
+        self.is_second = False
+        """Whether the last one that ended at once was the second of its caller in this turn of the loop."""
         self._left: set[asyncio.Task[Any]] = set()
 
     def begin(
@@ -47,17 +50,17 @@ class EagerTasks:
         Raises:
             BaseException: what it raised in its first step.
         """
+        started, context, caller = time.monotonic(), contextvars.copy_context(), asyncio.current_task(self.loop)
         rest, self._spare = self._spare, None
         if rest is None or rest.task.done() or rest.task.cancelling():
-            rest = EagerTask(self.loop)
-        started, context, caller = time.monotonic(), contextvars.copy_context(), asyncio.current_task(self.loop)
+            rest, self._caller = EagerTask(self.loop), None
         if caller is not None:
             _leave_task(self.loop, caller)
         _enter_task(self.loop, rest.task)
         try:
             awaited = context.run(coroutine.send, None)
         except StopIteration as stop:
-            self._spare = rest
+            self._spare, self.is_second, self._caller = rest, caller is self._caller, caller
             value: T = stop.value
             return value
         finally:

@@ -1,3 +1,4 @@
+import asyncio
 import time
 
 import pytest
@@ -102,3 +103,22 @@ async def test_the_times_of_all_attempts_are_in_the_result(last):
     assert result.seconds >= 0.04
     assert result.wait_seconds >= 0.05
     assert result.queue_seconds > 0
+
+
+async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
+    failed = False
+
+    def function(solution_str):
+        nonlocal failed
+        if solution_str == "slow":
+            time.sleep(0.05)
+        elif not failed:
+            failed = True
+            raise asks(0)
+        return 1.0
+
+    options = RewardLoopConfig(retry={"initial_wait": 0.001}, max_threads=1)
+    scoring = ScoringFunction(function, options=options)
+    _, result = await asyncio.gather(scoring(RewardSample("slow")), scoring(RewardSample("")))
+    assert result.attempts == 2
+    assert result.queue_seconds >= 0.04  # before the first attempt
