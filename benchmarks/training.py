@@ -43,7 +43,7 @@ FIRST = 2
 """The first steps of a run, which are not counted: they load and allocate. An even number: see `SHIPPED`."""
 SETTLING = 3
 """The steps after those, in the run that sets the judge's scale, which are not counted either."""
-CALIBRATING = 5
+CALIBRATING = 3
 """The latest steps, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
