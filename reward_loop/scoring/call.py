@@ -334,7 +334,8 @@ class ScoringFunction:
                 begun = tasks.begin(_await(self._target.call, arguments), self.timeout, limits.waited)
                 if isinstance(begun, Ended):
                     ended = begun
-                    await asyncio.sleep(0)  # who calls it for one sample after the other lets others have their turn
+                    if tasks.is_second:  # who calls it for one sample after the other lets others have their turn
+                        await asyncio.sleep(0)
                 else:  # as `_on_loop`, without its coroutine: with thousands of calls in flight each counts
                     try:
                         ended = await begun.future
@@ -389,18 +390,13 @@ class ScoringFunction:
 
 
 async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Ended:
-    """Await on the loop. The user's exceptions are data; our own cancellation and Ctrl-C are not."""
+    """Await on the loop. What the user's code raises is data, but for Ctrl-C; nobody reads that of a cancelled call."""
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
     try:
         value = await function(**arguments)
-    except (Exception, SystemExit) as error:
-        exception = error
-    except BaseException as error:
-        task = asyncio.current_task()
-        if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-            raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         exception = error
     return Ended(value, exception, time.perf_counter() - started)
 

@@ -28,8 +28,10 @@ class EagerTasks:
         self.loop = loop
         self._deadlines = Deadlines(loop)
         self._spare: EagerTask | None = None
+        self._caller: asyncio.Task[Any] | None = None
+        self.is_second = False
+        """Whether the last one that ended at once was the second of its caller in this turn of the loop."""
         self._left: set[asyncio.Task[Any]] = set()
-        self._no_context = contextvars.Context()
 
     def begin(
         self, coroutine: Coroutine[Any, Any, T], timeout: float | None, waited: Callable[[float], float] = no_wait
@@ -48,17 +50,17 @@ class EagerTasks:
         Raises:
             BaseException: what it raised in its first step.
         """
+        started, context, caller = time.monotonic(), contextvars.copy_context(), asyncio.current_task(self.loop)
         rest, self._spare = self._spare, None
         if rest is None or rest.task.done() or rest.task.cancelling():
-            rest = EagerTask(self.loop, self._no_context)
-        started, context, caller = time.monotonic(), contextvars.copy_context(), asyncio.current_task(self.loop)
+            rest, self._caller = EagerTask(self.loop), None
         if caller is not None:
             _leave_task(self.loop, caller)
         _enter_task(self.loop, rest.task)
         try:
             awaited = context.run(coroutine.send, None)
         except StopIteration as stop:
-            self._spare = rest
+            self._spare, self.is_second, self._caller = rest, caller is self._caller, caller
             value: T = stop.value
             return value
         finally:
@@ -89,9 +91,9 @@ class EagerTask(Watched, Coroutine[Any, Any, Any]):
 
     __slots__ = ("_awaited", "_context", "_coroutine", "task")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: contextvars.Context) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._coroutine: Coroutine[Any, Any, Any] | None = None
-        self.task: asyncio.Task[Any] = loop.create_task(self, context=context)
+        self.task: asyncio.Task[Any] = loop.create_task(self, context=contextvars.Context())
 
     def take(
         self,
@@ -128,7 +130,7 @@ class EagerTask(Watched, Coroutine[Any, Any, Any]):
             if not self.future.done():
                 self.future.set_result(stop.value)
             raise
-        except BaseException:  # our own cancellation, or Ctrl-C
+        except BaseException:  # Ctrl-C, or a cancellation that nobody took for data
             self.future.cancel()
             raise
 

@@ -169,6 +169,7 @@ async def test_the_policy_raise_reaches_everyone_who_waits():
 
     async def judge(solution_str):
         if solution_str == "0":
+            await asyncio.sleep(0)  # until the others are at it
             raise ValueError("boom")
         return await gate(solution_str)
 

@@ -3,6 +3,7 @@ import functools
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -80,6 +81,37 @@ async def test_scores_are_kept_in_a_file(tmp_path):
     await cached(second, path, version="another model")(SAMPLE)
     await cached(second, path)(RewardSample("4", ground_truth="5"))
     assert second.calls == 2
+
+
+async def test_the_functions_code_is_part_of_the_call(tmp_path, monkeypatch):
+    file = tmp_path / "reward.py"
+    for score in (1.0, 2.0):
+        file.write_text(f"def compute_score(solution_str):\n    return {score}\n")
+        module = types.ModuleType("reward_of_the_cache_test")
+        module.__file__ = str(file)
+        exec(file.read_text(), module.__dict__)  # as loading it anew in another run would
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert (await cached(module.compute_score, tmp_path / "scores.db")(SAMPLE)).score == score
+
+
+class Tokenizer:
+    """Is not to be written down, as those of transformers are not."""
+
+    def __init__(self, name_or_path):
+        self.name_or_path = name_or_path
+
+
+async def test_the_reward_model_is_part_of_the_call_and_its_address_is_not(tmp_path):
+    calls = []
+
+    async def judge(solution_str, reward_router_address, reward_model_tokenizer):
+        calls.append((reward_router_address, reward_model_tokenizer.name_or_path))
+        return 1.0
+
+    function = cached(judge, tmp_path / "scores.db")
+    for address, model in (("a:1", "small"), ("b:2", "small"), ("b:2", "large")):
+        await function(SAMPLE, reward_router_address=address, reward_model_tokenizer=Tokenizer(model))
+    assert calls == [("a:1", "small"), ("b:2", "large")]
 
 
 @pytest.mark.parametrize("answer", [None, "no score", {"score": 1, "object": object()}, {"score": 1, "tuple": (1,)}])

@@ -433,3 +433,14 @@ def test_results_can_be_pickled():
     copy = pickle.loads(pickle.dumps(result))
     assert copy == result
     assert isinstance(copy.exception, RewardFunctionError)
+
+
+async def test_a_function_that_cancels_its_own_task_fails():
+    async def compute_score(solution_str):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    result = await ScoringFunction(compute_score)(RewardSample("", uid="u1"))
+    assert result.outcome is Outcome.FAILED
+    assert "sample u1: " in result.error
+    assert "raised CancelledError" in result.error

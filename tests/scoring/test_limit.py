@@ -31,6 +31,22 @@ async def test_the_default_limit_holds_for_every_call():
     assert any(result.wait_seconds > 0 for result in results)
 
 
+async def test_a_call_without_an_estimate_counts_with_that_of_the_limit():
+    counted = []
+
+    async def judge():
+        async with reward_loop.limit("judge"):
+            counted.append(job_of(config).status()["limits"]["judge"]["tokens_last_minute"])
+        async with reward_loop.limit("judge", tokens=10):
+            counted.append(job_of(config).status()["limits"]["judge"]["tokens_last_minute"])
+        return 1
+
+    limit = {"tokens_per_minute": 100, "estimated_tokens_per_request": 60}
+    function, config = scoring(judge, limits={"judge": limit})
+    await function(SAMPLE)
+    assert counted == [60, 70]
+
+
 async def test_a_limit_inside_an_async_function():
     running = peak = 0
 

@@ -136,11 +136,13 @@ async def test_attempts_and_times_are_those_of_the_call():
         assert (result.seconds, result.wait_seconds) == (first.seconds, first.wait_seconds)
 
 
-async def test_attempts_of_a_call_that_returned_too_few():
-    def function(solution_strs):
-        return [1]
+async def test_the_wait_for_a_thread_is_that_of_the_call():
+    first, second = await ListScoringFunction(lambda solution_strs: [1, 2])(SAMPLES)
+    assert first.queue_seconds == second.queue_seconds > 0
 
-    results = await ListScoringFunction(function)(SAMPLES)
+
+async def test_attempts_and_times_of_a_call_that_returned_too_few():
+    results = await ListScoringFunction(lambda solution_strs: [1])(SAMPLES)
     assert [result.outcome for result in results] == [Outcome.FAILED] * 2
     assert all(result.queue_seconds > 0 and result.attempts == 1 for result in results)
     assert "sample u1 (" in results[1].error

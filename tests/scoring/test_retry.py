@@ -1,3 +1,9 @@
+import asyncio
+import time
+
+import pytest
+
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
 from reward_loop.errors import TransientError
 from reward_loop.scoring.retry import Retry
@@ -60,6 +66,11 @@ async def test_retry_after_is_waited_for_in_full():
     assert 30 <= pauses[0] <= 30.5
 
 
+async def test_all_that_were_asked_to_wait_do_not_come_back_at_once():
+    pauses = [(await again(RetryConfig(initial_wait=0.5), [asks(30), 1.0]))[1][0] for _ in range(20)]
+    assert len(set(pauses)) > 1
+
+
 async def test_no_pause_begins_that_ends_past_the_deadline():
     error = asks(30)
     assert await again(RetryConfig(max_seconds=20), [error, 1.0]) == (error, [])
@@ -72,3 +83,42 @@ async def test_pauses_are_bounded_and_vary():
     assert len(pauses) == 49
     assert max(pauses) <= 2
     assert len(set(pauses)) > 40
+
+
+@pytest.mark.parametrize("last", [1.0, asks(0)])
+async def test_the_times_of_all_attempts_are_in_the_result(last):
+    outcomes = iter([asks(0.05), last])
+
+    def function(solution_str):
+        time.sleep(0.02)
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    options = RewardLoopConfig(retry={"max_attempts": 2, "initial_wait": 0.001})
+    result = await ScoringFunction(function, options=options)(RewardSample(""))
+    assert result.score == (last if last == 1.0 else None)
+    assert result.attempts == 2
+    assert result.seconds >= 0.04
+    assert result.wait_seconds >= 0.05
+    assert result.queue_seconds > 0
+
+
+async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
+    failed = False
+
+    def function(solution_str):
+        nonlocal failed
+        if solution_str == "slow":
+            time.sleep(0.05)
+        elif not failed:
+            failed = True
+            raise asks(0)
+        return 1.0
+
+    options = RewardLoopConfig(retry={"initial_wait": 0.001}, max_threads=1)
+    scoring = ScoringFunction(function, options=options)
+    _, result = await asyncio.gather(scoring(RewardSample("slow")), scoring(RewardSample("")))
+    assert result.attempts == 2
+    assert result.queue_seconds >= 0.04  # before the first attempt
