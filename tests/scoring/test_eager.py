@@ -164,6 +164,16 @@ async def test_a_cancellation_before_the_task_has_run_may_be_swallowed():
     assert await asyncio.wait_for(task, 30) == "still there"
 
 
+async def test_a_task_names_its_coroutine():
+    async def wait_for_a_judge():
+        await asyncio.sleep(0)
+
+    task = begin(eager(), wait_for_a_judge())
+    assert "wait_for_a_judge" in repr(task)
+    assert task.get_stack()[-1].f_code.co_name == "wait_for_a_judge"
+    await task
+
+
 class Exit(BaseException):
     pass
 
