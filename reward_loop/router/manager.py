@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +166,7 @@ class RewardModelManager:
         if self._gpus:
             # There is no room for it to start while others use the GPUs.
             await self._starts.forbid()
-        await asyncio.gather(*map(self._put_to_sleep, self._workers))
+        await self._with_each(self._put_to_sleep)
 
     async def wake(self) -> None:
         """Takes the memory again; the router then sends the requests that have waited.
@@ -174,8 +174,14 @@ class RewardModelManager:
         Raises:
             ServerError: a server did not do it.
         """
-        await asyncio.gather(*map(self._wake, self._workers))
+        await self._with_each(self._wake)
         await self._starts.allow()
+
+    async def _with_each(self, do: Callable[[_Worker], Awaitable[None]]) -> None:
+        """Does something with all servers at once; what went wrong is raised when all of it is done."""
+        for error in await asyncio.gather(*map(do, self._workers), return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _put_to_sleep(self, worker: _Worker) -> None:
         if worker.url is None or worker.lost:

@@ -65,6 +65,11 @@ class _Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._idle_since = 0.0
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        self._set_timer(self.timeout_keep_alive)
+
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
@@ -137,12 +142,10 @@ class _Protocol(HttpToolsProtocol):
             self._serve(self.pipeline.pop()[0])
         else:
             self._idle_since = self.loop.time()
-            if self.timeout_keep_alive_task is None:
-                self._set_timer(self.timeout_keep_alive)
 
     def timeout_keep_alive_handler(self) -> None:
-        # One timer for many requests: it looks when the last one was.
-        idle = self.cycle.response_complete
+        # One timer for all requests: it looks when the last one was, or if none came.
+        idle = self.cycle is None or self.cycle.response_complete
         left = self._idle_since + self.timeout_keep_alive - self.loop.time() if idle else self.timeout_keep_alive
         if left > 0:
             self._set_timer(left)

@@ -60,10 +60,12 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         for (uid, session), task in self._judging.items():
             if task is not None:
                 judged[uid].append(session)
-        return {
-            uid: f"sessions {sorted(sessions)} are being generated, and {sorted(judged[uid])} judged"
-            for uid, sessions in self._generating.items()
-        }
+        work = {}
+        for uid, sessions in self._generating.items():
+            at = {"generated": sorted(sessions), "judged": sorted(judged[uid])}
+            said = [f"sessions {numbers} are being {what}" for what, numbers in at.items() if numbers]
+            work[uid] = ", ".join(said) or "its results are being written"
+        return work
 
     def _tell(self, event: Event) -> None:
         self._news.append(event)

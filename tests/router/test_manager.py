@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.errors import ConfigError, ServerStartError
+from reward_loop.errors import ConfigError, ServerError, ServerStartError
 from reward_loop.router import RewardModelManager, serve_reward_model
 from reward_loop.router.servers.transformers import Transformers
 from tests.router.serving import STUB_COMMAND, Watched, post
@@ -154,6 +154,27 @@ async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asl
             waiting = asyncio.create_task(post(url, "/echo", b"x"))
             await models.wake()
             assert await waiting == (200, b"x")
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_said(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = []
+    post_of_manager = RewardModelManager._post
+
+    async def posted(models: RewardModelManager, url: str, path: str, *, router: bool = False) -> None:
+        if not router and url == models._workers[0].url:
+            raise ServerError("no sleep")
+        await post_of_manager(models, url, path, router=router)
+        if not router:
+            asleep.append(url)
+
+    monkeypatch.setattr(RewardModelManager, "_post", posted)
+    async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
+        with pytest.raises(ServerError, match="no sleep"):
+            await models.sleep()
+        assert asleep == [models._workers[1].url]
 
 
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:

@@ -160,7 +160,7 @@ async def test_what_was_begun_in_callbacks_can_go_on_in_a_task() -> None:
 
 async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> None:
     server = Server()
-    async with connected(server, keep_alive_s=0) as (reader, writer):
+    async with connected(server, keep_alive_s=1) as (reader, writer):
         writer.write(WHOLE * 2)
         await until(lambda: server.begun)
         server.answer(0, b"one")
@@ -188,6 +188,13 @@ async def test_who_would_rather_speak_another_protocol_keeps_its_body(at_once: b
         ("/1", [(b"x-own", b"1")]),
         ("/a b", [(b"x-own", b"1")]),
     ]
+
+
+@pytest.mark.parametrize("sent", [b"", WHOLE[:20]])
+async def test_a_connection_without_a_request_is_closed_too(sent: bytes) -> None:
+    async with connected(Server(), keep_alive_s=0) as (reader, writer):
+        writer.write(sent)
+        assert await reader.read() == b""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Worker:
         return await self._news.get()
 
     async def in_work(self) -> dict[str, str]:
-        return {"a": "sessions [0] are being generated, and [1] judged", "z": "nobody asked for this one"}
+        return {"a": "sessions [0] are being generated", "z": "nobody asked for this one"}
 
     async def tell(self, *events: tuple[str, str]) -> None:
         await self._news.put(list(events))
@@ -60,7 +60,7 @@ def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(cluster: No
         with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
             listener.wait(lambda: False, timeout=60)
         missing = listener.at_work_on(progress.unfinished)
-    assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated, and [1] judged" in missing
+    assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated" in missing
     assert "agent loop worker 1 of 2 is dead" in missing
     assert "no worker that answers has prompt b" in missing
     assert "nobody asked" not in missing
