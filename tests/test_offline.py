@@ -327,7 +327,7 @@ def test_what_stops_a_run(tmp_path):
         score(source, output, raises, config={"min_samples_for_failed_share": 6}, concurrency=1)
     assert score(source, output, raises).resumed == 5
     with pytest.raises(RewardFunctionError, match="line 1"):
-        score(source, output, raises, config={"on_failed": "raise"}, restart=True)
+        score(source, output, raises, config={"on_failed": "raise"}, restart=True, concurrency=1)
 
     class Broken:
         async def run_single(self, sample):

@@ -122,17 +122,19 @@ class RewardLoopManagerBase:
         responses = data.batch["responses"]
         row = _last_row(data.non_tensor_batch, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
-        solution = await self._decode(ids)
+        length = len(ids)
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=True)
+        is_quick = length <= _SHORT_RESPONSE and getattr(self.tokenizer, "is_fast", False)
+        solution = decode() if is_quick else await self._threads.run(decode)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
         reference = row.get("reward_model") or {}
-        requires = self.requires
         error = None
-        if "ground_truth" not in reference and "ground_truth" in requires:
+        if "ground_truth" not in reference and "ground_truth" in self.requires:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
-        elif "data_source" not in row and "data_source" in requires:
+        elif "data_source" not in row and "data_source" in self.requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
         return RewardSample(
             solution_str=solution,
@@ -141,17 +143,11 @@ class RewardLoopManagerBase:
             extra_info=extra_info,
             uid=uid_of(row),
             error=error,
-            response_length=len(ids),
+            response_length=length,
             group=row.get("uid"),
             group_size=row.get("group_size"),
             validate=bool(row.get("__validate__", False)),
         )
-
-    async def _decode(self, ids: Any) -> str:
-        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=True)
-        if len(ids) <= _SHORT_RESPONSE and getattr(self.tokenizer, "is_fast", False):
-            return decode()
-        return await self._threads.run(decode)
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample. While that lasts it is among the calls in work; then its record is written."""

@@ -396,7 +396,9 @@ async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, A
     exception: BaseException | None = None
     try:
         value = await function(**arguments)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         exception = error
     return Ended(value, exception, time.perf_counter() - started)
 

@@ -139,5 +139,9 @@ class EagerTask(Watched, Coroutine[Any, Any, Any]):
         if self._coroutine is not None:
             self._context.run(self._coroutine.close)
 
+    def __getattr__(self, name: str) -> Any:
+        """Have the coroutine's name and frame (``__qualname__``, ``cr_frame``), for messages and stacks."""
+        return getattr(self._coroutine, name)
+
     def __await__(self) -> Any:
         raise RuntimeError("only its task awaits it")

@@ -247,9 +247,13 @@ class Unprintable(Exception):
         raise RuntimeError
 
 
+class Exit(BaseException):
+    """As those by which test and coroutine libraries leave."""
+
+
 @pytest.mark.parametrize(
     "exception",
-    [SystemExit(3), StopIteration(), asyncio.CancelledError(), TimeoutError("mine"), Unprintable()],
+    [SystemExit(3), StopIteration(), asyncio.CancelledError(), TimeoutError("mine"), Unprintable(), Exit()],
     ids=repr,
 )
 @pytest.mark.parametrize("is_async", [True, False])

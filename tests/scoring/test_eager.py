@@ -151,6 +151,45 @@ async def test_cancelling_the_task_reaches_the_coroutine_before_and_after_it_has
     assert ended == [True, True]
 
 
+async def test_a_cancellation_before_the_task_has_run_may_be_swallowed():
+    async def wait():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.001)
+            return "still there"
+
+    task = begin(eager(), wait())
+    task.cancel()
+    assert await asyncio.wait_for(task, 30) == "still there"
+
+
+async def test_a_task_names_its_coroutine():
+    async def wait_for_a_judge():
+        await asyncio.sleep(0)
+
+    task = begin(eager(), wait_for_a_judge())
+    assert "wait_for_a_judge" in repr(task)
+    assert task.get_stack()[-1].f_code.co_name == "wait_for_a_judge"
+    await task
+
+
+class Exit(BaseException):
+    pass
+
+
+async def test_nobody_waits_for_ever_for_one_that_is_torn_down():
+    async def wait():
+        await asyncio.sleep(0)
+        raise Exit
+
+    begun = eager().begin(wait(), None)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(begun.future, 30)
+    with pytest.raises(Exit):
+        await begun.task
+
+
 async def test_timeouts_and_task_groups_that_a_reward_function_begins_with():
     async def compute_score(solution_str):
         try:
