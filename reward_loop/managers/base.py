@@ -235,7 +235,7 @@ def _last_row(columns: Mapping[str, Any], responses: Any) -> dict[str, Any]:
 
 
 def _response(responses: Any, batch: Any, length: int | None) -> Any:
-    """Return the token ids of the last row's response.
+    """Return the token ids of the last row's response, as an array: tokenizers take longer to read a tensor.
 
     Args:
         responses: of shape (rows, response width), or of one row without rows.
@@ -243,14 +243,15 @@ def _response(responses: Any, batch: Any, length: int | None) -> Any:
         length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
             different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
     """
-    if responses.ndim == 2:
-        responses = responses[-1]
     width = responses.shape[-1]
     if length is None:
         mask = batch["attention_mask"]
         mask = mask[-1] if mask.ndim == 2 else mask
         length = int(mask[-width:].sum()) if width else 0
-    return responses if length == width else responses[: int(length)]
+    ids = responses.cpu().numpy() if hasattr(responses, "cpu") else responses
+    if ids.ndim == 2:
+        ids = ids[-1]
+    return ids if length == width else ids[: int(length)]
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:
