@@ -204,7 +204,10 @@ class Bench:
         workers = [option for url in backends for option in ("--worker", url)]
         code = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
         command = [sys.executable, "-c", code, "route", "--port", str(port), *workers]
-        return self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
+        url, process, ready = self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
+        # Its control plane is imported in a thread, once it is ready. That is a start, too, and none of the load.
+        with urllib.request.urlopen(url + "/workers", timeout=60):
+            return url, process, ready
 
     def start_sglang(self, python: str, backends: list[str]) -> tuple[str, subprocess.Popen[bytes], float]:
         port = free_port()

@@ -24,8 +24,7 @@ from reward_loop.errors import (
 from reward_loop.processes.ended import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.deadlines import no_wait
-from reward_loop.scoring.eager import EagerTasks
+from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.job import DEFAULT, Job
@@ -98,7 +97,8 @@ class ScoringFunction:
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
-        self._tasks: EagerTasks | None = None
+        self._abandoned: set[asyncio.Future[Any]] = set()
+        self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
         self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
         self.timeout = options.timeout
 
@@ -265,12 +265,6 @@ class ScoringFunction:
             self._job = (loop, job_of(self._options))
         return self._job[1]
 
-    def _tasks_here(self) -> EagerTasks:
-        loop = asyncio.get_running_loop()
-        if self._tasks is None or self._tasks.loop is not loop:
-            self._tasks = EagerTasks(loop)
-        return self._tasks
-
     async def _call(self, arguments: dict[str, Any], share: str) -> Ended:
         """Call the function, and again while it fails in a way that may pass."""
         job = self._job_here()
@@ -330,17 +324,12 @@ class ScoringFunction:
         token = current_limits.set(limits)
         try:
             if self._target.is_async:
-                tasks = self._tasks_here()
-                begun = tasks.begin(_await(self._target.call, arguments), self.timeout, limits.waited)
-                if isinstance(begun, Ended):
-                    ended = begun
-                    if tasks.is_second:  # who calls it for one sample after the other lets others have their turn
-                        await asyncio.sleep(0)
-                else:  # as `_on_loop`, without its coroutine: with thousands of calls in flight each counts
-                    try:
-                        ended = await begun.future
-                    finally:
-                        tasks.leave(begun, self.timeout)
+                # As `_on_loop`, without its coroutine: with thousands of calls in flight each counts.
+                call = self._start(self._target.call, arguments, self.timeout, limits.waited)
+                try:
+                    ended = await call.future
+                finally:
+                    self._leave(call, self.timeout)
             else:
                 ended = await self._run_sync(arguments, limits)
         except TimeoutError as error:
@@ -378,29 +367,64 @@ class ScoringFunction:
     async def _on_loop(
         self, value: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
     ) -> Ended:
-        tasks = self._tasks_here()
-        begun = tasks.begin(_await(lambda: value, {}), timeout, waited)
-        if isinstance(begun, Ended):
-            return begun
+        call = self._start(lambda: value, {}, timeout, waited)
         try:
-            ended: Ended = await begun.future
-            return ended
+            return await call.future
         finally:
-            tasks.leave(begun, timeout)
+            self._leave(call, timeout)
+
+    def _start(
+        self,
+        function: Callable[..., Awaitable[Any]],
+        arguments: dict[str, Any],
+        timeout: float | None,
+        waited: Callable[[float], float],
+    ) -> _OnLoop:
+        """Start an async call. Its future gets how it ended, or a `TimeoutError` at its deadline."""
+        # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
+        # at its deadline, and the sample still ends.
+        # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
+        loop = asyncio.get_running_loop()
+        if self._deadlines is None or self._deadlines[0] is not loop:
+            self._deadlines = (loop, Deadlines(loop))
+        call = _OnLoop(loop.create_future(), waited)
+        call.deadlines = self._deadlines[1]
+        call.task = loop.create_task(_await(function, arguments, call))
+        if timeout is not None:
+            call.deadlines.watch(call, timeout)
+        return call
+
+    def _leave(self, call: _OnLoop, timeout: float | None) -> None:
+        """Nobody waits for an async call any more: if it has not ended, it is cancelled."""
+        if timeout is not None:
+            call.deadlines.forget(call, timeout)
+        if not call.task.done():
+            self._abandoned.add(call.task)
+            call.task.add_done_callback(self._abandoned.discard)
+            call.task.cancel()
 
 
-async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Ended:
+class _OnLoop(Watched):
+    __slots__ = ("deadlines", "task")
+    deadlines: Deadlines
+    task: asyncio.Task[None]
+
+
+async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
     """Await on the loop. What the user's code raises is data, but for Ctrl-C; nobody reads that of a cancelled call."""
+    call.started = time.monotonic()
     started = time.perf_counter()
     value: Any = None
     exception: BaseException | None = None
     try:
         value = await function(**arguments)
     except (KeyboardInterrupt, GeneratorExit):
+        call.future.cancel()
         raise
     except BaseException as error:
         exception = error
-    return Ended(value, exception, time.perf_counter() - started)
+    if not call.future.done():
+        call.future.set_result(Ended(value, exception, time.perf_counter() - started))
 
 
 def _not_called(reason: ScoringError) -> Ended:

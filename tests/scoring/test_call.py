@@ -448,3 +448,19 @@ async def test_a_function_that_cancels_its_own_task_fails():
     assert result.outcome is Outcome.FAILED
     assert "sample u1: " in result.error
     assert "raised CancelledError" in result.error
+
+
+async def test_timeouts_and_task_groups_of_the_function():
+    async def compute_score(solution_str):
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(asyncio.sleep(0, 2.0))
+        return task.result()
+
+    function = ScoringFunction(compute_score)
+    results = await asyncio.gather(*(function(RewardSample("")) for _ in range(3)))
+    assert [result.score for result in results] == [2.0] * 3

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from reward_loop import RewardSample, ScoringFunction
 from reward_loop.scoring.deadlines import Deadlines, Watched
 
 
@@ -16,3 +17,16 @@ async def test_a_call_that_has_not_started_does_not_expire() -> None:
     call.started = time.monotonic()
     await asyncio.wait([call.future], timeout=30)
     assert isinstance(call.future.exception(), TimeoutError)
+
+
+async def test_a_stall_of_the_process_before_the_function_starts_is_not_its_own() -> None:
+    async def compute_score(solution_str: str) -> float:
+        return 1.0
+
+    function = ScoringFunction(compute_score, timeout=0.05)
+    scoring = asyncio.create_task(function(RewardSample("")))
+    await asyncio.sleep(0)  # the call is watched; its function comes in the next turn
+    time.sleep(0.1)  # noqa: ASYNC251 (the stall)
+    assert function._deadlines is not None
+    function._deadlines[1]._look(0.05)  # the timer, due in the same turn
+    assert (await scoring).score == 1.0
