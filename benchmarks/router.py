@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -146,19 +147,21 @@ class Bench:
             routers["sglang_router"] = lambda: self.start_sglang(args.sglang_python, urls)[:2]
         if not args.quick and not args.skip_naive:
             routers["naive_router"] = lambda: self.start_naive(urls)
-        for name, start in routers.items():
-            started = start()
+        # In turn, and the best of each: a busy machine only adds time.
+        turns = [*routers] if args.quick else [*routers, *("reward_loop", "sglang_router") * 2]
+        for name in filter(routers.__contains__, turns):
+            started = routers[name]()
             if started is None:
                 continue
             url, process = started
             done = self.own_load(url, SLOW_REQUESTS, requests=SLOW_REQUESTS)
-            times[name] = done["seconds"]
+            times[name] = min(done["seconds"], times.get(name, math.inf))
             peak = peak_mb(process.pid)
             say(f"  {name:14} {done['seconds']:6.2f} s   {done['failed']} failed   {peak:.0f} MB")
-            results[f"inflight_4096_{name}_s"] = round(done["seconds"], 2)
-            results[f"inflight_4096_{name}_mb"] = round(peak)
+            results[f"inflight_4096_{name}_s"] = round(times[name], 2)
+            results[f"inflight_4096_{name}_mb"] = max(round(peak), results.get(f"inflight_4096_{name}_mb", 0))
             if name == "reward_loop":
-                results["inflight_4096_failed"] = done["failed"]
+                results["inflight_4096_failed"] = done["failed"] + results.get("inflight_4096_failed", 0)
             stop(process)
         if "sglang_router" in times:
             results["inflight_4096_vs_sglang_router"] = round(times["sglang_router"] / times["reward_loop"], 2)
