@@ -1,6 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
+from reward_loop.router import app, control
 from tests.router.serving import CHAT, listed, model_server, post, routed, serving
+
+
+def test_the_router_passes_on_the_paths_that_the_control_plane_has() -> None:
+    nothing: Any = None
+    routes: Any = control.control_plane(nothing, nothing).routes
+    assert {route.path for route in routes} == app._CONTROL_PATHS
 
 
 async def test_servers_come_and_go_while_it_runs() -> None:
