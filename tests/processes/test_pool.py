@@ -1,6 +1,5 @@
 import asyncio
 import functools
-import gc
 import os
 import select
 import subprocess
@@ -24,6 +23,7 @@ from reward_loop import (
 )
 from reward_loop.processes.ended import Call
 from reward_loop.processes.pool import WorkerProcesses
+from tests.descriptors import open_descriptors
 from tests.processes.misbehaving import act, process_id
 
 
@@ -237,14 +237,13 @@ async def test_nothing_is_left_when_it_is_closed():
     scoring = ScoringFunction(act, isolation="process", max_processes=3, timeout=120)
     await scoring(sample("process_id"))  # the event loop keeps a socket for the limits of all its functions
     scoring.close()
-    gc.collect()  # what other tests left open must not be closed in between
-    fds = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     results = await asyncio.gather(*(scoring(sample("process_id")) for _ in range(20)))
     await timed_out(scoring, 0.1, sample("sleeps", seconds=1000))
     pids = {int(result.score) for result in results}
     scoring.close()
     assert not any(map(is_alive, pids))
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not open_descriptors() - before
     # It starts again when it is needed.
     assert (await scoring(sample("process_id"))).score not in pids
     del scoring

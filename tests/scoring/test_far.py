@@ -1,7 +1,6 @@
 """Limits inside functions that run in processes of their own."""
 
 import asyncio
-import gc
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.service import JobService
+from tests.descriptors import open_descriptors
 
 
 def scoring(function, **options):
@@ -217,8 +217,7 @@ async def test_an_alarm_while_it_waits_spoils_nothing():
 
 def test_it_outlives_a_loop():
     function, _ = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    gc.collect()  # what other tests left open must not be closed in between
-    fds = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     for _ in range(2):
         assert asyncio.run(score(function, "a"))[0].score == 1
-    assert os.listdir("/proc/self/fd") == fds
+    assert not open_descriptors() - before
