@@ -75,6 +75,11 @@ def test_other_options_by_name(folder):
     assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
 
 
+def test_a_file_without_rows_is_told(folder):
+    (folder / "empty.jsonl").touch()
+    assert "note: empty.jsonl has no rows" in run("score", "empty.jsonl", "--fn", "reward.py:Judge")
+
+
 def test_strict(folder):
     run(*MAPPED, "--strict", code=1)
     assert (folder / "rollouts.scored.jsonl").exists()
