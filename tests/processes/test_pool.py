@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import gc
 import os
 import select
 import subprocess
@@ -465,6 +466,7 @@ async def test_garbage_collection_ends_the_processes():
     pool = WorkerProcesses(process_id, name="process_id", max_processes=1)
     pid = (await pool.run(Call(process_id))).value
     del pool
+    gc.collect()
     assert not is_alive(pid)
 
 

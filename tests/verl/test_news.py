@@ -42,10 +42,15 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(cluster: None) -> None:
+def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
+    from reward_loop.verl import news
     from reward_loop.verl.news import Listener
+
+    monkeypatch.setattr(news, "ANSWER_S", 120.0)
 
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     progress = Progress()
