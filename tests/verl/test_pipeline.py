@@ -32,7 +32,7 @@ CORRECTION = "algorithm.rollout_correction"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and
-    scores whole groups, two epochs, a warm-up, verl's correction for off-policy rollouts, and a critic beside it all."""
+    scores whole groups, two epochs, warm-ups, verl's correction for off-policy rollouts, and a critic beside it all."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
