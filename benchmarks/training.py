@@ -55,6 +55,7 @@ CALIBRATING = 3
 """The latest steps, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
+ENDING_S = 10.0
 NEVER = 100_000
 """More steps than anybody waits for."""
 LOG_TAIL = 30
@@ -245,8 +246,11 @@ class InTurn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        os.close(self._turns)  # it ends when it cannot get a turn any more
+        deadline = time.monotonic() + ENDING_S
+        while kind is None and self._training.status() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         self._training.__exit__(kind, error, trace)
-        os.close(self._turns)
 
     def begin(self, steps: int) -> None:
         """Lets it make so many more steps, and does not wait for them."""
