@@ -87,7 +87,7 @@ class CacheConfig(Config):
 
     version: str = ""
     """Part of what makes two calls equal: name here what the arguments do not say, such as the judge's model and its
-    sampling parameters."""
+    sampling parameters. Required where a function holds what cannot be written down, and ``path`` is set."""
 
 
 class BudgetConfig(Config):

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -251,6 +252,61 @@ def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
     )
     assert done.returncode == 130, done.stderr
     assert "Interrupted" in done.stderr
+
+
+@contextlib.contextmanager
+def score_with(folder, source):
+    """Yield a ``reward-loop score`` that runs, with the function in ``source``."""
+    (folder / "function.py").write_text(source)
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()"]
+    command += ["score", "rollouts.jsonl", "--fn", "function.py", "-f", "solution_str=output"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def test_a_burst_of_interrupts_is_one(folder):
+    # From threads of its own, so that they come while the main thread stops the first rows.
+    source = """
+import os, signal, threading
+def compute_score():
+    for _ in range(20):
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+"""
+    with score_with(folder, source) as run:
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    assert errors.count("Interrupted") == 1
+    assert "run the same command again to go on" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_again_ends_what_does_not_stop(folder):
+    source = """
+import asyncio, pathlib
+async def compute_score():
+    pathlib.Path("deaf").touch()
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+"""
+    with score_with(folder, source) as run:
+        while not (folder / "deaf").exists():
+            assert run.poll() is None, run.stderr.read()
+        for _ in range(600):
+            run.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(0.1)
+                break
+        assert run.returncode == 130
+        assert "Interrupted again: ended at once." in run.stderr.read()
 
 
 SIMULATE = (
