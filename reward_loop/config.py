@@ -399,7 +399,7 @@ def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str) -> str
         return f"{option}: unknown option{hint} Known here: {listing(known)}"
     if detail["type"] == "missing":
         return f"{option}: required, and not given"
-    return f"{option}: {detail['msg']}; got {shorten(detail['input'])}"
+    return f"{option}: {detail['msg'].removeprefix('Value error, ')}; got {shorten(detail['input'])}"
 
 
 def _group(cls: type[BaseModel], location: list[str]) -> type[BaseModel]:
