@@ -80,6 +80,11 @@ def at_top(solution_str):
     return len(solution_str)
 
 
+@functools.lru_cache
+def cached(solution_str):
+    return len(solution_str)
+
+
 def knows_itself(name):
     found = {"name": name}
     found["self"] = found
@@ -122,6 +127,9 @@ MANY = {
     "another": lambda solution_str: 2,
     "set": lambda solution_str: solution_str in {"a", "b", "c"},
     "found": at_top,
+    "cached": cached,
+    "cached lambda": functools.lru_cache(lambda solution_str: 1),
+    "another cached lambda": functools.lru_cache(lambda solution_str: 2),
     "partial": functools.partial(at_top, factor=2),
     "partial's position": functools.partial(at_top, 2),
     "recursive": recursive(2),
