@@ -5,8 +5,10 @@
 *Engines that sleep*: the step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
 schedules as the recipe's agent does, beside the floor max(G + T, R). *Cost*: CPU time and memory a sample, with 20,000
 in flight in one process. *verl* (``--verl``): verl's trainer on a CPU, with judging that takes about as long as
-generation and training, as shipped and in the mode reward_pipeline. *Faults* (``--faults``): whether a run of verl that
-loses workers, judges and its trainer still trains on every sample exactly once. The last line is JSON.
+generation and training, as shipped and in the mode reward_pipeline. Both trainings are there at the same time and make
+some steps in turn, so that a busy machine slows both down; the first step of a turn does not count, since judging went
+on before it. *Faults* (``--faults``): whether a run of verl that loses workers, judges and its trainer still trains on
+every sample exactly once. The last line is JSON.
 """
 
 from __future__ import annotations
