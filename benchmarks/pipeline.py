@@ -183,6 +183,8 @@ class VerlRuns:
                 both += ours.turn(training.BLOCK, look_at_ours)
                 judging.append(calibration.hold(training.BLOCK))
                 verl += theirs.turn(training.BLOCK, look_at_verl)
+            ours.end()  # both at once
+            theirs.end()
         report.progress.remove_task(task)
         self._compared(training.Steps(both), verl, statistics.fmean(judging))
 
