@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.jobs import failure_bound
-from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample
 from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
-
-_SHORT_RESPONSE = 1024
-"""Tokens that a fast tokenizer decodes in less time (about 0.1 ms) than it takes to hand them to a thread."""
-
-_DECODING_THREADS = 2
-"""Decoding holds the interpreter's lock for much of its time: more threads bring nothing."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -68,7 +61,7 @@ class RewardLoopManagerBase:
         self.compute_score = compute_score
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
-        self._threads = DaemonThreads(_DECODING_THREADS)
+        self._decoder = None if tokenizer is None else ResponseDecoder(tokenizer)
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options)
@@ -117,15 +110,12 @@ class RewardLoopManagerBase:
         """
         if isinstance(data, RewardSample):
             return data
-        if self.tokenizer is None:
+        if self._decoder is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
         responses = data.batch["responses"]
         row = _last_row(data.non_tensor_batch, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
-        length = len(ids)
-        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=True)
-        is_quick = length <= _SHORT_RESPONSE and getattr(self.tokenizer, "is_fast", False)
-        solution = decode() if is_quick else await self._threads.run(decode)
+        solution = await self._decoder.decode(ids)
         extra_info = dict(row.get("extra_info") or {})
         extra_info.update(row.get("tool_extra_fields") or {})
         extra_info["num_turns"] = row.get("__num_turns__")
@@ -143,7 +133,7 @@ class RewardLoopManagerBase:
             extra_info=extra_info,
             uid=uid_of(row),
             error=error,
-            response_length=length,
+            response_length=len(ids),
             group=row.get("uid"),
             group_size=row.get("group_size"),
             validate=bool(row.get("__validate__", False)),
