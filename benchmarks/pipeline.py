@@ -159,7 +159,7 @@ class VerlRuns:
         both: list[dict[str, float]] = []
         verl: list[dict[str, float]] = []
         judging: list[float] = []
-        steps = 2 * training.FIRST + 1 + training.SETTLING + 2 * rounds * (1 + training.BLOCK)
+        steps = 2 * training.FIRST + training.SETTLING + 2 * rounds * (1 + training.BLOCK)
         task = report.task("verl's trainer, as shipped and ours, in turn", steps)
         made = {"both": 0, "verl": 0}
 
@@ -178,7 +178,8 @@ class VerlRuns:
                 run.begin(training.FIRST)
             theirs.finish(look_at_verl)
             ours.finish(look_at_ours)
-            ours.turn(training.SETTLING, look_at_ours)
+            ours.begin(training.SETTLING)
+            ours.finish(look_at_ours)
             for _ in range(rounds):
                 both += ours.turn(training.BLOCK, look_at_ours)
                 judging.append(calibration.hold(training.BLOCK))
