@@ -468,6 +468,13 @@ def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
     return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
 
 
+def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
+    """Return the result of a sample that failed by what its call returned: what is known of the call stays."""
+    return replace(
+        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
+    )
+
+
 def not_called(sample: RewardSample) -> RewardResult:
     """Return the result of a sample whose row is broken."""
     return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)

@@ -1,7 +1,9 @@
 import asyncio
+import math
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import reward_loop
@@ -65,6 +67,27 @@ async def test_a_limit_inside_an_async_function():
     assert peak == 2
     assert {result.outcome for result in results} == {Outcome.SCORED}
     assert (job_of(config).tokens, job_of(config).cost) == (100, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [(np.int64(5), None), (math.nan, "got nan"), (-1, "got -1"), ("many", "got 'many'"), (True, None)],
+)
+async def test_what_a_call_used_is_a_number(tokens, error):
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=tokens, cost=tokens)
+        return 1
+
+    service = JobService(RewardLoopConfig(limits={"judge": {"tokens_per_minute": 100}}))
+    function, config = scoring(judge, limits={"judge": {"tokens_per_minute": 100}}, job=await service.start())
+    result = await function(SAMPLE)
+    assert (result.error is None) == (error is None)
+    if error:
+        assert f"tokens must be a finite number, 0 or more; {error}" in result.error
+    assert (await job_of(config).status())["tokens"] == (0 if error else float(tokens))
+    await job_of(config).close()
+    await service.stop()
 
 
 async def test_a_limit_inside_a_sync_function():
