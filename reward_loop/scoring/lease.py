@@ -10,7 +10,7 @@ from typing import Any
 
 from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import LimitError
-from reward_loop.scoring.job import DEFAULT, Job, Place
+from reward_loop.scoring.job import DEFAULT, RETRY, Job, Place
 from reward_loop.scoring.transient import is_refusal, retry_after
 
 __all__ = ["CallLimits", "Lease", "amount", "current_lease", "current_limits", "enter"]
@@ -176,11 +176,11 @@ async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
 
 
 def _is_limited(job: Job, name: str) -> bool:
-    if name == DEFAULT:
-        raise LimitError("the limit 'default' holds for the whole function: inside it, name another one")
+    if name in (DEFAULT, RETRY):
+        raise LimitError(f"the limit {name!r} holds for the whole function: inside it, name another one")
     if name in job.limited:
         return True
-    others = job.limited - {DEFAULT}
+    others = job.limited - {DEFAULT, RETRY}
     if others:
         raise LimitError(
             f"there is no limit {name!r}{did_you_mean(name, others) or '.'} Configured in "
