@@ -12,6 +12,7 @@ loses workers, judges and its trainer still trains on every sample exactly once.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -20,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -148,35 +148,61 @@ class VerlRuns:
         self._report = report
         self._folder = folder
         self._scale = folder / "scale"
-        self._calibration = training.Calibration(self._scale)
 
-    def compare(self, steps: int) -> None:
-        """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: so many steps of
-        each, after those that do not count."""
+    def compare(self, rounds: int) -> None:
+        """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: two trainings that
+        take turns, so many each, so that what else the machine does slows both down alike."""
         training, report = self._training, self._report
-        before = training.FIRST + training.SETTLING
-        rows = self._measure("both", before + steps, self._calibration.look)
-        self._calibration.keep(before)
-        both = training.Steps(rows[before:])
-        judging, working = self._calibration.judging, both.without_judging
+        calibration = training.Calibration(self._scale)
+        both: list[dict[str, float]] = []
+        verl: list[dict[str, float]] = []
+        judging: list[float] = []
+        steps = 2 * training.FIRST + 1 + training.SETTLING + 2 * rounds * (1 + training.BLOCK)
+        task = report.task("verl's trainer, as shipped and ours, in turn", steps)
+        made = {"both": 0, "verl": 0}
+
+        def show(run: str, rows: list[dict[str, float]]) -> None:
+            made[run] = len(rows)
+            report.progress.update(task, completed=sum(made.values()))
+            if run == "both":
+                calibration.look(rows)
+
+        look_at_ours, look_at_verl = functools.partial(show, "both"), functools.partial(show, "verl")
+        with (
+            self._in_turn("both") as ours,
+            self._in_turn("verl", POLL_INTERVALS=",".join(training.INTERVALS)) as theirs,
+        ):
+            for run in (ours, theirs):
+                run.begin(training.FIRST)
+            theirs.finish(look_at_verl)
+            ours.finish(look_at_ours)
+            ours.turn(training.SETTLING, look_at_ours)
+            for _ in range(rounds):
+                both += ours.turn(training.BLOCK, look_at_ours)
+                judging.append(calibration.hold(training.BLOCK))
+                verl += theirs.turn(training.BLOCK, look_at_verl)
+        report.progress.remove_task(task)
+        self._compared(training.Steps(both), verl, statistics.fmean(judging))
+
+    def _compared(self, both: Any, verl: list[dict[str, float]], judging: float) -> None:
+        training, report = self._training, self._report
+        working = both.without_judging
         report.add(
             "verl: judging of a step at full concurrency, R",
             f"{judging:.2f} s, {judging / working:.2f} of G + T",
             ("about G + T", abs(judging / working - 1) <= 0.1),
         )
         self._add(training.MODES["both"].name, both)
-
-        first = training.FIRST
-        # In turn: what else the machine does then slows both down alike.
-        rows = self._measure("verl", first + 2 * steps, POLL_INTERVALS="shipped,0.05")
-        shipped, short = training.Steps(rows[first::2]), training.Steps(rows[first + 1 :: 2])
-        self._add(training.SHIPPED, shipped)
-        self._add(training.SHORT, short)
+        shipped, short = (
+            training.Steps([row for row in verl if row["training/global_step"] % 2 == odd]) for odd in (1, 0)
+        )
+        for name, steps in zip(training.INTERVALS.values(), (shipped, short), strict=True):
+            self._add(name, steps)
 
         # For some steps, judges may fall behind unnoticed. What they cannot keep up with does not count as gained.
         lasting = max(both.seconds, judging)
         reduction, fair = 1 - lasting / shipped.seconds, 1 - lasting / short.seconds
-        waiting = both.waiting_share
+        waiting = both.waiting_share + (lasting - both.seconds) / lasting
         over_floor = lasting / max(working, judging) - 1
         report.add(
             "Both overlaps, off verl's step as shipped", f"{reduction:.1%}", ("at least 45 %", reduction >= 0.45)
@@ -190,7 +216,7 @@ class VerlRuns:
             "verl_waiting_share": round(waiting, 4),
             "verl_over_floor": round(over_floor, 4),
             "verl_judging_share": round(judging / working, 3),
-            "verl_steps": steps,
+            "verl_steps": {"verl": len(shipped.rows), "verl_fair": len(short.rows), "both": len(both.rows)},
             "verl_step_s": {
                 "verl": round(shipped.seconds, 3),
                 "verl_fair": round(short.seconds, 3),
@@ -201,9 +227,14 @@ class VerlRuns:
     def overlaps_alone(self, steps: int) -> None:
         """Each overlap by itself, with the judge of `compare`."""
         for key in ("mini_batch", "off_policy"):
-            first = self._training.FIRST
-            alone = self._training.Steps(self._measure(key, first + steps)[first:])
-            self._add(self._training.MODES[key].name, alone)
+            name, first = self._training.MODES[key].name, self._training.FIRST
+            task = self._report.task(name, first + steps)
+            with self._in_turn(key) as run:
+                run.begin(first + steps)
+                rows = run.finish(lambda rows, task=task: self._report.progress.update(task, completed=len(rows)))
+            self._report.progress.remove_task(task)
+            alone = self._training.Steps(rows[first:])
+            self._add(name, alone)
             self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
 
     def learning(self, steps: int, seeds: int) -> None:
@@ -217,7 +248,7 @@ class VerlRuns:
                 *(f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
             )
             for key, mode in curves.items():
-                rows = self._run(key, steps, None, *chosen, name=f"{key}-{seed}", POLL_INTERVALS="0.05")
+                rows = self._learn(key, steps, self._folder / f"{key}-{seed}", *chosen)
                 mode.append([row["critic/score/mean"] for row in rows])
                 self._report.add(
                     f"{self._training.MODES[key].name}, seed {seed}: mean reward of {steps} steps, of the last 5",
@@ -243,10 +274,7 @@ class VerlRuns:
 
         report = self._report
         task = report.task("Faults in the middle of a run", faults.STEPS)
-        try:
-            run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
-        except self._training.TrainingFailedError as error:
-            sys.exit(str(error))
+        run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
         report.progress.remove_task(task)
         agent = faults.agent_through()
         for what, how in (run.happened | agent.happened).items():
@@ -259,41 +287,23 @@ class VerlRuns:
         )
         report.figures["faults_wrong"] = wrong
 
-    def _measure(
-        self, key: str, steps: int, look: Callable[[Any], None] | None = None, **env: Any
-    ) -> list[dict[str, float]]:
-        """Steps of a run that is only timed: it is stopped before its last step, during which nothing is generated for
-        a next one, and its policy stays as it is: one that learned to write digits would write longer responses."""
-        return self._run(key, steps, look, "actor_rollout_ref.actor.optim.lr=1e-9", beyond=1, **env)
-
-    def _run(
-        self,
-        key: str,
-        steps: int,
-        look: Callable[[Any], None] | None = None,
-        *overrides: str,
-        name: str = "",
-        beyond: int = 0,
-        **env: Any,
-    ) -> list[dict[str, float]]:
-        training, report = self._training, self._report
-        output = self._folder / (name or key)
+    def _learn(self, key: str, steps: int, output: Path, *overrides: str) -> list[dict[str, float]]:
+        training, progress = self._training, self._report.progress
         command = training.command(
-            training.MODES[key], self._folder, output, steps + beyond, *overrides, JUDGE_SCALE=self._scale, **env
+            *(training.MODES[key], self._folder, output, steps, *overrides),
+            JUDGE_SCALE=self._scale,
+            POLL_INTERVALS="0.05" if key == "verl" else "",
         )
-        task = report.task(training.MODES[key].name, steps)
-
-        def show(rows: list[dict[str, float]]) -> None:
-            report.progress.update(task, completed=len(rows))
-            if look is not None:
-                look(rows)
-
+        task = self._report.task(training.MODES[key].name, steps)
         try:
-            return training.run(command, output, steps, show, to_the_end=not beyond)
-        except training.TrainingFailedError as error:
-            sys.exit(str(error))
+            return training.run(command, output, steps, lambda rows: progress.update(task, completed=len(rows)))
         finally:
-            report.progress.remove_task(task)
+            progress.remove_task(task)
+
+    def _in_turn(self, key: str, **environment: Any) -> Any:
+        return self._training.InTurn(
+            self._training.MODES[key], self._folder, self._folder / key, JUDGE_SCALE=self._scale, **environment
+        )
 
     def _add(self, name: str, steps: Any) -> None:
         judged = "" if steps.rows[0].get("reward_pipeline/generation_s") is not None else " and judging"
@@ -318,7 +328,7 @@ def main() -> int:
         "--faults", action="store_true", help="also faults in the middle of a run, and a resume: minutes"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these alone: {', '.join(PARTS)}")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of verl that count (default: 5)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each trainer (default: 4)")
     parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="of a learning curve (default: 30)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="of the learning curves (default: 2)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and metrics of verl's runs here")
@@ -331,8 +341,8 @@ def main() -> int:
     if "overlaps" in parts:
         parts.add("verl")  # which sets the judge
     with_verl = bool(parts & {"verl", "learning", "faults"})
-    if options.steps < 1 or options.learning_steps < 5 or options.seeds < 2:
-        parser.error("at least --steps 1, --learning-steps 5 and --seeds 2 are needed")
+    if options.rounds < 1 or options.learning_steps < 5 or options.seeds < 2:
+        parser.error("at least --rounds 1, --learning-steps 5 and --seeds 2 are needed")
     if with_verl and importlib.util.find_spec("verl") is None:
         parser.error("--verl: verl is not installed: pip install '.[verl]'")
     if options.keep and options.keep.exists():
@@ -351,16 +361,7 @@ def main() -> int:
             if "cost" in parts:
                 sample_cost(report, options.quick, with_verl)
             if with_verl:
-                with tempfile.TemporaryDirectory(prefix="pipeline-") as temporary:
-                    runs = VerlRuns(report, options.keep.resolve() if options.keep else Path(temporary))
-                    if "verl" in parts:
-                        runs.compare(options.steps)
-                    if "overlaps" in parts:
-                        runs.overlaps_alone(options.steps)
-                    if "learning" in parts:
-                        runs.learning(options.learning_steps, options.seeds)
-                    if "faults" in parts:
-                        runs.faults()
+                _run_verl(report, parts, options)
     except KeyboardInterrupt:
         console.print("Interrupted; nothing is left running.")
         return 130
@@ -369,6 +370,24 @@ def main() -> int:
     console.print(report.table(), highlight=False)
     print(json.dumps(report.figures))
     return 0
+
+
+def _run_verl(report: Report, parts: set[str], options: argparse.Namespace) -> None:
+    from benchmarks.training import TrainingFailedError
+
+    with tempfile.TemporaryDirectory(prefix="pipeline-") as temporary:
+        runs = VerlRuns(report, options.keep.resolve() if options.keep else Path(temporary))
+        try:
+            if "verl" in parts:
+                runs.compare(options.rounds)
+            if "overlaps" in parts:
+                runs.overlaps_alone(2 * options.rounds)
+            if "learning" in parts:
+                runs.learning(options.learning_steps, options.seeds)
+            if "faults" in parts:
+                runs.faults()
+        except TrainingFailedError as error:
+            sys.exit(str(error))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -48,8 +48,8 @@ HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds, and no million requests")
-    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5, quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="shorter rounds, and no million requests")
+    parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5, quick: 4)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="for the memory test (default: %(default)s)")
     parser.add_argument("--sglang-python", metavar="PATH", help="a Python with sglang-router==0.3.2")
     parser.add_argument("--skip-naive", action="store_true", help="leave out verl's NaiveRouter")
@@ -96,7 +96,7 @@ class Bench:
             say("nginx is skipped: there is no nginx on this machine")
         if started := naive.result():
             routers["naive_router"] = started
-        results |= self.throughput(routers, args.rounds or (2 if args.quick else 5), 2 if args.quick else 4)
+        results |= self.throughput(routers, args.rounds or (4 if args.quick else 5), 1 if args.quick else 4)
         for _, process in routers.values():
             stop(process)
         results |= self.slow(args)

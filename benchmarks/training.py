@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from examples.arithmetic.demo import Training
 from reward_loop.agent.latency import parse_latency
@@ -19,13 +22,15 @@ from tests.tiny_models import build_tiny_model
 from tests.verl.runs import write_data
 
 __all__ = [
+    "BLOCK",
     "FIRST",
+    "INTERVALS",
     "MODES",
     "PROMPTS",
     "RESPONSES",
-    "SHIPPED",
-    "SHORT",
+    "SETTLING",
     "Calibration",
+    "InTurn",
     "Mode",
     "Steps",
     "TrainingFailedError",
@@ -40,13 +45,19 @@ PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
 """Seconds of a judge call before they are scaled, and how many calls there are at a time."""
 FIRST = 2
-"""The first steps of a run, which are not counted: they load and allocate. An even number: see `SHIPPED`."""
+"""The first steps of a run, which are not counted: they load and allocate."""
 SETTLING = 3
 """The steps after those, in the run that sets the judge's scale, which are not counted either."""
+BLOCK = 2
+"""Steps of a turn that count. The one before them does not: what it waits for went on while the other run had its
+turn."""
 CALIBRATING = 3
 """The latest steps, of which the judge's scale is made."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
+ENDING_S = 10.0
+NEVER = 100_000
+"""More steps than anybody waits for."""
 LOG_TAIL = 30
 LOOK_S = 0.1
 
@@ -63,15 +74,18 @@ class Mode:
     command: tuple[str, ...]
 
 
-def _verl(*command: str) -> tuple[str, ...]:
+IN_TURN = str(HERE / "verl_in_turn.py")
+
+
+def _verl() -> tuple[str, ...]:
     """verl's entry point, trainer and reward loop, with our configuration of a CPU run, whose other keys it ignores."""
     folders = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    return (*command, "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
+    return (IN_TURN, "verl", "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
 
 
 def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ...]:
     return (
-        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
+        *(IN_TURN, "ours", "--config-name", "cpu"),
         f"trainer.v1.trainer_mode={PIPELINE_MODE}",
         f"trainer.v1.{PIPELINE_MODE}.mini_batch_pipeline={mini_batch_pipeline}",
         f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy={one_step_off_policy}",
@@ -80,12 +94,12 @@ def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ..
 
 MODES = {
     "both": Mode("ours, both overlaps", _ours(True, True)),
-    "verl": Mode("verl, sync", _verl(str(HERE / "verl_polls.py"))),
+    "verl": Mode("verl, sync", _verl()),
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
-SHIPPED, SHORT = "verl, sync, as shipped (polls every 2.0 s)", "verl, sync, polls every 0.05 s"
-"""The two kinds of steps in the run of verl."""
+INTERVALS = {"shipped": "verl, sync, as shipped (polls every 2.0 s)", "0.05": "verl, sync, polls every 0.05 s"}
+"""How often verl polls in its odd steps, and in its even ones."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +147,13 @@ def _seconds_of_judging(scale: float) -> float:
 
 class Calibration:
     """Makes judging take as long as generation and training do on this machine. A run of ours measures those; after
-    each of its steps, the scale is set anew. The other runs have the mean scale of its steps that count."""
+    each of its steps, the scale is set anew. The other run has the mean scale of our steps that count before it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._scales: list[float] = []
         """That of each step of the run."""
         self._set(1.0)
-
-    @property
-    def judging(self) -> float:
-        """R of a step."""
-        return _seconds_of_judging(self.scale)
 
     def look(self, rows: list[dict[str, float]]) -> None:
         """Sees the metrics of the steps so far."""
@@ -154,9 +163,10 @@ class Calibration:
             if latest:
                 self._set(Steps(latest).without_judging / _seconds_of_judging(1.0))
 
-    def keep(self, before: int) -> None:
-        """Sets the scale for good, to the mean of the steps after those."""
-        self._set(statistics.fmean(self._scales[before:]))
+    def hold(self, steps: int) -> float:
+        """Sets the scale to the mean of the latest ``steps``; returns R with that."""
+        self._set(statistics.fmean(self._scales[-steps:]))
+        return _seconds_of_judging(self.scale)
 
     def _set(self, scale: float) -> None:
         self.scale = scale
@@ -207,23 +217,85 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
     ]
 
 
+class InTurn:
+    """A training that makes steps when it is told to, and otherwise waits. A context manager, at whose end all its
+    processes are gone. It never comes to its last step, in which nothing is generated for a next one.
+
+    Args:
+        mode: how it trains.
+        folder: where `prepare` was called.
+        output: a folder for its log and metrics, which is made.
+        environment: more variables; see `command`.
+    """
+
+    def __init__(self, mode: Mode, folder: Path, output: Path, **environment: object) -> None:
+        output.mkdir()
+        turns = output / "turns"
+        os.mkfifo(turns)
+        # The policy stays as it is: one that learned to write digits would write longer responses.
+        learns_nothing = "actor_rollout_ref.actor.optim.lr=1e-9"
+        self._command = command(mode, folder, output, NEVER, learns_nothing, TURNS=turns, **environment)
+        self._log, self._metrics, self._turns = output / "log", output / "metrics.jsonl", os.open(turns, os.O_RDWR)
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        self._training = Training(self._command, self._log, self._metrics)
+        self._training.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._turns)  # it ends when it cannot get a turn any more
+        deadline = time.monotonic() + ENDING_S
+        while kind is None and self._training.status() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        self._training.__exit__(kind, error, trace)
+
+    def begin(self, steps: int) -> None:
+        """Lets it make so many more steps, and does not wait for them."""
+        self._steps += steps
+        os.write(self._turns, b"." * steps)
+
+    def finish(self, look: Callable[[list[dict[str, float]]], None] = lambda rows: None) -> list[dict[str, float]]:
+        """Waits until it has made all the steps that it may make.
+
+        Args:
+            look: is shown the metrics of all its steps so far, again and again.
+
+        Returns:
+            The metrics of all its steps.
+
+        Raises:
+            TrainingFailedError: it ended, or took too long; the end of its log is in the message.
+        """
+        deadline = time.monotonic() + LONGEST_RUN_S
+        while (status := self._training.status()) is None and time.monotonic() < deadline:
+            done = rows(self._metrics)
+            look(done)
+            if len(done) >= self._steps:
+                return done
+            time.sleep(LOOK_S)
+        raise _failed(self._log, status, len(rows(self._metrics)), self._steps)
+
+    def turn(
+        self, steps: int, look: Callable[[list[dict[str, float]]], None] = lambda rows: None
+    ) -> list[dict[str, float]]:
+        """Makes one step that does not count and then so many that do, and returns the metrics of those."""
+        self.begin(1 + steps)
+        return self.finish(look)[-steps:]
+
+
 def run(
-    command: list[str],
-    output: Path,
-    steps: int,
-    look: Callable[[list[dict[str, float]]], None],
-    *,
-    to_the_end: bool = True,
+    command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
 ) -> list[dict[str, float]]:
-    """Run a training, in processes that are all gone afterwards; returns the metrics of each step.
+    """Run a training to its end, in processes that are all gone afterwards; returns the metrics of each step.
 
     Args:
         command: starts it.
         output: a folder for its log and metrics, which is made.
-        steps: how many steps it must make.
+        steps: how many steps it makes.
         look: is shown the metrics of the steps so far, again and again.
-        to_the_end: ``command`` makes no more steps than that, and the training must end well by itself. Otherwise it is
-            stopped as soon as it has made them.
 
     Raises:
         TrainingFailedError: it ended with an error; the end of its log is in the message.
@@ -234,15 +306,16 @@ def run(
     with Training(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            done = rows(metrics)
-            look(done)
-            if len(done) >= steps and not to_the_end:
-                return done[:steps]
+            look(rows(metrics))
     done = rows(metrics)
     if status != 0 or len(done) != steps:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
-        raise TrainingFailedError(f"{tail}\n\n{log}: ended with status {status} after {len(done)} of {steps} steps")
+        raise _failed(log, status, len(done), steps)
     return done
+
+
+def _failed(log: Path, status: int | None, made: int, steps: int) -> TrainingFailedError:
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
+    return TrainingFailedError(f"{tail}\n\n{log}: ended with status {status} after {made} of {steps} steps")
 
 
 def rows(metrics: Path) -> list[dict[str, float]]:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from reward_loop import __version__
+from reward_loop import __version__, _interrupt
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.command import score
@@ -52,6 +52,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", 
 
 def main() -> None:
     """Run the command."""
+    _interrupt.handle()
     app()
 
 

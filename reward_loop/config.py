@@ -87,7 +87,7 @@ class CacheConfig(Config):
 
     version: str = ""
     """Part of what makes two calls equal: name here what the arguments do not say, such as the judge's model and its
-    sampling parameters."""
+    sampling parameters. Required where a function holds what cannot be written down, and ``path`` is set."""
 
 
 class BudgetConfig(Config):
@@ -399,7 +399,7 @@ def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str) -> str
         return f"{option}: unknown option{hint} Known here: {listing(known)}"
     if detail["type"] == "missing":
         return f"{option}: required, and not given"
-    return f"{option}: {detail['msg']}; got {shorten(detail['input'])}"
+    return f"{option}: {detail['msg'].removeprefix('Value error, ')}; got {shorten(detail['input'])}"
 
 
 def _group(cls: type[BaseModel], location: list[str]) -> type[BaseModel]:

@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.tiny_models import build_tiny_model
+
+# The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
+
+# What a terminal or a CI service says of colours and widths would show in what commands print; and no test is to meet a
+# Ray that runs already.
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "RAY_ADDRESS"):
+    os.environ.pop(name, None)
+os.environ["COLUMNS"] = "80"
 
 # A shell that runs the tests in the background has them ignore SIGINT, which their children would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

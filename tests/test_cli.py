@@ -1,8 +1,10 @@
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +74,11 @@ def test_other_options_by_name(folder):
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
     assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=1)
     assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
+
+
+def test_a_file_without_rows_is_told(folder):
+    (folder / "empty.jsonl").touch()
+    assert "note: empty.jsonl has no rows" in run("score", "empty.jsonl", "--fn", "reward.py:Judge")
 
 
 def test_strict(folder):
@@ -173,7 +180,7 @@ def test_a_full_disk_behind_the_output_of_a_command_is_told(folder):
     command = [sys.executable, "-c", "from reward_loop.cli import main; main()", "simulate", "--steps", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=300)
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
@@ -211,13 +218,14 @@ def test_a_killed_run_goes_on(folder, number):
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     while not (folder / "blocked").exists():
         assert run.poll() is None, run.stderr.read()
+        time.sleep(0.02)
     run.send_signal(number)
-    _, errors = run.communicate(timeout=30)
+    _, errors = run.communicate(timeout=120)
     if number == signal.SIGINT:
         assert run.returncode == 130
         assert "run the same command again to go on" in errors
     (folder / "go-on").touch()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "3 of them by an earlier run" in done.stdout
     # Only the row that was in work when the run died is called twice.
@@ -240,10 +248,65 @@ def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
     started = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()", command, *given[command]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [*started, "-f", "solution_str=output"], env=environment, capture_output=True, text=True, timeout=60
+        [*started, "-f", "solution_str=output"], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 130, done.stderr
     assert "Interrupted" in done.stderr
+
+
+@contextlib.contextmanager
+def score_with(folder, source):
+    """Yield a ``reward-loop score`` that runs, with the function in ``source``."""
+    (folder / "function.py").write_text(source)
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()"]
+    command += ["score", "rollouts.jsonl", "--fn", "function.py", "-f", "solution_str=output"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def test_a_burst_of_interrupts_is_one(folder):
+    # From threads of its own, so that they come while the main thread stops the first rows.
+    source = """
+import os, signal, threading
+def compute_score():
+    for _ in range(20):
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+"""
+    with score_with(folder, source) as run:
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    assert errors.count("Interrupted") == 1
+    assert "run the same command again to go on" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_again_ends_what_does_not_stop(folder):
+    source = """
+import asyncio, pathlib
+async def compute_score():
+    pathlib.Path("deaf").touch()
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+"""
+    with score_with(folder, source) as run:
+        while not (folder / "deaf").exists():
+            assert run.poll() is None, run.stderr.read()
+        for _ in range(600):
+            run.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(0.1)
+                break
+        assert run.returncode == 130
+        assert "Interrupted again: ended at once." in run.stderr.read()
 
 
 SIMULATE = (

@@ -80,7 +80,7 @@ def _target(command: list[str]) -> str:
 def run(args: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

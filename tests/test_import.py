@@ -67,8 +67,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_import_is_quick():
-    # The best of several: a busy machine adds time, and never takes any away.
-    code = "import time; t = time.perf_counter(); import reward_loop; print(time.perf_counter() - t)"
+    # Time on a processor: waiting for one on a busy machine does not count.
+    code = "import time; t = time.process_time(); import reward_loop; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.3
 
 

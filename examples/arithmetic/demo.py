@@ -51,7 +51,7 @@ class Settings:
     """Answers to each problem."""
     mini_batch: int = 8
     """Problems an update."""
-    learning_rate: float = 1e-4
+    learning_rate: float = 5e-5
     test_every: int = 6
     validate: int = 256
     """Problems of a validation."""

@@ -66,7 +66,7 @@ def command(
 
     The function is really called, some 40 times with 8 rows: a judge that costs
     money is paid. Exit codes: 0 nothing to change, 1 a problem was found, or
-    the function cannot be called at all, 2 wrong usage.
+    the function cannot be called at all, 2 wrong usage, 130 Ctrl-C.
     """
     # Here, so that the other commands start without them.
     from reward_loop.check.trial import check

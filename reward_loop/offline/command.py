@@ -32,7 +32,9 @@ _err = Console(stderr=True, soft_wrap=True)
 
 
 def score(
-    file: Annotated[Path, typer.Argument(help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)
+    ],
     fn: Annotated[
         str | None,
         typer.Option(
@@ -154,6 +156,8 @@ def score(
             error.add_note(f"Rows that are done are kept in {partial}: run the same command again to go on.")
         raise
     _show(summary, target)
+    if not summary.rows:
+        _err.print(f"note: {escape(str(file))} has no rows")
     if strict and summary.outcomes["failed"]:
         raise typer.Exit(1)
 

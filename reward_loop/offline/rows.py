@@ -86,7 +86,9 @@ def _parse(index: int, name: str, line: bytes) -> Row:
     except (ValueError, RecursionError) as error:
         return Row(index, name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
-        return Row(index, name, error=f"holds {shorten(columns, 60)}, not an object with named fields")
+        return Row(
+            index, name, error=f"holds {shorten(columns, 60)}, not an object with named fields: each line must hold one"
+        )
     return Row(index, name, columns)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import sqlite3
 import threading
@@ -16,7 +15,7 @@ import orjson
 
 from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError
-from reward_loop.scoring.load import source_hash
+from reward_loop.scoring.identity import IdentityError, identity_of
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 
@@ -31,7 +30,7 @@ _FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR
 
 
 class Cache:
-    """Scores by what they depend on: the function's code, the configured version, and the arguments.
+    """Scores by what they depend on: the function's code, what it holds, the configured version, and the arguments.
 
     A call whose arguments JSON cannot say is not cached. Neither are failures and samples without a score.
 
@@ -40,22 +39,18 @@ class Cache:
         target: the function.
 
     Raises:
-        ConfigError: the file cannot be opened.
+        ConfigError: the file cannot be opened; or there is a file and no version, and the function holds something of
+            which another run cannot tell whether it is the same.
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
-        basis = [source_hash(target.call), target.name, config.version, target.instance_kwargs, _bound(target.call)]
-        self._basis: bytes | None = None
-        with contextlib.suppress(TypeError):
-            self._basis = orjson.dumps(basis, option=_FORMAT)
+        self._basis = f"{config.version}\n".encode() + _identity(config, target)
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
         """Return what a call is known by; ``None`` if it cannot be."""
-        if self._basis is None:
-            return None
-        named = {name: _identity(value) for name, value in arguments.items() if name != "reward_router_address"}
+        named = {name: _stands_for(value) for name, value in arguments.items() if name != "reward_router_address"}
         try:
             text = orjson.dumps(named, option=_FORMAT)
         except TypeError:
@@ -155,16 +150,19 @@ class _Store:
             raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
 
 
-def _bound(function: Any) -> list[Any]:
-    """The arguments that `functools.partial` has bound."""
-    bound = []
-    while isinstance(function, functools.partial):
-        bound.append([function.args, function.keywords])
-        function = function.func
-    return bound
+def _identity(config: CacheConfig, target: Target) -> bytes:
+    try:
+        return identity_of(target.origin)
+    except IdentityError as error:
+        if config.path is not None and not config.version:
+            raise ConfigError(
+                f"reward_loop.cache.path: a later run could not tell whether the scores of {target.name} still hold: "
+                f"{error}. Name what they depend on in reward_loop.cache.version, which then counts instead"
+            ) from error
+        return target.name.encode()
 
 
-def _identity(value: Any) -> Any:
+def _stands_for(value: Any) -> Any:
     """What stands for an argument: a tokenizer by its model, everything else by itself."""
     name = getattr(value, "name_or_path", None)
     return name if isinstance(name, str) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class Target:
     """The class's hook for logging, and not some other method of that name."""
     logs: frozenset[str] = frozenset()
     """Those of `LOGGED` that it is called with."""
-    instance_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The configured arguments that its class was instantiated with."""
+    origin: Any = None
+    """What was resolved: the function, or the object; or a `functools.partial` of the class that was instantiated."""
 
 
 def resolve(
@@ -70,8 +70,10 @@ def resolve(
     function, kwargs = _unwrap_verl(function, dict(reward_kwargs or {}))
     name = _name(function)
     used: set[str] = set()
+    origin = function
     if inspect.isclass(function):
         function, used = _instantiate(function, kwargs, name)
+        origin = functools.partial(origin, **{key: kwargs[key] for key in used})
     post_process = getattr(function, "post_process_scores", None)
     log, logs = None, frozenset[str]()
     if callable(getattr(function, "compute_score", None)):
@@ -106,7 +108,7 @@ def resolve(
         passes=frozenset(passes),
         requires=frozenset(required & passes),
         reward_kwargs=call_kwargs,
-        instance_kwargs={key: kwargs[key] for key in used},
+        origin=origin,
         post_process_scores=post_process if callable(post_process) else None,
         log=log,
         logs=logs,

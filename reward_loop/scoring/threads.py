@@ -35,8 +35,11 @@ class DaemonThreads:
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
-        self._changed = threading.Condition(threading.Lock())
-        # All of these under the lock of the condition.
+        self._lock = threading.Lock()
+        # To wait and to notify. The lock is taken by itself: a KeyboardInterrupt in the condition's own `__enter__`,
+        # which is Python code, would leave it locked for ever.
+        self._changed = threading.Condition(self._lock)
+        # All of these under the lock.
         self._queue: deque[_Job] = deque()
         self._threads = 0
         self._idle = 0
@@ -78,7 +81,7 @@ class DaemonThreads:
             self._leave(job)
 
     def _hand_over(self, home: _Home) -> None:
-        with self._changed:
+        with self._lock:
             self._queue.extend(home.submitted)
             home.submitted.clear()
             self._call_for_help()
@@ -87,7 +90,7 @@ class DaemonThreads:
         """Nobody waits for the job any more. If it still runs, its thread is no longer one of ours."""
         if job.ended:
             return
-        with self._changed:
+        with self._lock:
             if job.ended:
                 return
             job.given_up = True
@@ -116,11 +119,11 @@ class DaemonThreads:
                     self._queue.clear()
 
     def _work(self) -> None:
-        with self._changed:
+        with self._lock:
             self._coming = False
         while (job := self._take()) is not None:
             job.run()
-            with self._changed:
+            with self._lock:
                 job.ended = True
                 if job.given_up:
                     return
@@ -128,7 +131,7 @@ class DaemonThreads:
             del job  # not kept alive until the next one comes
 
     def _take(self) -> _Job | None:
-        with self._changed:
+        with self._lock:
             while True:
                 while self._queue:
                     job = self._queue.popleft()

@@ -85,12 +85,17 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         return None
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
+        session = (kwargs["uid"], kwargs["session_id"])
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        except Exception as error:
+            if session[1] in self._generating.get(session[0], ()):
+                self._tell(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
+            raise
         finally:
             # A session that failed before it published anything will publish nothing.
-            await self._note_generated(kwargs["uid"], kwargs["session_id"])
-            await self._note_judged(kwargs["uid"], kwargs["session_id"])
+            await self._note_generated(*session)
+            await self._note_judged(*session)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if validate:

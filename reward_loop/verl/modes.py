@@ -39,6 +39,10 @@ class PipelineOptions(Config):
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
 
+    max_refills: int | None = Field(default=16, ge=1)
+    """The run stops when groups whose rollouts all failed were replaced so many times in a row, and what replaced them
+    failed, too; ``None`` replaces them for ever. For `trainer.v1.sampler.sync_refill_failed_groups`."""
+
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
     """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
     begun or ended; ``None`` waits for ever."""

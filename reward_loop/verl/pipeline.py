@@ -33,7 +33,7 @@ from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.news import Listener
 from reward_loop.verl.patience import Patience
-from reward_loop.verl.progress import Progress, StepTimes
+from reward_loop.verl.progress import Progress, Refills, StepTimes
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training import PipelineActorWorker, PipelineTrainingWorker
 
@@ -218,8 +218,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Waits until all that was submitted is generated; the rollout engine sleeps from then on."""
         count = len(self._submitted)
         size = self.config.data.train_batch_size
+        refills = Refills(self.options.max_refills)
         generating, unfinished = self._progress.generating, self._progress.unfinished
-        if self._replaces and self._throw_out(metrics):
+        if self._replaces and self._throw_out(metrics, refills):
             self._submit_up_to(count)
         while True:
             with self._timed("generation", timing_raw, "gen"):
@@ -230,7 +231,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 # Which groups are kept is known when they are judged, and the engine must be awake to replace them.
                 with self._timed("rewards", timing_raw, "wait_reward"):
                     self._wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
-            if not self._throw_out(metrics):
+            if not self._throw_out(metrics, refills):
                 break
             with self._timed("generation", timing_raw, "gen"):
                 self._submit_up_to(count)
@@ -254,8 +255,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 groups[_uid(key)].append(position)
         return _Batch(uids, whole, groups, padding)
 
-    def _throw_out(self, metrics: dict) -> bool:
-        """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did."""
+    def _throw_out(self, metrics: dict, refills: Refills) -> bool:
+        """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did.
+
+        Raises:
+            RewardLoopError: groups failed, and what replaced them, again and again.
+        """
         buffer = self.replay_buffer
         buffer._sync_metadata_from_transfer_queue()
         reasons = buffer._terminal_eviction_reasons(self.global_steps, "train")
@@ -266,7 +271,18 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submitted = [uid for uid in self._submitted if uid not in thrown]
         with self._listener.lock:
             self._progress.forget(thrown)
+        failed = len(reasons[2])
+        if refills.exhausted(failed=failed, filtered=len(thrown) - failed, kept=len(self._submitted)):
+            raise RewardLoopError(
+                f"{failed} groups failed, and so did all that replaced them, {self.options.max_refills} times in a row "
+                f"(trainer.v1.{PIPELINE_MODE}.max_refills={self.options.max_refills}). {self._last_failure()}"
+            )
         return bool(thrown)
+
+    def _last_failure(self) -> str:
+        with self._listener.lock:
+            failure = self._progress.failure
+        return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
     def _prepare(self, batch: _Batch, metrics: dict, timing_raw: dict) -> None:
         """The passes that need no reward, over the whole batch."""
@@ -355,7 +371,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         rows = {key: tag for key, tag in trajectories.items() if _uid(key) in wanted}
         if not rows:
             raise RewardLoopError(
-                "not one rollout of the batch was generated: see the errors of the agent loop workers. "
+                f"not one rollout of the batch was generated. {self._last_failure()}. "
                 "trainer.v1.sampler.sync_refill_failed_groups=True replaces groups that failed"
             )
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))

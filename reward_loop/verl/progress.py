@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Progress", "StepTimes"]
+__all__ = ["Event", "Progress", "Refills", "StepTimes"]
 
-Event = tuple[Literal["judging", "judged", "generated", "over"], str]
+Event = tuple[Literal["judging", "judged", "generated", "over", "failed"], str]
 """What happened, and to what: the judging of a session (``{uid}_{number}``) began, or ended; all sessions of a prompt
-(its uid) are generated; or have ended, rewards included."""
+(its uid) are generated; or have ended, rewards included. Or a session failed before it was generated, and why."""
 
 
 class Progress:
@@ -25,6 +25,8 @@ class Progress:
         """How many things have happened."""
         self.most_pending = 0
         """The most rewards that were out at a time since the last `start_step`."""
+        self.failure = ""
+        """The latest session that failed before it was generated, and why."""
         self._out: dict[str, float] = {}
         """The sessions whose rewards are out, and since when."""
         self._out_since = 0.0
@@ -59,6 +61,8 @@ class Progress:
             self._came.append(at)
             if not self._out:
                 self._out_s += at - self._out_since
+        elif kind == "failed":
+            self.failure = name
         else:
             self.generating.discard(name)
             if kind == "over":
@@ -94,6 +98,32 @@ class Progress:
         for uid in uids:
             self.generating.discard(uid)
             self.unfinished.discard(uid)
+
+
+class Refills:
+    """Counts how often in a row groups that failed were replaced, and all that replaced them failed, too.
+
+    Args:
+        bound: how often that may happen; ``None`` for any number.
+    """
+
+    def __init__(self, bound: int | None) -> None:
+        self._bound = bound
+        self._kept = 0
+        self._in_a_row = 0
+
+    def exhausted(self, *, failed: int, filtered: int, kept: int) -> bool:
+        """Whether it has happened too often.
+
+        Args:
+            failed: how many groups are thrown out now because they failed.
+            filtered: how many for another reason: their rollouts did not fail.
+            kept: how many there are besides.
+        """
+        again = failed > 0 and not filtered and kept <= self._kept
+        self._in_a_row = self._in_a_row + 1 if again else 0
+        self._kept = kept
+        return self._bound is not None and self._in_a_row > self._bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ __all__ = ["stuck"]
 def stuck(
     pid: Annotated[
         list[int] | None,
-        typer.Argument(metavar="[PID]...", help="Processes to ask; by default all of this user's on this machine."),
+        typer.Argument(metavar="PID", help="Processes to ask; by default all of this user's on this machine."),
     ] = None,
     threads: Annotated[bool, typer.Option("--threads", help="Also show where the threads of a process are.")] = False,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the answer of a process.")] = 5,

@@ -219,7 +219,7 @@ def sandbox() -> Iterator[tuple[str, list[int]]]:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             limits.append(asked["memory_limit_MB"])
             command = [sys.executable, "-S", "-c", asked["code"]]
-            ran = subprocess.run(command, input=asked["stdin"], capture_output=True, text=True, timeout=20, check=False)
+            ran = subprocess.run(command, input=asked["stdin"], capture_output=True, text=True, timeout=60, check=False)
             run_result = {
                 "status": "Finished",
                 "return_code": ran.returncode,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import select
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -72,15 +74,21 @@ async def resetting() -> AsyncIterator[str]:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Lets the loop run until something is the case."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (what is waited for has no event of its own)
             await asyncio.sleep(0)
 
 
+@functools.cache
+def _bound() -> socket.socket:
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
 def refusing() -> str:
-    """The URL of a port that nobody listens on."""
-    with listen("127.0.0.1") as listener:
-        return url_of(listener)
+    """The URL of a port that nobody listens on: it is taken, so that no other process can."""
+    return url_of(_bound())
 
 
 async def post(url: str, path: str = "/", body: bytes = b"", **options: Any) -> tuple[int, bytes]:
@@ -139,9 +147,12 @@ class Watched:
     """Some processes, watched from before they end."""
 
     def __init__(self, pids: list[int]) -> None:
-        self._fds = [os.pidfd_open(pid) for pid in pids]
+        self._fds = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self._fds.append(os.pidfd_open(pid))
 
-    def left_after(self, seconds: float) -> int:
+    def left_after(self, seconds: float = 60) -> int:
         """How many are still there; returns as soon as none is."""
         deadline = time.monotonic() + seconds
         left = list(self._fds)

@@ -36,10 +36,10 @@ async def test_without_another_server_its_answer_is_passed_on_and_its_pause_is_k
     seen: list[Any] = []
     server = model_server("m", seen, 429, [(b"retry-after", b"30")])
     async with routed(server) as (_, _, session):
-        for _ in range(2):
+        for least in (30, 2):  # what the server said, then what is left of it
             async with session.post(CHAT, data=b"{}") as response:
                 assert response.status == 429
-                assert 28 <= int(response.headers["Retry-After"]) <= 30
+                assert least <= int(response.headers["Retry-After"]) <= 30
     assert len(seen) == 1
 
 

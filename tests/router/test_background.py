@@ -60,4 +60,4 @@ async def serving():
 kept = in_background(serving, name="x")
 kept.__enter__()
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "left\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "left\n"

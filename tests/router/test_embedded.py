@@ -211,12 +211,12 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
     async with engine.exclusive():
         async with aiohttp.ClientSession(scorer.session._base_url) as leaver:
             request = asyncio.create_task(leaver.post("/classify", json={"input": "x"}))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not engine._groups:
                     await asyncio.wait([request], timeout=0.01)
             (waiting,) = next(iter(engine._groups.values()))
             request.cancel()
-            await asyncio.wait([request, waiting.result], timeout=10)
+            await asyncio.wait([request, waiting.result], timeout=60)
         assert waiting.result.cancelled()
     await scorer.probs(input="y")
     assert passes == 1
@@ -232,7 +232,7 @@ async def test_asleep_it_holds_no_weights_and_awake_it_answers_as_before(
     async with (
         serving(create_app(model, can_sleep=True)) as url,
         aiohttp.ClientSession(url) as session,
-        asyncio.timeout(30),
+        asyncio.timeout(120),
     ):
         client = Client(session, model)
 

@@ -66,14 +66,14 @@ def guarded() -> Iterator[Any]:
 def test_a_cut_lifeline_ends_all(guarded: Any) -> None:
     _, lifeline, watched = guarded()
     os.close(lifeline)
-    assert watched.left_after(10) == 0
+    assert watched.left_after() == 0
 
 
 def test_what_a_server_leaves_behind_ends_with_it(guarded: Any) -> None:
     process, _, watched = guarded("exit")
     process.stdin.write("\n")
     process.stdin.flush()
-    assert process.wait(10) == 7
+    assert process.wait(60) == 7
     assert watched.left_after(0) == 0
 
 
@@ -82,7 +82,7 @@ def test_signals_are_passed_on_and_so_is_what_they_do(guarded: Any, number: sign
     process, _, watched = guarded()
     process.send_signal(number)
     # Python ends by a SIGINT as a signal ends others.
-    assert process.wait(10) == -number
+    assert process.wait(60) == -number
     assert watched.left_after(0) == 0
 
 
@@ -92,13 +92,13 @@ def test_a_killed_guard_takes_the_server_with_it(guarded: Any) -> None:
     # The guard's owner ends what is left of its group, as ServerProcess does. One that has left the group lives on.
     process.wait()
     os.killpg(process.pid, signal.SIGKILL)
-    assert watched.left_after(10) == 0
+    assert watched.left_after() == 0
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
     mine, lifeline = os.pipe()
     command = [sys.executable, "-m", "reward_loop.router.servers.guard", "--lifeline-fd", str(mine), "--", "/nonesuch"]
-    done = subprocess.run(command, pass_fds=(mine,), capture_output=True, text=True, cwd=ROOT, timeout=30)
+    done = subprocess.run(command, pass_fds=(mine,), capture_output=True, text=True, cwd=ROOT, timeout=120)
     os.close(lifeline)
     assert done.returncode == 1
     assert "/nonesuch cannot be started" in done.stderr

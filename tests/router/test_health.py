@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 
@@ -13,7 +15,7 @@ from reward_loop.router.health import UnhealthyError, check_health
 from reward_loop.router.pool import AsleepError
 from reward_loop.router.upstream import ConnectError, Upstream
 from reward_loop.router.worker import Worker, WorkerState
-from tests.router.serving import CHAT, post, refusing, serving
+from tests.router.serving import CHAT, listed, post, refusing, serving
 
 
 def server(**answers: tuple[int, Any]) -> Any:
@@ -88,7 +90,9 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
 
     async with serving(asleep) as worker:
         app = create_app([WorkerConfig(url=worker, engine="vllm")], RouterConfig(request_timeout_s=0.3))
-        async with serving(app) as url:
+        async with serving(app) as url, aiohttp.ClientSession(url) as session, asyncio.timeout(60):
+            while not (await listed(session))[0]["last_error"]:  # noqa: ASYNC110 (until it has been looked at)
+                await asyncio.sleep(0)
             status, body = await post(url, CHAT)
     assert status == 503
     assert b"the engine sleeps" in body

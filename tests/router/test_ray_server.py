@@ -39,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ENGINES["transformers"], "command", lambda *_: STUB_COMMAND)
 
     def make(**options: Any) -> RewardModelConfig:
-        return RewardModelConfig(model_path=str(tmp_path), placement="ray", start_timeout_s=60, **options)
+        return RewardModelConfig(model_path=str(tmp_path), placement="ray", start_timeout_s=300, **options)
 
     return make
 
@@ -58,7 +58,7 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
         second = models.pids()["server 1"]
         watched = Watched([second])
         os.kill(psutil.Process(second).ppid(), signal.SIGKILL)
-        assert watched.left_after(10) == 0
+        assert watched.left_after() == 0
         watched.close()
         assert await post(url, "/echo", b"z") == (200, b"z")
         third = models.pids()["server 1"]
@@ -66,7 +66,7 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
         # Asleep, it comes back asleep, wherever that is.
         await models.sleep()
         os.kill(third, signal.SIGKILL)
-        async with aiohttp.ClientSession(url) as session, asyncio.timeout(60):
+        async with aiohttp.ClientSession(url) as session, asyncio.timeout(300):
             states: list[str] = []
             while models.pids().get("server 1") in (None, third) or states != ["asleep"]:
                 async with session.get("/workers") as response:

@@ -94,7 +94,7 @@ async def test_the_wire() -> None:
             socketed = b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
             assert (await exchange(url, socketed)).startswith(b"HTTP/1.1 501 ")
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_sigterm_lets_requests_end() -> None:
@@ -117,7 +117,7 @@ async def test_sigterm_lets_requests_end() -> None:
             finally:
                 go_on.set()
             assert await request == (200, b"x")
-            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
@@ -138,7 +138,7 @@ async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
             request = asyncio.create_task(post(url, "/slow", b"x"))
             await arrived.wait()
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
             with pytest.raises(aiohttp.ClientError):
                 await request
             await left.wait()

@@ -75,7 +75,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             model_path=str(tmp_path),
             placement="colocated",
             enable_sleep_mode=True,
-            start_timeout_s=60,
+            start_timeout_s=300,
             log_dir=str(tmp_path / "logs"),
             env={"GPUS": str(gpus)},
             **options,
@@ -127,10 +127,10 @@ async def test_one_that_dies_asleep_is_started_again_when_the_models_wake(groups
         await models.sleep()
         watched = Watched([before])
         os.kill(before, signal.SIGKILL)
-        assert watched.left_after(10) == 0
+        assert watched.left_after() == 0
         watched.close()
         waiting = asyncio.create_task(post(url, "/echo", b"x"))
-        async with aiohttp.ClientSession(url) as session, asyncio.timeout(30):
+        async with aiohttp.ClientSession(url) as session, asyncio.timeout(120):
             state: dict[str, Any] = {}
             while not state.get("last_error"):
                 async with session.get("/workers") as response:

@@ -45,7 +45,7 @@ async def models(
         "max_model_len": MAX_MODEL_LEN,
         "enable_sleep_mode": True,
         "dtype": "float32",
-        "start_timeout_s": 300,
+        "start_timeout_s": 600,
         "engine_args": {"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
     }
     config = RewardModelConfig(
@@ -80,7 +80,7 @@ async def models(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(models: RewardModelManager) -> AsyncIterator[Any]:
     url = f"http://{models.reward_router_address}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -225,7 +225,7 @@ async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothin
     assert cores
     watched = Watched([process.pid for process in below])
     os.kill(cores[0], signal.SIGKILL)
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(600):
         while (await _classify(models, input="a"))[0] != 200:
             # The engine's own 500, while it has not noticed yet.
             answer = await client.chat.completions.create(model="judge", messages=HELLO, max_tokens=2)
@@ -234,7 +234,7 @@ async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothin
             await _classify(models, input="a")
     after = models.pids()
     assert after["server 1"] == before["server 1"]
-    assert watched.left_after(10) == 0
+    assert watched.left_after() == 0
     watched.close()
 
 

@@ -71,7 +71,7 @@ async def test_a_failure_names_each_sample():
 
 async def test_scores_are_kept_in_a_file(tmp_path):
     path = tmp_path / "folder" / "scores.db"
-    first, second = Judge({"score": 0.5, "why": "half"}), Judge()
+    first, second = (Judge({"score": 0.5, "why": "half"}) for _ in range(2))
     made = await cached(first, path)(SAMPLE)
     kept = await cached(second, path)(SAMPLE)
     assert (kept.score, kept.extra_info, kept.attempts) == (0.5, {"score": 0.5, "why": "half"}, 0)
@@ -167,9 +167,30 @@ async def test_what_is_bound_to_a_function_is_part_of_the_call(tmp_path):
     for factor in (1, 2, 1):
         function = cached(functools.partial(score, factor=factor), tmp_path / "scores.db")
         assert (await function(RewardSample("four"))).score == 4 * factor
-    # What JSON cannot say is not cached.
-    function = cached(functools.partial(lambda solution_str, lock: 1, lock=threading.Lock()), tmp_path / "scores.db")
-    assert [(await function(RewardSample("four"))).attempts for _ in range(2)] == [1, 1]
+
+
+async def test_what_a_function_captured_is_part_of_the_call(tmp_path):
+    def times(factor):
+        return lambda solution_str: factor * len(solution_str)
+
+    for factor, attempts in ((1, 1), (2, 1), (1, 0)):
+        made = await cached(times(factor), tmp_path / "scores.db")(RewardSample("four"))
+        assert (made.score, made.attempts) == (4 * factor, attempts)
+
+
+async def test_what_cannot_be_told_apart_needs_a_version(tmp_path):
+    lock = threading.Lock()
+
+    def score(solution_str):
+        with lock:
+            return 1
+
+    path = tmp_path / "scores.db"
+    with pytest.raises(ConfigError, match=r"scores of .*score \(test_cache.py\) still hold: 'lock' in .*cache.version"):
+        cached(score, path)
+    assert [(await cached(score, path, version="1")(SAMPLE)).attempts for _ in range(2)] == [1, 0]
+    # In one run, there is no doubt.
+    assert (await cached(score)(SAMPLE)).score == 1
 
 
 @pytest.mark.parametrize("answer", [1.0, 2.0])

@@ -3,7 +3,6 @@ import functools
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -294,7 +293,7 @@ async def test_a_sync_function_that_blocks_does_not_block_the_loop():
     release = threading.Event()
 
     def blocks():
-        assert release.wait(10)
+        assert release.wait(60)
         return 1
 
     task = asyncio.create_task(ScoringFunction(blocks)(SAMPLE))
@@ -351,16 +350,23 @@ async def test_a_hung_function_does_not_keep_its_slot():
     scoring = ScoringFunction(hang_or_not, timeout=0.3, max_threads=1)
     hung = await scoring(RewardSample("hang"))
     assert hung.outcome is Outcome.FAILED
+    scoring.timeout = 60
     assert (await scoring(RewardSample("4"))).score == 1
     release.set()
 
 
 async def test_the_deadline_does_not_count_the_queue():
-    # With one thread, the last of the calls waits for longer than its deadline, counted from its submission.
-    timeout, calls = 0.4, 8
-    scoring = ScoringFunction(lambda: time.sleep(timeout / 4) or 1, timeout=timeout, max_threads=1)
-    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(calls)))
-    assert [result.outcome for result in results] == [Outcome.SCORED] * calls
+    # The first call holds the only thread; the second waits for it for longer than its deadline.
+    release = threading.Event()
+    scoring = ScoringFunction(lambda: release.wait(60), timeout=60, max_threads=1)
+    first = asyncio.create_task(scoring(SAMPLE))
+    await asyncio.sleep(0)
+    scoring.timeout = 2
+    second = asyncio.create_task(scoring(SAMPLE))
+    await asyncio.sleep(2.2)
+    release.set()
+    assert [(await task).outcome for task in (first, second)] == [Outcome.SCORED] * 2
+    assert (await second).queue_seconds > 2
 
 
 async def test_an_awaitable_of_a_sync_function_has_the_same_deadline():
@@ -403,7 +409,7 @@ from reward_loop import RewardSample, ScoringFunction
 result = asyncio.run(ScoringFunction(lambda: threading.Event().wait(), timeout=0.05)(RewardSample("")))
 print(result.outcome)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "failed", done.stderr
 
 

@@ -19,15 +19,16 @@ def options(**judge):
 
 async def turns(condition):
     """Give the other tasks turns until a condition holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 class Judge:
-    """Counts its calls in flight."""
+    """Counts its calls in flight; none ends before so many have been at a time."""
 
-    def __init__(self):
+    def __init__(self, together):
+        self.together = together
         self.in_flight = self.peak = self.calls = 0
 
     async def call(self, job, share="train"):
@@ -35,7 +36,7 @@ class Judge:
         self.in_flight += 1
         self.calls += 1
         self.peak = max(self.peak, self.in_flight)
-        await asyncio.sleep(0)
+        await turns(lambda: self.peak >= self.together)
         self.in_flight -= 1
         place.leave()
 
@@ -63,7 +64,7 @@ async def kept(request):
 
 async def test_no_more_calls_in_flight_than_the_limit(kept):
     job, state = await kept(options(max_concurrent=3))
-    judge = Judge()
+    judge = Judge(together=3)
     await asyncio.gather(*(judge.call(job) for _ in range(100)))
     assert (judge.peak, judge.calls) == (3, 100)
     await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
@@ -103,9 +104,9 @@ async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
 
 
 async def test_waiting_has_an_end(kept):
-    job, _ = await kept(options(max_concurrent=1, max_wait=0.01))
+    job, _ = await kept(options(max_concurrent=1, max_wait=1))
     place = await job.enter("judge", 0, "train")
-    with pytest.raises(LimitError, match=r"limit 'judge': no place within max_wait=0.01 s"):
+    with pytest.raises(LimitError, match=r"limit 'judge': no place within max_wait=1 s"):
         await job.enter("judge", 0, "train")
     place.leave()
     (await job.enter("judge", 0, "train")).leave()

@@ -1,7 +1,6 @@
 import asyncio
 import math
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -100,7 +99,7 @@ async def test_what_a_call_used_is_a_number(tokens, error):
 
 async def test_a_limit_inside_a_sync_function():
     running = peak = 0
-    lock = threading.Lock()
+    lock, both = threading.Lock(), threading.Barrier(2)
 
     def judge():
         nonlocal running, peak
@@ -108,7 +107,7 @@ async def test_a_limit_inside_a_sync_function():
             with lock:
                 running += 1
                 peak = max(peak, running)
-            time.sleep(0.001)
+            both.wait(60)
             with lock:
                 running -= 1
             lease.used(cost=1)
@@ -161,31 +160,34 @@ async def test_validation_and_training_take_turns(name, remote):
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
-    # Eight calls of a quarter of the deadline each, one at a time: the last waits for nearly twice the deadline.
-    timeout = 0.4
+    # All wait until the place is given back, after more than their deadline.
+    timeout = 1.5
 
     async def judge():
         if inside:
             async with reward_loop.limit("judge"):
-                await asyncio.sleep(timeout / 4)
-        else:
-            await asyncio.sleep(timeout / 4)
+                await asyncio.sleep(0)
         return 1
 
     def sync_judge():
         if inside:
             with reward_loop.limit("judge"):
-                time.sleep(timeout / 4)
-        else:
-            time.sleep(timeout / 4)
+                pass
         return 1
 
-    limits = {"judge" if inside else "default": {"max_concurrent": 1}}
-    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=timeout)
-    results = await asyncio.gather(*(function(SAMPLE) for _ in range(8)))
-    assert [result.error for result in results] == [None] * 8
-    assert max(result.wait_seconds for result in results) > timeout
-    assert max(result.seconds for result in results) < timeout
+    name = "judge" if inside else "default"
+    function, config = scoring(judge if is_async else sync_judge, limits={name: {"max_concurrent": 1}}, timeout=timeout)
+    place = await job_of(config).enter(name, 0, "train")
+    calls = [asyncio.create_task(function(SAMPLE)) for _ in range(4)]
+    async with asyncio.timeout(60):
+        while job_of(config).status()["limits"][name]["waiting"] < len(calls):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(1.1 * timeout)
+    place.leave()
+    for result in await asyncio.gather(*calls):
+        assert (result.error, result.score) == (None, 1)
+        assert result.wait_seconds > timeout
+        assert result.seconds < timeout
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -208,7 +210,7 @@ async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
         return 1
 
     limits = {"judge": {"max_concurrent": 1}, "default": {"max_concurrent": 1}}
-    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=0.2)
+    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
     hung, fine = await asyncio.gather(function(RewardSample("hang")), function(RewardSample("4")))
     release.set()
     assert isinstance(hung.exception, RewardTimeoutError)
@@ -440,7 +442,16 @@ async def test_eight_workers_keep_one_limit():
     limits = {"default": {"max_concurrent": 4}}
     service = JobService(RewardLoopConfig(limits=limits))
     address = await service.start()
-    judge = Counting()
+    running = peak = 0
+    four = asyncio.Barrier(4)
+
+    async def judge():
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await four.wait()
+        running -= 1
+        return 1
 
     # A default score of its own, that each has its own job: its own connection.
     workers = []
@@ -448,7 +459,7 @@ async def test_eight_workers_keep_one_limit():
         function, config = scoring(judge, limits=limits, job=address)
         workers.append(function)
     results = await asyncio.gather(*(worker(SAMPLE) for worker in workers for _ in range(10)))
-    assert judge.peak == 4
+    assert peak == 4
     assert {result.outcome for result in results} == {Outcome.SCORED}
     await job_of(config).close()
     await service.stop()

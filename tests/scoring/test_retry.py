@@ -1,4 +1,5 @@
 import asyncio
+import threading
 import time
 
 import pytest
@@ -106,12 +107,12 @@ async def test_the_times_of_all_attempts_are_in_the_result(last):
 
 
 async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
-    failed = False
+    failed, release = False, threading.Event()
 
     def function(solution_str):
         nonlocal failed
         if solution_str == "slow":
-            time.sleep(0.05)
+            release.wait(60)
         elif not failed:
             failed = True
             raise asks(0)
@@ -119,6 +120,11 @@ async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
 
     options = RewardLoopConfig(retry={"initial_wait": 0.001}, max_threads=1)
     scoring = ScoringFunction(function, options=options)
-    _, result = await asyncio.gather(scoring(RewardSample("slow")), scoring(RewardSample("")))
+    slow, other = (asyncio.create_task(scoring(RewardSample(text))) for text in ("slow", ""))
+    await asyncio.sleep(0)  # both are called
+    await asyncio.sleep(0.05)
+    release.set()
+    await slow
+    result = await other
     assert result.attempts == 2
     assert result.queue_seconds >= 0.04  # before the first attempt

@@ -32,7 +32,7 @@ async def test_no_more_than_the_limit_at_a_time():
         with lock:
             running += 1
             peak = max(peak, running)
-        both.wait(10)
+        both.wait(60)
         with lock:
             running -= 1
 

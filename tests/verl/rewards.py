@@ -61,7 +61,7 @@ class Slow(Mixed):
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
         if extra_info["split"] == "train" and extra_info["index"] == 0 and _is_first("held"):
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(280):
                 while True:
                     if _beside_the_log("trained").exists():
                         break
@@ -114,7 +114,7 @@ def _agent_loop_worker() -> Any:
 
 async def _until(happened: Callable[[dict[str, float]], bool]) -> None:
     worker = _agent_loop_worker()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(280):
         while True:
             if happened(await worker.__ray_call__.remote(lambda worker: worker._queue.metrics(0))):
                 break

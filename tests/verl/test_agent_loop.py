@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from reward_loop.verl.agent_loop import PipelineAgentLoopWorker
+from reward_loop.verl.progress import Event
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -19,3 +24,21 @@ async def test_it_says_what_it_is_at() -> None:
         "b": "sessions [0, 1] are being judged",
         "c": "its results are being written",
     }
+
+
+@pytest.mark.parametrize(("generated", "told"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
+async def test_it_tells_why_a_rollout_failed(
+    generated: bool, told: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("tool")
+
+    monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_agent_loop", fail)
+    worker = object.__new__(PipelineAgentLoopWorker)
+    worker._generating = {"a": {0} if generated else {0, 1}}
+    worker._unjudged, worker._rewards = {"a": {0, 1}}, {"a": {}}
+    worker._news, worker._told = [], asyncio.Event()
+    with pytest.raises(KeyError):
+        await worker._run_agent_loop({}, {}, uid="a", session_id=1)
+    assert worker._news == told
+    assert worker._generating == {"a": {0}}

@@ -14,7 +14,7 @@ from reward_loop.verl.main_ppo import _warn_of_another_verl
 
 def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,15 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(cluster: None) -> None:
+def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
+    from reward_loop.verl import news
     from reward_loop.verl.news import Listener
+
+    monkeypatch.setattr(news, "ANSWER_S", 120.0)
 
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     progress = Progress()
@@ -54,11 +59,11 @@ def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(cluster: No
         assert not listener.wait(lambda: False, timeout=0.01)
         ray.get(workers[0].tell.remote(("judging", "b"), ("generated", "b")))
         ray.get(workers[1].tell.remote(("over", "c")))
-        assert listener.wait(lambda: progress.generating == {"a"} and "c" not in progress.unfinished, timeout=60)
+        assert listener.wait(lambda: progress.generating == {"a"} and "c" not in progress.unfinished, timeout=300)
         assert progress.pending == 1
         workers[1].die.remote()
         with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
-            listener.wait(lambda: False, timeout=60)
+            listener.wait(lambda: False, timeout=300)
         missing = listener.at_work_on(progress.unfinished)
     assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated" in missing
     assert "agent loop worker 1 of 2 is dead" in missing

@@ -191,3 +191,51 @@ def test_a_mini_batch_in_which_nothing_has_a_score_is_passed_over() -> None:
 def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> None:
     with pytest.raises(RewardLoopError, match=r"(?s)nothing happened.*waited for rewards.*stall_timeout_s.*\['d'\]"):
         done(PIPELINE, EVEN, "abc")
+
+
+class FailingBuffer:
+    """verl's buffer, to which every group has failed."""
+
+    def __init__(self, trainer: RewardPipelineTrainer) -> None:
+        self.trainer = trainer
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        pass
+
+    def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
+        return set(), set(), set(self.trainer._submitted), {}
+
+    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
+        return reasons[2], 0, 0, {}
+
+
+class Failing(RewardPipelineTrainer):
+    """All rollouts fail, whatever they are replaced by."""
+
+    def __init__(self, max_refills: int) -> None:
+        self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
+        self.options = PipelineOptions(max_refills=max_refills)
+        self.global_steps = 1
+        self.submitted = 0
+        self._submitted, self._seconds = [], {"generation": 0.0}
+        self._replaces, self._filters = True, False
+        self._progress = Progress()
+        self._listener = Judges(self._progress, "")  # type: ignore[assignment]
+        self.replay_buffer = FailingBuffer(self)
+
+    def _submit_up_to(self, count: int) -> None:
+        while len(self._submitted) < count:
+            self._submitted.append(f"p{self.submitted}")
+            self.submitted += 1
+            self._progress.happened(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
+
+    def _look_at_workers(self) -> None:
+        pass
+
+
+def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
+    trainer = Failing(max_refills=3)
+    trainer._submit_up_to(2)
+    with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
+        trainer._finish_generation({}, {})
+    assert trainer.submitted == 2 + 3 * 2

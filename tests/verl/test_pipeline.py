@@ -32,7 +32,7 @@ CORRECTION = "algorithm.rollout_correction"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Both overlaps, two ranks, two agent loop workers, four mini-batches a step, a judge that takes its time and
-    scores whole groups, two epochs, a warm-up, and verl's correction for off-policy rollouts."""
+    scores whole groups, two epochs, warm-ups, verl's correction for off-policy rollouts, and a critic beside it all."""
     return train(
         tmp_path_factory.mktemp("pipeline"),
         tiny_generative_model,
@@ -49,6 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "actor_rollout_ref.actor.optim.lr_warmup_steps=4",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         f"{CORRECTION}.rollout_is=token",
+        "critic.enable=True",
+        f"critic.model.path={tiny_generative_model}",
+        "critic.optim.lr=1e-3",
+        "critic.optim.lr_warmup_steps=2",
         function="Slow",
     )
 
@@ -83,6 +87,16 @@ def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run)
 def test_the_learning_rate_moves_on_once_a_step(run: Run) -> None:
     rates = [run.steps[step]["actor/lr"] for step in range(1, 5)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    rates = [run.steps[step]["critic/lr"] for step in range(1, 5)]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.integration
+def test_a_critic_learns_beside_the_actor(run: Run) -> None:
+    losses = [run.steps[step]["critic/vf_loss"] for step in range(1, 5)]
+    assert losses[-1] < losses[0]
+    # Values are predicted before the update, from what was learnt so far.
+    assert run.steps[1]["critic/values/mean"] != run.steps[4]["critic/values/mean"]
 
 
 @pytest.mark.integration

@@ -48,7 +48,7 @@ def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
         said = [
             json.loads(
                 subprocess.run(
-                    command, cwd=worker.parent, env={"ONLY": "this"}, stdout=subprocess.PIPE, timeout=60, check=True
+                    command, cwd=worker.parent, env={"ONLY": "this"}, stdout=subprocess.PIPE, timeout=300, check=True
                 ).stdout
             )
             for _ in range(2)
@@ -85,7 +85,7 @@ def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
 def test_without_the_process_a_worker_starts_all_the_same(worker: Path) -> None:
     with preloaded([]) as executable:
         pass
-    run = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=60, check=True)
+    run = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=300, check=True)
     said = json.loads(run.stdout)
     assert said["parent"] == os.getpid()
     assert not said["had"]
@@ -106,7 +106,7 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         executable = process.stdout.readline()
-        asked = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=60, check=True)
+        asked = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=300, check=True)
         server = int(asked.stdout)
         process.kill()
     deadline = time.monotonic() + 60

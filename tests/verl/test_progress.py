@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import Event, Progress, StepTimes
+from reward_loop.verl.progress import Event, Progress, Refills, StepTimes
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
@@ -25,6 +25,33 @@ def test_a_prompt_is_generated_before_it_is_over() -> None:
     assert progress.unfinished == {"a", "c"}
     progress.forget("ac")
     assert not progress.generating | progress.unfinished
+
+
+def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:
+    progress = told((1, ("failed", "a_0: KeyError: 'x'")), uids="a")
+    assert progress.failure == "a_0: KeyError: 'x'"
+    assert progress.generating == progress.unfinished == {"a"}
+
+
+def test_replacements_that_fail_again_and_again_are_too_many() -> None:
+    refills = Refills(2)
+    assert not refills.exhausted(failed=3, filtered=0, kept=5)  # what was kept is new
+    assert [refills.exhausted(failed=3, filtered=0, kept=5) for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("success", [{"failed": 2, "filtered": 0, "kept": 6}, {"failed": 2, "filtered": 1, "kept": 5}])
+def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[str, int]) -> None:
+    refills = Refills(2)
+    for _ in range(5):
+        assert not refills.exhausted(failed=3, filtered=0, kept=5)
+        assert not refills.exhausted(failed=3, filtered=0, kept=5)
+        assert not refills.exhausted(**success)
+        refills.exhausted(failed=0, filtered=0, kept=0)  # the next step
+
+
+def test_without_a_bound_groups_are_replaced_for_ever() -> None:
+    refills = Refills(None)
+    assert not any(refills.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:

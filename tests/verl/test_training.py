@@ -241,7 +241,7 @@ def test_ctrl_c_leaves_no_process(
     harried_run: Run, tiny_generative_model: Path, tiny_discriminative_model: Path
 ) -> None:
     assert harried_run.returncode == 130, harried_run.output[-5000:]
-    assert "Interrupted" in harried_run.output.strip().splitlines()[-1]
+    assert any("Interrupted" in line for line in harried_run.output.strip().splitlines()[-5:])
     assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
     assert rewards.processes_with("reward_loop.verl.main_ppo", str(tiny_generative_model)) == []
 

@@ -335,7 +335,7 @@ async def test_limits_of_all_workers_are_changed_from_outside(cluster: None, pol
         return [job for job in found if "judge" in job["states"][0]["limits"]]
 
     async def until(in_flight: int, waiting: int) -> list[str]:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while True:
                 for job in await limits():
                     judge = job["states"][0]["limits"]["judge"]
@@ -374,6 +374,8 @@ def compute_score(solution_str):
 def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import ray
+
     function = tmp_path / "f.py"
     function.write_text(HANGS)
     overrides = (f"custom_reward_function.path={function}", "reward.num_workers=1")
@@ -381,6 +383,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     workers = RewardWorkers(patient, None)
     workers.wait_until_ready()
     pending = workers.start_batch([rollout("1"), rollout("hang")])
+    ray.wait(pending, num_returns=1, timeout=300)
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
     impatient = ("reward_loop.timeout=0.1", "reward_loop.retry.max_seconds=0.1")
     workers.client.options = reward_loop_options(settled(policy, *overrides, *impatient))
@@ -403,7 +406,7 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: st
         policy,
         "reward.num_workers=2",
         "reward_model.reward_manager=group",
-        "reward_loop.group.timeout=60",
+        "reward_loop.group.timeout=300",
         "actor_rollout_ref.rollout.n=3",
         f"custom_reward_function.path={function}",
     )
@@ -439,7 +442,7 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
 
 
 async def look_until_told(workers: RewardWorkers) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             workers.look_for_fatal_error()
             await asyncio.sleep(0.05)

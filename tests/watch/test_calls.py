@@ -2,13 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+
+import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.watch import Call, current, in_work
 from tests.router.serving import until
 
 
-async def test_a_call_is_known_while_it_is_in_work() -> None:
+@pytest.fixture
+def new() -> Callable[[], list[Call]]:
+    """The calls in work that earlier tests have not left."""
+    left = in_work()
+    return lambda: [call for call in in_work() if call not in left]
+
+
+async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[Call]]) -> None:
     go = asyncio.Event()
     uids: list[str | None] = []
 
@@ -22,14 +32,14 @@ async def test_a_call_is_known_while_it_is_in_work() -> None:
     manager = NaiveRewardLoopManager(compute_score=compute_score)
     tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid=f"q{i}", data_source="d"))) for i in range(3)]
     await until(lambda: len(uids) == 3)
-    assert [call.sample.uid for call in in_work()] == uids == ["q0", "q1", "q2"]
-    shown = in_work()[0].describe()
+    assert [call.sample.uid for call in new()] == uids == ["q0", "q1", "q2"]
+    shown = new()[0].describe()
     assert shown["data_source"] == "d"
     assert "compute_score" in shown["function"]
     assert shown["seconds"] >= 0
     go.set()
     await asyncio.gather(*tasks)
-    assert in_work() == []
+    assert new() == []
     assert current() is None
 
 
@@ -47,7 +57,7 @@ async def test_a_sync_function_in_its_thread_has_its_call() -> None:
     assert sorted(seen) == sorted((str(i), False) for i in range(20))
 
 
-async def test_a_cancelled_call_is_not_in_work() -> None:
+async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[Call]]) -> None:
     started = asyncio.Event()
 
     async def compute_score(solution_str: str) -> None:
@@ -58,11 +68,11 @@ async def test_a_cancelled_call_is_not_in_work() -> None:
     await started.wait()
     task.cancel()
     await asyncio.wait([task])
-    assert in_work() == []
+    assert new() == []
 
 
-def test_calls_may_be_nested() -> None:
+def test_calls_may_be_nested(new: Callable[[], list[Call]]) -> None:
     with Call(RewardSample("a", uid="outer"), "f") as outer, Call(RewardSample("b", uid="inner"), "g") as inner:
         assert current() is inner
-        assert in_work() == [outer, inner]
+        assert new() == [outer, inner]
     assert current() is None

@@ -19,6 +19,7 @@ from reward_loop.scoring.jobs import job_of
 from reward_loop.testing import FakeJudge
 from reward_loop.watch import Records, records
 from tests.gsm8k import ROOT
+from tests.router.serving import until
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -84,7 +85,8 @@ async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
     manager = NaiveRewardLoopManager(config, compute_score=compute_score)
     place = await job_of(config).enter("judge", 0, "train")
     calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in "abc"]
-    await asyncio.sleep(0.5)
+    await until(lambda: {"a", "b"} <= set(tried))
+    await asyncio.sleep(0.8)
     place.leave()
     rewards = [reward["reward_extra_info"] for reward in await asyncio.gather(*calls)]
     assert await asyncio.to_thread(records(tmp_path).flush)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import queue
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_what_is_too_old_is_logged_with_its_names() -> None:
             message = messages.get(timeout=60)
     finally:
         logger.removeHandler(heard)
-    assert message.startswith("1 samples have been in work for more than 0.01 s; the oldest:\n")
+    assert re.match(r"\d+ samples have been in work for more than 0\.01 s; the oldest:\n", message)
     assert "sample q7 (data source 'gsm8k') in f (a.py), waits for POST http://judge/v1/chat/completions" in message
 
 
@@ -79,7 +80,7 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
     assert "compute_score" in report["oldest"][0]["function"]
     stacks = [lines for name, lines in report["threads"].items() if name.startswith("reward-function")]
     assert len(stacks) == 2
-    assert any("stuck.py" in line for line in stacks[0])
+    assert any("stuck.py" in line for lines in stacks for line in lines)
     # Killed, it leaves nothing behind.
     assert process.pid not in processes()
     with pytest.raises(OSError, match="refused"):

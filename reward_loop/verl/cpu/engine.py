@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import verl.utils.model
+from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -38,3 +40,13 @@ class CPUEngineWithLMHead(_WithoutOffload, FSDPEngineWithLMHead):
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")
 class CPUEngineWithValueHead(_WithoutOffload, FSDPEngineWithValueHead):
     """Critic."""
+
+
+def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, torch_dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+# verl's asks for FlashAttention, whatever is configured.
+verl.utils.model.load_valuehead_model = _load_critic
