@@ -114,9 +114,10 @@ class ListScoringFunction:
         names = [str(sample.uid) for sample in samples[:_NAMED]]
         if len(samples) > _NAMED:
             names.append(f"{len(samples) - _NAMED} more")
-        called = await self._function(
-            RewardSample("", uid=", ".join(names), extra_info={"samples": tuple(samples)}), **context
+        together = RewardSample(
+            "", uid=", ".join(names), extra_info={"samples": tuple(samples)}, validate=samples[0].validate
         )
+        called = await self._function(together, **context)
         if called.outcome is not Outcome.SCORED:
             return [called] * len(samples)
         returned = called.extra_info["returned"]
