@@ -35,9 +35,18 @@ def _prepare_training_worker() -> None:
             backend="cpu:gloo",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            init_method=os.environ.get("DIST_INIT_METHOD"),
+            init_method=os.environ.get("DIST_INIT_METHOD", f"file://{_meeting_place()}"),
         )
     import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
+
+
+def _meeting_place() -> str:
+    """The file by which the ranks of this worker group find each other. They are on one node, and verl's MASTER_PORT,
+    which was free when verl chose it, may be another program's by now."""
+    import ray
+
+    session = ray._private.worker._global_node.get_session_dir_path()
+    return f"{session}/reward-loop-{os.environ['WG_PREFIX']}-{os.environ['MASTER_PORT']}"
 
 
 PlatformRegistry.register(platform="cpu")(CPUPlatform)
