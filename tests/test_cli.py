@@ -255,11 +255,12 @@ def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
 
 
 @contextlib.contextmanager
-def score_with(folder, source, first=""):
-    """Yield a ``reward-loop score`` that runs, with the function in ``source``; in its process ``first`` is run."""
+def score_with(folder, source, same_seconds):
+    """Yield a ``reward-loop score`` that runs, with the function in ``source``."""
     (folder / "function.py").write_text(source)
     handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{handle}\n{first}\nfrom reward_loop.cli import main; main()"]
+    patience = f"from reward_loop import _interrupt; _interrupt._SAME_SECONDS = {same_seconds}"
+    command = [sys.executable, "-c", f"{handle}; {patience}; from reward_loop.cli import main; main()"]
     command += ["score", "rollouts.jsonl", "--fn", "function.py", "-f", "solution_str=output"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
@@ -279,7 +280,7 @@ def compute_score():
     threading.Event().wait()
 """
     # However long they take on a slow machine, they belong together.
-    with score_with(folder, source, "from reward_loop import _interrupt; _interrupt._SAME_SECONDS = 600") as run:
+    with score_with(folder, source, same_seconds=600) as run:
         _, errors = run.communicate(timeout=300)
     assert run.returncode == 130, errors
     assert errors.count("Interrupted") == 1
@@ -298,7 +299,7 @@ async def compute_score():
         except asyncio.CancelledError:
             pass
 """
-    with score_with(folder, source) as run:
+    with score_with(folder, source, same_seconds=0) as run:
         while not (folder / "deaf").exists():
             assert run.poll() is None, run.stderr.read()
             time.sleep(0.02)
