@@ -152,7 +152,7 @@ class Limiter:
         self.in_flight += 1
         assert self._requests is not None
         assert self._tokens is not None
-        self._requests.add(now, 1)
+        self._requests.count(now, 1)
         if ticket.tokens:
             ticket.charge = self._tokens.add(now, ticket.tokens)
         ticket.admit()

@@ -70,6 +70,27 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
     await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
 
 
+async def test_what_cannot_be_sent_holds_up_nothing_else(kept):
+    job, state = await kept(options(max_concurrent=1))
+    place = await job.enter("judge", 0, "train")
+    job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
+    place.leave()
+    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    assert state._failures[""]._failures == 1
+
+
+async def test_a_message_that_json_cannot_hold_is_its_senders_error():
+    service = JobService(options(max_concurrent=1))
+    job = RemoteJob(await service.start(), options(max_concurrent=1))
+    place = await job.enter("judge", 0, "train")
+    with pytest.raises(TypeError):
+        place.used(object())
+    place.leave()
+    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    await job.close()
+    await service.stop()
+
+
 async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
     job, state = await kept(options(max_concurrent=1))
     place = await job.enter("judge", 0, "train")
