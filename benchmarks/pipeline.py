@@ -5,8 +5,10 @@
 *Engines that sleep*: the step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
 schedules as the recipe's agent does, beside the floor max(G + T, R). *Cost*: CPU time and memory a sample, with 20,000
 in flight in one process. *verl* (``--verl``): verl's trainer on a CPU, with judging that takes about as long as
-generation and training, as shipped and in the mode reward_pipeline. *Faults* (``--faults``): whether a run of verl that
-loses workers, judges and its trainer still trains on every sample exactly once. The last line is JSON.
+generation and training, as shipped and in the mode reward_pipeline. Both trainings are there at the same time and make
+some steps in turn, so that a busy machine slows both down; the first step of a turn does not count, since judging went
+on before it. *Faults* (``--faults``): whether a run of verl that loses workers, judges and its trainer still trains on
+every sample exactly once. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class VerlRuns:
         both: list[dict[str, float]] = []
         verl: list[dict[str, float]] = []
         judging: list[float] = []
-        steps = 2 * training.FIRST + 1 + training.SETTLING + 2 * rounds * (1 + training.BLOCK)
+        steps = 2 * training.FIRST + training.SETTLING + 2 * rounds * (1 + training.BLOCK)
         task = report.task("verl's trainer, as shipped and ours, in turn", steps)
         made = {"both": 0, "verl": 0}
 
@@ -176,11 +178,14 @@ class VerlRuns:
                 run.begin(training.FIRST)
             theirs.finish(look_at_verl)
             ours.finish(look_at_ours)
-            ours.turn(training.SETTLING, look_at_ours)
+            ours.begin(training.SETTLING)
+            ours.finish(look_at_ours)
             for _ in range(rounds):
                 both += ours.turn(training.BLOCK, look_at_ours)
                 judging.append(calibration.hold(training.BLOCK))
                 verl += theirs.turn(training.BLOCK, look_at_verl)
+            ours.end()  # both at once
+            theirs.end()
         report.progress.remove_task(task)
         self._compared(training.Steps(both), verl, statistics.fmean(judging))
 

@@ -192,6 +192,7 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
         *(sys.executable, *mode.command),
         f"actor_rollout_ref.model.path={folder / 'policy'}",
         f"actor_rollout_ref.rollout.n={RESPONSES}",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "algorithm.adv_estimator=grpo",
@@ -211,7 +212,7 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={output}/checkpoints",
         f"hydra.run.dir={output}",
-        "ray_kwargs.ray_init.num_cpus=13",
+        "ray_kwargs.ray_init.num_cpus=16",
         "ray_kwargs.ray_init.num_gpus=1",
         *overrides,
     ]
@@ -235,7 +236,8 @@ class InTurn:
         # The policy stays as it is: one that learned to write digits would write longer responses.
         learns_nothing = "actor_rollout_ref.actor.optim.lr=1e-9"
         self._command = command(mode, folder, output, NEVER, learns_nothing, TURNS=turns, **environment)
-        self._log, self._metrics, self._turns = output / "log", output / "metrics.jsonl", os.open(turns, os.O_RDWR)
+        self._log, self._metrics = output / "log", output / "metrics.jsonl"
+        self._turns: int | None = os.open(turns, os.O_RDWR)
         self._steps = 0
 
     def __enter__(self) -> Self:
@@ -246,14 +248,21 @@ class InTurn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._turns)  # it ends when it cannot get a turn any more
+        self.end()
         deadline = time.monotonic() + ENDING_S
         while kind is None and self._training.status() is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         self._training.__exit__(kind, error, trace)
 
+    def end(self) -> None:
+        """Gives it no more turns, so that it ends."""
+        if self._turns is not None:
+            os.close(self._turns)
+            self._turns = None
+
     def begin(self, steps: int) -> None:
         """Lets it make so many more steps, and does not wait for them."""
+        assert self._turns is not None
         self._steps += steps
         os.write(self._turns, b"." * steps)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import os
 import time
 from typing import Any
 
@@ -154,6 +155,15 @@ def amount(name: str, value: Any) -> float | None:
 
 current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
 """The innermost place that the running code holds."""
+
+
+def _let_go() -> None:
+    """In a fork of this process: its places are its own, and the loop that gives others does not run in the fork."""
+    current_limits.set(None)
+    current_lease.set(None)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 async def enter(call: CallLimits, name: str, tokens: float) -> Lease:

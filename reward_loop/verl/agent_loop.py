@@ -23,7 +23,8 @@ from reward_loop.verl.progress import Event
 __all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
 
 GENERATED = "generated"
-"""Tags a prompt whose sessions have all been generated. It is no status: verl refuses those that it does not know."""
+"""Tags a prompt whose sessions have all been generated and published. It is no status: verl refuses those that it does
+not know."""
 
 NEWS_S = 30.0
 """Seconds after which a worker answers although it has no news, so that no call is open for ever."""
@@ -38,6 +39,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._generating: dict[str, set[int]] = {}
+        self._unpublished: dict[str, set[int]] = {}
         self._judging: dict[Session, asyncio.Task[None] | None] = {}
         self._unjudged: dict[str, set[int]] = {}
         self._rewards: dict[str, dict[str, dict[str, Any]]] = {}
@@ -76,11 +78,16 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if trajectory["validate"]:
             return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         sessions = range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n))
-        self._generating[uid], self._unjudged[uid], self._rewards[uid] = set(sessions), set(sessions), {}
+        stages = self._generating, self._unpublished, self._unjudged
+        for stage in stages:
+            stage[uid] = set(sessions)
+        self._rewards[uid] = {}
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         finally:
-            del self._generating[uid], self._unjudged[uid], self._rewards[uid]
+            for stage in stages:
+                del stage[uid]
+            del self._rewards[uid]
             self._tell(("over", uid))
         return None
 
@@ -89,12 +96,13 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except Exception as error:
-            if session[1] in self._generating.get(session[0], ()):
+            if session[1] in self._unpublished.get(session[0], ()):
                 self._tell(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
             raise
         finally:
             # A session that failed before it published anything will publish nothing.
-            await self._note_generated(*session)
+            self._note_generated(*session)
+            await self._note_published(*session)
             await self._note_judged(*session)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -102,9 +110,10 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         session = (kwargs["uid"], kwargs["session_id"])
         self._judging[session] = None
+        self._note_generated(*session)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
-            await self._note_generated(*session)
+            await self._note_published(*session)
             judging = self._judging[session]
             if judging is not None:
                 await self._await_reward(output if isinstance(output, list) else [output], session, judging)
@@ -126,24 +135,21 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             # Only training is judged beside generation: the limits of a service share their turns by this.
             await super()._compute_score(outputs, {**kwargs, "__validate__": True})
 
-    async def _note_generated(self, uid: str, session_id: int) -> None:
-        left = self._generating.get(uid)
-        if left and session_id in left:
-            left.discard(session_id)
-            if not left:
-                await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
-                self._tell(("generated", uid))
+    def _note_generated(self, uid: str, session_id: int) -> None:
+        if _is_last(self._generating, uid, session_id):
+            self._tell(("generated", uid))
+
+    async def _note_published(self, uid: str, session_id: int) -> None:
+        if _is_last(self._unpublished, uid, session_id):
+            await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
+            self._tell(("published", uid))
 
     async def _note_judged(self, uid: str, session_id: int) -> None:
         """Publishes the rewards of a prompt when the last of its sessions ends: nobody trains on a part of a group,
         and each write costs several milliseconds."""
-        left = self._unjudged.get(uid)
-        if left and session_id in left:
-            left.discard(session_id)
-            rewards = self._rewards[uid]
-            if not left and rewards:
-                fields = list_of_dict_to_tensordict(list(rewards.values()))
-                await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
+        if _is_last(self._unjudged, uid, session_id) and (rewards := self._rewards[uid]):
+            fields = list_of_dict_to_tensordict(list(rewards.values()))
+            await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
 
     async def _await_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
         """Takes the reward when it comes. A trajectory that gets none, the run going on, is left out of training: it
@@ -173,6 +179,15 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 "rm_scores": published["rm_scores"],
                 "extra_fields": published["extra_fields"],
             }
+
+
+def _is_last(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
+    """Takes a session out of a stage; whether it was the last one of its prompt."""
+    left = stage.get(uid, set())
+    if session_id not in left:
+        return False
+    left.discard(session_id)
+    return not left
 
 
 def _name(session: Session) -> str:

@@ -219,7 +219,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         count = len(self._submitted)
         size = self.config.data.train_batch_size
         refills = Refills(self.options.max_refills)
-        generating, unfinished = self._progress.generating, self._progress.unfinished
+        unpublished, unfinished = self._progress.unpublished, self._progress.unfinished
+        # Where nothing else is wanted from the new rollouts, writing them to TransferQueue goes on while others are
+        # trained on. Teachers are part of a session, and which groups failed is known when the last one has ended.
+        generating = unpublished if self._replaces or self.use_teacher_policy else self._progress.generating
         if self._replaces and self._throw_out(metrics, refills):
             self._submit_up_to(count)
         while True:
@@ -235,9 +238,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 break
             with self._timed("generation", timing_raw, "gen"):
                 self._submit_up_to(count)
+        uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with self._timed("generation", timing_raw, "gen"):
             self.on_sample_end()
-        uids, self._submitted = self._submitted[:size], self._submitted[size:]
+            self._wait("rollouts", lambda: unpublished.isdisjoint(uids))
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # By a model on these GPUs: nothing else can go on meanwhile.
@@ -429,8 +433,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
             for uid, tag in prompts.items():
                 if uid in self._progress.unfinished and tag["status"] in ("finished", "failure"):
                     self._progress.happened(("over", uid), time.monotonic())
-                elif uid in self._progress.generating and tag.get(GENERATED):
-                    self._progress.happened(("generated", uid), time.monotonic())
+                elif uid in self._progress.unpublished and tag.get(GENERATED):
+                    self._progress.happened(("published", uid), time.monotonic())
 
     @contextmanager
     def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:

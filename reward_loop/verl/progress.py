@@ -8,9 +8,10 @@ from typing import Literal
 
 __all__ = ["Event", "Progress", "Refills", "StepTimes"]
 
-Event = tuple[Literal["judging", "judged", "generated", "over", "failed"], str]
+Event = tuple[Literal["judging", "judged", "generated", "published", "over", "failed"], str]
 """What happened, and to what: the judging of a session (``{uid}_{number}``) began, or ended; all sessions of a prompt
-(its uid) are generated; or have ended, rewards included. Or a session failed before it was generated, and why."""
+(its uid) are generated; their trajectories are in TransferQueue; or they have ended, rewards included. Or a session
+failed and has no trajectory, and why."""
 
 
 class Progress:
@@ -19,6 +20,8 @@ class Progress:
     def __init__(self) -> None:
         self.generating: set[str] = set()
         """Prompts with sessions that are being generated."""
+        self.unpublished: set[str] = set()
+        """Prompts with sessions whose trajectories are not in TransferQueue, and may still come."""
         self.unfinished: set[str] = set()
         """Prompts that lack a rollout or a reward."""
         self.events = 0
@@ -26,7 +29,7 @@ class Progress:
         self.most_pending = 0
         """The most rewards that were out at a time since the last `start_step`."""
         self.failure = ""
-        """The latest session that failed before it was generated, and why."""
+        """The latest session that failed and has no trajectory, and why."""
         self._out: dict[str, float] = {}
         """The sessions whose rewards are out, and since when."""
         self._out_since = 0.0
@@ -37,6 +40,10 @@ class Progress:
         """The longest time that one of those had been out."""
 
     @property
+    def _stages(self) -> tuple[set[str], ...]:
+        return self.generating, self.unpublished, self.unfinished
+
+    @property
     def pending(self) -> int:
         """Rewards that are out."""
         return len(self._out)
@@ -44,8 +51,8 @@ class Progress:
     def submit(self, uids: Iterable[str]) -> None:
         """Prompts were handed to the rollout."""
         for uid in uids:
-            self.generating.add(uid)
-            self.unfinished.add(uid)
+            for stage in self._stages:
+                stage.add(uid)
 
     def happened(self, event: Event, at: float) -> None:
         """Takes an event in. ``at`` is in seconds, on any clock that does not jump."""
@@ -64,9 +71,9 @@ class Progress:
         elif kind == "failed":
             self.failure = name
         else:
-            self.generating.discard(name)
-            if kind == "over":
-                self.unfinished.discard(name)
+            ended = ("generated", "published", "over").index(kind) + 1
+            for stage in self._stages[:ended]:
+                stage.discard(name)
 
     def start_step(self, at: float) -> None:
         """A training step begins."""
@@ -96,8 +103,8 @@ class Progress:
     def forget(self, uids: Iterable[str]) -> None:
         """Prompts were thrown away."""
         for uid in uids:
-            self.generating.discard(uid)
-            self.unfinished.discard(uid)
+            for stage in self._stages:
+                stage.discard(uid)
 
 
 class Refills:

@@ -183,6 +183,20 @@ async def test_limits_are_changed_while_the_job_runs():
     await service.stop()
 
 
+async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
+    # It would wait for ever, and all the others behind it.
+    job, state = await kept(options(tokens_per_minute=100))
+    first = await job.enter("judge", 60, "train")
+    large, small = (asyncio.create_task(job.enter("judge", tokens, "train")) for tokens in (80, 10))
+    await turns(lambda: state.status()["limits"]["judge"]["waiting"] == 2)
+    state.configure("judge", {"tokens_per_minute": 70})
+    with pytest.raises(LimitError, match="a call asks for 80 tokens, and tokens_per_minute is 70"):
+        await large
+    (await small).leave()
+    first.leave()
+    await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
+
+
 async def test_a_client_that_dies_frees_what_it_held():
     service = JobService(options(max_concurrent=2))
     address = await service.start()

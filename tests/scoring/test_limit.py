@@ -1,6 +1,10 @@
 import asyncio
 import math
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -477,3 +481,25 @@ async def test_without_its_service_a_run_stops():
     function, _ = scoring(judge, limits=limits, job=address)
     with pytest.raises(JobServiceError):
         await function(SAMPLE)
+
+
+def test_a_process_that_the_function_forks_is_outside():
+    # In a process of its own: those of the tests have threads that a fork had better not meet.
+    code = """
+import asyncio, os, signal
+import reward_loop
+
+def judge():
+    if (pid := os.fork()) == 0:
+        signal.alarm(30)
+        with reward_loop.limit("judge"):
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+options = reward_loop.RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})
+function = reward_loop.ScoringFunction(judge, options=options)
+print(asyncio.run(function(reward_loop.RewardSample(""))).score)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7.0\n", done.stderr

@@ -21,7 +21,11 @@ QUEUE = "trainer.v1.separate_async.reward_queue"
 
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
-    assert pipeline_options(settled()) == PipelineOptions()
+    config = settled()
+    assert pipeline_options(config) == PipelineOptions()
+    # Hydra takes options without a plus sign only if they are there.
+    assert config.trainer.v1.reward_pipeline.keys() == PipelineOptions.model_fields.keys()
+    assert config.trainer.v1.separate_async.reward_queue.keys() == RewardQueueOptions.model_fields.keys()
 
 
 def test_which_option_bounds_the_wait() -> None:

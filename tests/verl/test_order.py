@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,3 +240,50 @@ def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
         trainer._finish_generation({}, {})
     assert trainer.submitted == 2 + 3 * 2
+
+
+class Writing(RewardPipelineTrainer):
+    """`a` is trained on, `b` is the next step's; all are generated at once, and written to TransferQueue later."""
+
+    def __init__(self, written: str) -> None:
+        self.config = OmegaConf.create(
+            {"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": {"temperature": 1.0}}}
+        )
+        self.options = PipelineOptions(stall_timeout_s=0.01)
+        self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
+        self.use_teacher_policy = False
+        self._submitted, self._seconds = ["a", "b"], {"generation": 0.0}
+        self._replaces = self._filters = False
+        self._progress = Progress()
+        self._progress.submit("ab")
+        for uid in "ab":
+            self._progress.happened(("generated", uid), 0.0)
+        for uid in written:
+            self._progress.happened(("published", uid), 0.0)
+        self._listener = Judges(self._progress, "")  # type: ignore[assignment]
+        self.asleep = False
+
+    def on_sample_end(self) -> None:
+        self.asleep = True
+
+    def _trajectories(self, uids: list[str]) -> KVBatchMeta:
+        return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return batch
+
+    def _resync(self) -> None:
+        """There is no TransferQueue."""
+
+
+def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() -> None:
+    trainer = Writing(written="a")
+    assert list(trainer._finish_generation({}, {}).groups) == ["a"]
+    assert trainer.asleep
+
+
+def test_what_is_trained_on_must_be_written() -> None:
+    trainer = Writing(written="b")
+    with pytest.raises(RewardLoopError, match="waited for rollouts"):
+        trainer._finish_generation({}, {})
+    assert trainer.asleep

@@ -19,12 +19,13 @@ def told(*events: tuple[float, Event], uids: str = "") -> Progress:
     return progress
 
 
-def test_a_prompt_is_generated_before_it_is_over() -> None:
-    progress = told((1, ("generated", "a")), (2, ("over", "b")), uids="abc")
-    assert progress.generating == {"c"}
-    assert progress.unfinished == {"a", "c"}
-    progress.forget("ac")
-    assert not progress.generating | progress.unfinished
+def test_a_prompt_is_generated_then_published_then_over() -> None:
+    progress = told((1, ("generated", "a")), (2, ("published", "b")), (3, ("over", "c")), uids="abcd")
+    assert progress.generating == {"d"}
+    assert progress.unpublished == {"a", "d"}
+    assert progress.unfinished == {"a", "b", "d"}
+    progress.forget("abd")
+    assert not progress.generating | progress.unpublished | progress.unfinished
 
 
 def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:

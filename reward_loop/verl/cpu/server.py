@@ -18,7 +18,7 @@ __all__ = ["CPURolloutServer"]
 MAX_BATCH_SIZE = 128
 """Sequences that run at a time; more of them make a CPU no faster."""
 
-QUIET_S, MAX_WAIT_S = 0.05, 1.0
+QUIET_S, MAX_WAIT_S = 0.1, 1.0
 """The agent loop starts the sessions of a batch one after the other, some milliseconds apart. A batch of the first few
 would take almost as long as one of all, and the others would wait for it."""
 
