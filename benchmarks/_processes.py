@@ -2,10 +2,11 @@
 
     python -m benchmarks._processes
 
-The ideal is what the machine gives in the same minute: as many such calls in plain loops, one process a core, each told
+The ideal is what the machine gives at the same time: as many such calls in plain loops, one process a core, each told
 once how many to make. The efficiency is the ideal's time over that of a `ScoringFunction` with ``isolation="process"``,
-which sends every sample to a process and its score back. Both are timed warm, in turn, and the best of each counts: a
-busy machine only adds time.
+which sends every sample to a process and its score back. Both are timed warm, in turn, in rounds of half a second; each
+of ours is compared with the ideal just before and just after it, and the median of these ratios counts. A machine that
+is shared changes its speed by half within seconds: the best of either may come from different moments.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from statistics import median
 
 from reward_loop import RewardSample, ScoringFunction
 from reward_loop.processes.pool import usable_cores
@@ -59,22 +61,33 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
         ``process_efficiency`` (ideal seconds over ours), ``process_samples_per_s`` and ``process_cores``.
     """
     cores = usable_cores()
-    per_core, rounds = (40, 3) if quick else (100, 5)
+    per_core, rounds = 20, 8 if quick else 25
     steps = int(1e6 * CALL_SECONDS / check_many(5, 1_000_000))
     function = ScoringFunction(checker, isolation="process", max_processes=cores)
-    ideal, ours = [], []
     # In sessions of their own, like workers: on a busy machine, the kernel shares cores among sessions.
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer=os.setsid) as pool:
-        for calls in (1, *[per_core] * rounds):
+    with (
+        asyncio.Runner() as runner,
+        ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer=os.setsid) as pool,
+    ):
+
+        def ideal_s(calls: int) -> float:
             began = time.perf_counter()
             list(pool.map(check_many, [calls] * cores, [steps] * cores))
-            ideal.append(time.perf_counter() - began)
-            ours.append(asyncio.run(score_all(function, calls * cores, steps)))
+            return time.perf_counter() - began
+
+        def ours_s(calls: int) -> float:
+            return runner.run(score_all(function, calls * cores, steps))
+
+        ideal_s(1), ours_s(1)  # starts the processes
+        ideal, ours = [ideal_s(per_core)], []
+        for _ in range(rounds):
+            ours.append(ours_s(per_core))
+            ideal.append(ideal_s(per_core))
     function.close()
-    ideal_s, ours_s = min(ideal[1:]), min(ours[1:])  # the first round starts the processes
+    ratios = [(before + after) / 2 / mine for before, mine, after in zip(ideal, ours, ideal[1:], strict=False)]
     return {
-        "process_efficiency": round(ideal_s / ours_s, 4),
-        "process_samples_per_s": round(per_core * cores / ours_s, 1),
+        "process_efficiency": round(median(ratios), 4),
+        "process_samples_per_s": round(per_core * cores / median(ours), 1),
         "process_cores": cores,
     }
 

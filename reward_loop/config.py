@@ -221,8 +221,8 @@ class RewardLoopConfig(Config):
     """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
 
     limits: dict[str, LimitConfig] = Field(default_factory=dict)
-    """Limits by the name of a service. ``default`` holds for every call of the function, others for the calls inside
-    ``async with reward_loop.limit(name)``."""
+    """Limits by the name of a service. ``default`` holds for every call of the function, ``retry`` besides for every
+    call that is made again, others for the calls inside ``async with reward_loop.limit(name)``."""
 
     retry: RetryConfig = Field(default_factory=RetryConfig)
     """When a call that failed is made again."""

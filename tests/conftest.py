@@ -20,6 +20,9 @@ settings.load_profile("steady")
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 os.environ["COLUMNS"] = "80"
+# Half a minute, Ray's default, may be too short for it to start beside a training on two cores.
+for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s"):
+    os.environ.setdefault(name, "300")
 
 # A shell that runs the tests in the background has them ignore SIGINT, which their children would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -255,11 +255,12 @@ def test_ctrl_c_is_noticed_whichever_thread_it_reaches(folder, command):
 
 
 @contextlib.contextmanager
-def score_with(folder, source):
+def score_with(folder, source, same_seconds):
     """Yield a ``reward-loop score`` that runs, with the function in ``source``."""
     (folder / "function.py").write_text(source)
     handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{handle}; from reward_loop.cli import main; main()"]
+    patience = f"from reward_loop import _interrupt; _interrupt._SAME_SECONDS = {same_seconds}"
+    command = [sys.executable, "-c", f"{handle}; {patience}; from reward_loop.cli import main; main()"]
     command += ["score", "rollouts.jsonl", "--fn", "function.py", "-f", "solution_str=output"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
@@ -278,8 +279,9 @@ def compute_score():
         os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
 """
-    with score_with(folder, source) as run:
-        _, errors = run.communicate(timeout=60)
+    # However long they take on a slow machine, they belong together.
+    with score_with(folder, source, same_seconds=600) as run:
+        _, errors = run.communicate(timeout=300)
     assert run.returncode == 130, errors
     assert errors.count("Interrupted") == 1
     assert "run the same command again to go on" in errors
@@ -297,10 +299,11 @@ async def compute_score():
         except asyncio.CancelledError:
             pass
 """
-    with score_with(folder, source) as run:
+    with score_with(folder, source, same_seconds=0) as run:
         while not (folder / "deaf").exists():
             assert run.poll() is None, run.stderr.read()
-        for _ in range(600):
+            time.sleep(0.02)
+        for _ in range(3000):
             run.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.wait(0.1)

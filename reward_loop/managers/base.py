@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
+from reward_loop._text import shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.decoding import ResponseDecoder
@@ -106,7 +107,7 @@ class RewardLoopManagerBase:
         """Return the sample in ``data``; a `RewardSample` stays as it is, the last row of a ``DataProto`` is decoded.
 
         A row without ``data_source`` or ``reward_model.ground_truth`` gives a sample that fails, if the function
-        requires that field.
+        requires that field; one whose ``reward_model`` or ``extra_info`` is no mapping gives one that fails, too.
         """
         if isinstance(data, RewardSample):
             return data
@@ -116,13 +117,15 @@ class RewardLoopManagerBase:
         row = _last_row(data.non_tensor_batch, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
-        extra_info = dict(row.get("extra_info") or {})
-        extra_info.update(row.get("tool_extra_fields") or {})
+        broken: list[str] = []
+        extra_info = {**_mapping(row, "extra_info", broken), **_mapping(row, "tool_extra_fields", broken)}
         extra_info["num_turns"] = row.get("__num_turns__")
         extra_info["rollout_reward_scores"] = row.get("reward_scores", {})
-        reference = row.get("reward_model") or {}
+        reference = _mapping(row, "reward_model", broken)
         error = None
-        if "ground_truth" not in reference and "ground_truth" in self.requires:
+        if broken:
+            error = broken[0]
+        elif "ground_truth" not in reference and "ground_truth" in self.requires:
             error = 'its row has no non_tensor_batch["reward_model"]["ground_truth"], which the function requires'
         elif "data_source" not in row and "data_source" in self.requires:
             error = 'its row has no non_tensor_batch["data_source"], which the function requires'
@@ -222,6 +225,16 @@ def _last_row(columns: Mapping[str, Any], responses: Any) -> dict[str, Any]:
     if responses.ndim == 1:
         return dict(columns)
     return {name: column[-1] for name, column in columns.items()}
+
+
+def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[str, Any]:
+    """Return a field of a row that is a mapping, if it is there; if it is something else, add that to ``broken``."""
+    value = row.get(name)
+    if isinstance(value, Mapping):
+        return value
+    if value is not None:
+        broken.append(f'in its row, non_tensor_batch["{name}"] must be a mapping; got {shorten(value)}')
+    return {}
 
 
 def _response(responses: Any, batch: Any, length: int | None) -> Any:

@@ -30,4 +30,5 @@ class BatchRewardLoopManager(RewardLoopManagerBase):
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample together with those that come soon after it."""
         batch = self.options.batch
-        return await self._collector.score(sample, None, batch.max_batch_size, batch.max_wait_ms / 1000)
+        # Not those of training with those of validation, which get their turns at limits alternately.
+        return await self._collector.score(sample, sample.validate, batch.max_batch_size, batch.max_wait_ms / 1000)

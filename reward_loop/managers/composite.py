@@ -13,7 +13,7 @@ from reward_loop.errors import BudgetSpentError, ConfigError, InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
-from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.scoring.call import describe, failed_after
 from reward_loop.scoring.job import DEFAULT
 from reward_loop.scoring.jobs import failure_bound
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
@@ -115,20 +115,23 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             "reward_router_address": self.reward_router_address,
             "reward_model_tokenizer": self.reward_model_tokenizer,
         }
-        async with asyncio.TaskGroup() as group:
-            for name, component in self._components.items():
-                calls[name] = group.create_task(component.function(sample, **context))
-                if component.config.gate is not None:
-                    score, _ = component.settle(await calls[name])
-                    if score is None or score < component.config.gate:
-                        break
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, component in self._components.items():
+                    calls[name] = group.create_task(component.function(sample, **context))
+                    if component.config.gate is not None:
+                        score, _ = component.settle(await calls[name])
+                        if score is None or score < component.config.gate:
+                            break
+        except* Exception as errors:  # what stops the run
+            raise errors.exceptions[0] from None
         return {name: call.result() for name, call in calls.items()}
 
 
 def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
     keys = listing(PART_KEYS & result.extra_info.keys())
     problem = f"{describe(sample)}: reward_loop.components.{name} returned {keys}; a sum has no place for parts"
-    return ended_badly(InvalidScoreError(problem), result.seconds)
+    return failed_after(result, InvalidScoreError(problem))
 
 
 class _Component:

@@ -11,7 +11,7 @@ from reward_loop._text import listing, shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
-from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.scoring.call import describe, failed_after
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["GDPORewardLoopManager"]
@@ -47,7 +47,7 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
             f"{describe(sample)}: {self.function.name} must return a dict with a number for each of "
             f"algorithm.gdpo_reward_keys; {listing(wrong)} is missing or none, in {shorten(dict(result.extra_info))}"
         )
-        return ended_badly(InvalidScoreError(problem), result.seconds)
+        return failed_after(result, InvalidScoreError(problem))
 
     def to_reward(self, result: RewardResult) -> Reward:
         """As any manager; where the sample has no score, each of its rewards is what the policy makes of that."""

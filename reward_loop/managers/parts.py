@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop._text import shorten
 from reward_loop.errors import InvalidScoreError
-from reward_loop.scoring.call import describe, ended_badly
+from reward_loop.scoring.call import describe, failed_after
 from reward_loop.types import PART_KEYS, RewardResult, RewardSample
 
 __all__ = ["check_parts"]
@@ -30,7 +30,7 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
             problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
         else:
             continue
-        return ended_badly(InvalidScoreError(f"{describe(sample)}: {problem}"), result.seconds)
+        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
     return result
 
 

@@ -60,6 +60,9 @@ class PostProcess:
             extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
             error=str(failure),
             seconds=info.get("reward_seconds", 0.0),
+            attempts=info.get("reward_attempts", 1),
+            wait_seconds=info.get("reward_wait_seconds", 0.0),
+            queue_seconds=info.get("reward_queue_seconds", 0.0),
             exception=failure,
         )
         self._failures.count(result)

@@ -37,8 +37,11 @@ __all__ = ["Report", "main"]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_STACK_SECONDS = 0.1
-"""How long a worker past its deadline has to write down where it is."""
+_STACK_SECONDS = 0.5
+"""How long a worker past its deadline has, at most, to begin to write down where it is. On a busy machine, it may not
+run at once."""
+_WRITING_SECONDS = 0.02
+"""How long it has to write that."""
 _MEMORY_SECONDS = 0.05
 """How often memory is measured."""
 _LINGER_SECONDS = 2.0
@@ -118,10 +121,7 @@ class _ForkServer:
                 else:
                     self._given_up(fd, wholly=bool(events & select.POLLHUP))
             self._watch_memory()
-            now = time.monotonic()
-            for child in self._alive.values():
-                if child.kill_at is not None and now >= child.kill_at:
-                    _kill(child.pid)
+            self._kill_late()
             self._reap()
 
     def end(self) -> None:
@@ -138,6 +138,8 @@ class _ForkServer:
     def _patience_ms(self) -> float | None:
         """Until something must be done that no descriptor announces."""
         times = [child.kill_at for child in self._alive.values() if child.kill_at is not None]
+        if times:
+            times.append(time.monotonic() + _WRITING_SECONDS)  # to see whether their stacks are there
         times += [child.report_by for child in self._dead]
         if self._max_memory_mb is not None and self._alive:
             times.append(time.monotonic() + _MEMORY_SECONDS)
@@ -195,6 +197,17 @@ class _ForkServer:
                     child.kill_at = time.monotonic() + _STACK_SECONDS
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, worker.STACK_SIGNAL)
+
+    def _kill_late(self) -> None:
+        """Kill the workers that have been given up, once they have written down where they are."""
+        now = time.monotonic()
+        for child in self._alive.values():
+            if child.kill_at is None:
+                continue
+            if now >= child.kill_at:
+                _kill(child.pid)
+            elif os.fstat(child.stack_fd).st_size:
+                child.kill_at = min(child.kill_at, now + _WRITING_SECONDS)
 
     def _watch_memory(self) -> None:
         # The resident memory that is its own, rather than RLIMIT_AS: torch, thread stacks and JIT compilers reserve

@@ -163,6 +163,7 @@ class WorkerProcesses:
     def _forget(self) -> None:
         """Start from nothing: in a fork of this process, the children are those of its parent."""
         self._server, self._idle, self._working, self._slots = None, [], 0, None
+        self._lock = threading.Lock()  # another thread may have held it
         if self._end is not None:
             self._end.detach()
         self._end = None
@@ -243,10 +244,13 @@ class _Worker:
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
-            await loop.sock_sendall(self._channel, setup + arguments)
-        answer = _Answer(loop, timeout, waited)
+        answer: _Answer | None = None
         try:
+            # It reads them once it has loaded the function: what does not fit into the socket must wait for that.
+            async with asyncio.timeout(_START_SECONDS):
+                with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
+                    await loop.sock_sendall(self._channel, setup + arguments)
+            answer = _Answer(loop, timeout, waited)
             # By hand: `sock_recv` would wake a task for every frame, and the worker waits meanwhile.
             loop.add_reader(self._channel, self._read, answer)
             try:
@@ -256,7 +260,7 @@ class _Worker:
                 loop.remove_reader(self._channel)
         except TimeoutError:
             at = await self._give_up()
-            if answer.started is None:
+            if answer is None or answer.started is None:
                 raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
             raise TimeoutError(at) from None
         if kind == DIED:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
+    ConfigError,
     InvalidScoreError,
     JobServiceError,
     LimitError,
@@ -27,7 +28,7 @@ from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.job import DEFAULT, Job
+from reward_loop.scoring.job import DEFAULT, RETRY, Job
 from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.lease import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
@@ -79,7 +80,10 @@ class ScoringFunction:
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
+            ConfigError: ``limit`` is the one that holds for calls that are made again.
         """
+        if limit == RETRY:
+            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another one")
         if options is None:
             options = RewardLoopConfig(
                 timeout=timeout,
@@ -279,7 +283,7 @@ class ScoringFunction:
         tries = [first]
 
         async def attempt() -> Ended:
-            tries.append(await self._attempt(job, arguments, share))
+            tries.append(await self._attempt_again(job, arguments, share, tries[-1]))
             return tries[-1]
 
         elapsed = time.monotonic() - started
@@ -289,6 +293,21 @@ class ScoringFunction:
         ended.queued = sum(one.queued for one in tries)
         ended.waited = max(0.0, time.monotonic() - started - ended.seconds - ended.queued)
         return ended
+
+    async def _attempt_again(self, job: Job, arguments: dict[str, Any], share: str, last: Ended) -> Ended:
+        """Call the function once more, within the limit that holds for that."""
+        if RETRY not in job.limited:
+            return await self._attempt(job, arguments, share)
+        try:
+            place = await job.enter(RETRY, 0, share)
+        except LimitError as error:
+            assert last.exception is not None
+            why = describe_exception(last.exception)
+            return _not_called(LimitError(f"was not called again: {error}. It had raised {why}"))
+        try:
+            return await self._attempt(job, arguments, share)
+        finally:
+            place.leave()
 
     def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Coroutine[Any, Any, Ended]:
         """Call the function once, within the limit that holds for every call."""
@@ -466,6 +485,13 @@ def to_result(returned: Any, sample: RewardSample, name: str, ended: Ended) -> R
 def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
     """Return the result of a sample that failed."""
     return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
+
+
+def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
+    """Return the result of a sample that failed by what its call returned: what is known of the call stays."""
+    return replace(
+        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
+    )
 
 
 def not_called(sample: RewardSample) -> RewardResult:

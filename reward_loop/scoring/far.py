@@ -22,7 +22,7 @@ from typing import Any
 from reward_loop.errors import JobServiceError, LimitError
 from reward_loop.processes import worker
 from reward_loop.scoring import lease as leases
-from reward_loop.scoring.lease import CallLimits, Lease
+from reward_loop.scoring.lease import CallLimits, Lease, amount
 from reward_loop.scoring.transient import is_refusal, retry_after
 
 __all__ = ["FarLease", "enter", "enter_async", "within_reach"]
@@ -133,11 +133,11 @@ class FarLease(Lease):
 
     def used(self, tokens: float | None = None, cost: float | None = None) -> None:
         """As `Lease.used`."""
-        self._tell("used", tokens, cost)
+        self._tell("used", amount("tokens", tokens), amount("cost", cost))
 
     def add(self, tokens: float) -> None:
         """As `Lease.add`."""
-        self._tell("add", tokens)
+        self._tell("add", amount("tokens", tokens))
 
     def end(self, error: BaseException | None) -> None:
         """Leave the place."""

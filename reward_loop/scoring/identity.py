@@ -119,8 +119,9 @@ class _Writer:
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception as error:
             raise IdentityError(f"{where} is a {kind.__qualname__} ({error})") from error
-        if isinstance(reduced, str):
-            return [kind.__module__, reduced]
+        if isinstance(reduced, str):  # it is found by name, as what `functools.lru_cache` makes of a function
+            wrapped = self.write(getattr(value, "__wrapped__", None), where)
+            return [getattr(value, "__module__", None), reduced, source_hash(value), wrapped]
         make, arguments, state, *items = (*reduced, None, None, None)[:5]
         written: list[Any] = [self.write(make, where), self.write(arguments, where)]
         if isinstance(state, dict):

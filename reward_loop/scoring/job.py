@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["DEFAULT", "Job", "Place"]
+__all__ = ["DEFAULT", "RETRY", "Job", "Place"]
 
 DEFAULT = "default"
 """The limit that holds for every call of the function."""
+
+RETRY = "retry"
+"""The limit that holds for every call that is made again, besides."""
 
 
 class Place(Protocol):

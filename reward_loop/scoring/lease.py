@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
+import os
 import time
 from typing import Any
 
-from reward_loop._text import did_you_mean, listing
+from reward_loop._text import did_you_mean, listing, shorten
 from reward_loop.errors import LimitError
-from reward_loop.scoring.job import DEFAULT, Job, Place
+from reward_loop.scoring.job import DEFAULT, RETRY, Job, Place
 from reward_loop.scoring.transient import is_refusal, retry_after
 
-__all__ = ["CallLimits", "Lease", "current_lease", "current_limits", "enter"]
+__all__ = ["CallLimits", "Lease", "amount", "current_lease", "current_limits", "enter"]
 
 
 class CallLimits:
@@ -82,12 +84,15 @@ class Lease:
         Args:
             tokens: all tokens of the call, as the service counts them; a later value replaces an earlier one.
             cost: its costs, in the unit of ``reward_loop.budget.max_cost``; likewise.
+
+        Raises:
+            ValueError: one is no amount.
         """
-        self._on_loop(self._used, tokens, cost)
+        self._on_loop(self._used, amount("tokens", tokens), amount("cost", cost))
 
     def add(self, tokens: float) -> None:
         """Say that one more request took so many tokens; `reward_loop.client` does so by itself."""
-        self._on_loop(self._add, tokens)
+        self._on_loop(self._add, amount("tokens", tokens))
 
     def refused(self, retry_after: float | None = None) -> None:
         """Say that the service answered 429, where the function does not raise that.
@@ -95,7 +100,7 @@ class Lease:
         Args:
             retry_after: the seconds that the service asked to wait.
         """
-        self._refused = (True, retry_after)
+        self._refused = (True, amount("retry_after", retry_after))
 
     def end(self, error: BaseException | None) -> None:
         """Leave the place."""
@@ -131,8 +136,34 @@ class Lease:
             loop.call_soon_threadsafe(function, *arguments)
 
 
+def amount(name: str, value: Any) -> float | None:
+    """Return a number of tokens, seconds or costs as a `float`, of whichever library it is; ``None`` stays.
+
+    Raises:
+        ValueError: it is no finite number, or below 0.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be a finite number, 0 or more; got {shorten(value)}")
+    return number
+
+
 current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
 """The innermost place that the running code holds."""
+
+
+def _let_go() -> None:
+    """In a fork of this process: its places are its own, and the loop that gives others does not run in the fork."""
+    current_limits.set(None)
+    current_lease.set(None)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
@@ -155,11 +186,11 @@ async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
 
 
 def _is_limited(job: Job, name: str) -> bool:
-    if name == DEFAULT:
-        raise LimitError("the limit 'default' holds for the whole function: inside it, name another one")
+    if name in (DEFAULT, RETRY):
+        raise LimitError(f"the limit {name!r} holds for the whole function: inside it, name another one")
     if name in job.limited:
         return True
-    others = job.limited - {DEFAULT}
+    others = job.limited - {DEFAULT, RETRY}
     if others:
         raise LimitError(
             f"there is no limit {name!r}{did_you_mean(name, others) or '.'} Configured in "

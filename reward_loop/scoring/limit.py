@@ -7,7 +7,7 @@ from types import TracebackType
 
 from reward_loop.processes import worker
 from reward_loop.scoring import far
-from reward_loop.scoring.lease import Lease, current_lease, current_limits, enter
+from reward_loop.scoring.lease import Lease, amount, current_lease, current_limits, enter
 
 __all__ = ["limit"]
 
@@ -26,13 +26,14 @@ class limit:
         tokens: how many tokens the call will use, prompt and answer, as far as it can be told before.
 
     Raises:
+        ValueError: ``tokens`` is no amount.
         LimitError: there is no such limit, this call can never fit it, or its turn did not come in time.
         JobServiceError: whoever keeps the limits for all workers cannot be reached.
     """
 
     def __init__(self, name: str, *, tokens: float = 0) -> None:
         self._name = name
-        self._tokens = tokens
+        self._tokens = amount("tokens", tokens) or 0.0
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from typing import Any
@@ -30,6 +31,9 @@ class Ticket:
 
     def admit(self) -> None:
         """The call may begin: from now on it is in flight."""
+
+    def refuse(self, error: LimitError) -> None:
+        """The call will never begin, as the limit has been lowered."""
 
 
 class Limiter:
@@ -66,6 +70,19 @@ class Limiter:
             self._adaptive.maximum = config.max_concurrent
             if config.max_concurrent is not None:
                 self._adaptive.limit = min(self._adaptive.limit, config.max_concurrent)
+        for ticket in itertools.chain.from_iterable(self._queues.values()):
+            if ticket.state == "waiting" and (error := self._too_large(ticket)) is not None:
+                ticket.state = "gone"
+                ticket.refuse(error)
+
+    def _too_large(self, ticket: Ticket) -> LimitError | None:
+        limit = self.config.tokens_per_minute
+        if limit is None or ticket.tokens <= limit:
+            return None
+        return LimitError(
+            f"limit {self.name!r}: a call asks for {ticket.tokens:g} tokens, and tokens_per_minute is {limit}: "
+            "raise it, or make smaller calls"
+        )
 
     def _window(self, window: SlidingWindow | None, limit: int | None) -> SlidingWindow:
         # A window without a limit counts on: it may get one later.
@@ -109,12 +126,8 @@ class Limiter:
         Raises:
             LimitError: it asks for more tokens than a whole minute has.
         """
-        limit = self.config.tokens_per_minute
-        if limit is not None and ticket.tokens > limit:
-            raise LimitError(
-                f"limit {self.name!r}: a call asks for {ticket.tokens:g} tokens, and tokens_per_minute is {limit}: "
-                "raise it, or make smaller calls"
-            )
+        if (error := self._too_large(ticket)) is not None:
+            raise error
         if not self._queues and self._room_at(now, ticket) <= now:
             self._admit(now, ticket)
         else:
@@ -139,7 +152,7 @@ class Limiter:
         self.in_flight += 1
         assert self._requests is not None
         assert self._tokens is not None
-        self._requests.add(now, 1)
+        self._requests.count(now, 1)
         if ticket.tokens:
             ticket.charge = self._tokens.add(now, ticket.tokens)
         ticket.admit()

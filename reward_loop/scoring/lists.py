@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._text import shorten
-from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, ScoringError
+from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError
 from reward_loop.processes.ended import Ended
-from reward_loop.scoring.call import ScoringFunction, copied, describe, not_called, to_result
+from reward_loop.scoring.call import ScoringFunction, copied, describe, failed_after, not_called, to_result
 from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
@@ -114,16 +114,17 @@ class ListScoringFunction:
         names = [str(sample.uid) for sample in samples[:_NAMED]]
         if len(samples) > _NAMED:
             names.append(f"{len(samples) - _NAMED} more")
-        called = await self._function(
-            RewardSample("", uid=", ".join(names), extra_info={"samples": tuple(samples)}), **context
+        together = RewardSample(
+            "", uid=", ".join(names), extra_info={"samples": tuple(samples)}, validate=samples[0].validate
         )
+        called = await self._function(together, **context)
         if called.outcome is not Outcome.SCORED:
             return [called] * len(samples)
         returned = called.extra_info["returned"]
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
             problem = f"{self.name} was given {len(samples)} samples, and must return a list of as many scores"
             return [
-                _failed(InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"), called)
+                failed_after(called, InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"))
                 for sample in samples
             ]
         return [self._result(sample, item, called) for sample, item in zip(samples, returned, strict=True)]
@@ -134,7 +135,7 @@ class ListScoringFunction:
             return to_result(item, sample, self.name, ended)
         failure = RewardFunctionError(f"{describe(sample)}: {self.name} gave {type(item).__name__}: {item}")
         failure.__cause__ = item
-        return _failed(failure, called)
+        return failed_after(called, failure)
 
 
 def _call(
@@ -163,10 +164,3 @@ async def _when_ready(returned: Awaitable[Any]) -> dict[str, Any]:
 def _packed(returned: Any) -> dict[str, Any]:
     # Arrays and tensors become lists.
     return {"score": 0.0, "returned": returned.tolist() if hasattr(returned, "tolist") else returned}
-
-
-def _failed(problem: ScoringError, called: RewardResult) -> RewardResult:
-    """Return the result of a sample that failed in a call that itself ended well."""
-    return replace(
-        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
-    )

@@ -74,7 +74,8 @@ class RemoteJob:
             raise TooManyFailuresError(self.stopped)
         if self._lost is not None:
             raise self._lost
-        self._send("count", failed, error, of)
+        # What a model wrote may be quoted in it, with surrogates that have no UTF-8.
+        self._send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
 
     async def why_stopped(self) -> str | None:
         """Say why the run must stop, if it must; all that was counted here before is taken into account."""

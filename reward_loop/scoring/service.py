@@ -173,6 +173,9 @@ class _There(Ticket):
     def admit(self) -> None:
         self._lines.send("admit", self._call)
 
+    def refuse(self, error: LimitError) -> None:
+        self._lines.send("refuse", self._call, str(error))
+
 
 @contextlib.contextmanager
 def serve_job(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:

@@ -163,6 +163,10 @@ class _Here(Ticket):
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)
 
+    def refuse(self, error: LimitError) -> None:
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(error)
+
     async def wait(self, max_wait: float | None) -> None:
         loop = asyncio.get_running_loop()
         turn = self._turn = loop.create_future()

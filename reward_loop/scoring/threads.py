@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,6 +37,11 @@ class DaemonThreads:
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Start from nothing, as in a fork of this process, where the threads are missing."""
         self._lock = threading.Lock()
         # To wait and to notify. The lock is taken by itself: a KeyboardInterrupt in the condition's own `__enter__`,
         # which is Python code, would leave it locked for ever.
@@ -146,6 +153,17 @@ class DaemonThreads:
                 if not in_time and not self._queue:
                     self._threads -= 1
                     return None
+
+
+_all: weakref.WeakSet[DaemonThreads] = weakref.WeakSet()
+
+
+def _begin_all() -> None:
+    for threads in list(_all):
+        threads._begin()
+
+
+os.register_at_fork(after_in_child=_begin_all)
 
 
 class _Job(Watched):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 __all__ = ["MARGIN", "Charge", "SlidingWindow"]
@@ -12,6 +13,10 @@ MARGIN_S = 0.25
 service a little later than it is let through, some later than others: so that a window of the *service's* clock holds
 no more than its limit either, two windows are kept apart by more than that difference. Of a minute, it costs one
 percent of the rate."""
+
+GRAINS = 64
+"""Parts of a second. What `SlidingWindow.count` counts in one of them is kept as one charge: a minute of thousands of
+calls a second stays small. A power of two, so that times come out even."""
 
 
 class Charge:
@@ -66,6 +71,15 @@ class SlidingWindow:
         self._charges.append(charge)
         self.total += amount
         return charge
+
+    def count(self, now: float, amount: float) -> None:
+        """Count ``amount`` at ``now``, or a grain of time later, where it will not be corrected."""
+        time = math.ceil(now * GRAINS) / GRAINS
+        if self._charges and self._charges[-1].time >= time:
+            self._charges[-1].amount += amount
+            self.total += amount
+        else:
+            self.add(time, amount)
 
     def correct(self, now: float, charge: Charge, amount: float) -> None:
         """Let a charge count for another amount; one that has left the window counts no more."""

@@ -37,16 +37,18 @@ class Lines:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._messages: list[list[Any]] = []
+        self._messages: list[bytes] = []
 
     def send(self, *message: Any) -> None:
+        """Send a message; one that JSON has no place for is an error here, and no other message's trouble."""
+        encoded = orjson.dumps(message)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._messages.append(list(message))
+        self._messages.append(encoded)
 
     def _flush(self) -> None:
         if not self._writer.is_closing():
-            self._writer.write(orjson.dumps(self._messages) + b"\n")
+            self._writer.write(b"[" + b",".join(self._messages) + b"]\n")
         self._messages.clear()
 
 

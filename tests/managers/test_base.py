@@ -132,6 +132,8 @@ async def test_a_sample_stays_as_it_is():
     [
         (exact, {"reward_model": {}}, 'no non_tensor_batch["reward_model"]["ground_truth"]'),
         (exact, {"reward_model": None}, 'no non_tensor_batch["reward_model"]["ground_truth"]'),
+        (exact, {"reward_model": '{"ground_truth": "abc"}'}, 'non_tensor_batch["reward_model"] must be a mapping; got'),
+        (exact, {"extra_info": [1, 2]}, 'non_tensor_batch["extra_info"] must be a mapping; got [1, 2]'),
         (lambda data_source: 1, {"data_source": None}, 'no non_tensor_batch["data_source"]'),
         (lambda solution_str, ground_truth=None: 1, {"reward_model": None}, ""),
         (lambda **kwargs: 1, {"reward_model": None, "data_source": None, "extra_info": None}, ""),

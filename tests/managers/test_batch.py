@@ -4,6 +4,7 @@ import pytest
 
 from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
 from reward_loop.managers import BatchRewardLoopManager, scoring_function
+from reward_loop.scoring.lease import current_limits
 
 
 def manager(function, **options):
@@ -21,6 +22,19 @@ async def test_samples_share_calls():
     rewards = await asyncio.gather(*(made.run_single(RewardSample("x" * i)) for i in range(8)))
     assert [reward["reward_score"] for reward in rewards] == list(range(8))
     assert sizes == [4, 4]
+
+
+async def test_validation_has_its_own_share_of_limits():
+    calls = []
+
+    async def function(solution_strs):
+        calls.append((current_limits.get().share, solution_strs))
+        return [1] * len(solution_strs)
+
+    made = manager(function, batch={"max_batch_size": 2, "max_wait_ms": 60_000})
+    samples = [RewardSample(text, validate=text.isupper()) for text in ("a", "B", "c", "D")]
+    await asyncio.gather(*map(made.run_single, samples))
+    assert sorted(calls) == [("train", ["a", "c"]), ("validate", ["B", "D"])]
 
 
 async def test_the_last_ones_do_not_wait_for_ever():

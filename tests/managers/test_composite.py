@@ -7,6 +7,7 @@ import pytest
 from reward_loop import (
     BudgetSpentError,
     ConfigError,
+    JobServiceError,
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
@@ -161,6 +162,17 @@ async def test_each_component_has_its_own_deadline(make):
     info = reward["reward_extra_info"]
     assert (reward["reward_score"], info["Judge/outcome"]) == (1.0, "failed")
     assert "deadline of 0.01 s" in info["Judge/error"]
+
+
+@pytest.mark.parametrize("gate", [None, 0.5])
+async def test_without_the_service_of_its_limits_a_run_stops(make, gate):
+    limits = {"default": {"max_concurrent": 4}}
+    service = JobService(RewardLoopConfig(limits=limits))
+    address = await service.start()
+    await service.stop()
+    manager = make({"form": {"gate": gate}, "accuracy": {}}, limits=limits, job=address)
+    with pytest.raises(JobServiceError, match="cannot be reached"):
+        await run(manager, "<4>")
 
 
 async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):

@@ -42,6 +42,19 @@ async def test_others_are_failures(parts, message):
     assert message in info["reward_error"]
 
 
+async def test_what_is_known_of_the_call_stays():
+    calls = iter([ConnectionError("busy"), {"score": 1.0, "turn_level_scores": "abc"}])
+
+    def judge():
+        if isinstance(returned := next(calls), Exception):
+            raise returned
+        return returned
+
+    manager = NaiveRewardLoopManager({"retry": {"initial_wait": 0}}, compute_score=judge)
+    info = (await manager.run_single(RewardSample("x")))["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_attempts"]) == ("failed", 2)
+
+
 async def test_a_sum_has_no_place_for_them(tmp_path):
     path = tmp_path / "parts.py"
     path.write_text("def compute_score(): return {'score': 1, 'turn_level_scores': [1]}\n")

@@ -22,6 +22,7 @@ from reward_loop import (
     isolated,
     load_function,
 )
+from reward_loop.processes import pool
 from reward_loop.processes.ended import Call
 from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import open_descriptors
@@ -435,6 +436,20 @@ async def test_a_module_that_breaks_in_the_process_only(tmp_path, monkeypatch):
     scoring.close()
 
 
+async def test_a_module_that_never_loads(tmp_path, monkeypatch):
+    path = tmp_path / "loads.py"
+    path.write_text("def compute_score(extra_info):\n    return 1\n")
+    scoring = ScoringFunction(load_function(str(path)), isolation="process", timeout=60)
+    path.write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr(pool, "_START_SECONDS", 0.5)
+    # More than the socket takes while nobody reads.
+    for text in ("", "x" * (8 << 20)):
+        result = await asyncio.wait_for(scoring(RewardSample("", extra_info={"text": text})), 60)
+        assert isinstance(result.exception, RewardCrashedError)
+        assert "compute_score (loads.py) was not loaded in a process within 0.5 s" in result.error
+    scoring.close()
+
+
 @isolated
 def marked():
     return os.getpid()
@@ -463,9 +478,9 @@ async def test_async_functions_stay_on_the_loop():
 
 
 async def test_garbage_collection_ends_the_processes():
-    pool = WorkerProcesses(process_id, name="process_id", max_processes=1)
-    pid = (await pool.run(Call(process_id))).value
-    del pool
+    processes = WorkerProcesses(process_id, name="process_id", max_processes=1)
+    pid = (await processes.run(Call(process_id))).value
+    del processes
     gc.collect()
     assert not is_alive(pid)
 

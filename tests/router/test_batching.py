@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,17 +48,16 @@ class Batches:
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
-        self.held_from: int | None = None
-        """The number of the pass before which the gate is closed."""
+        self.held_from, self.release = sys.maxsize, threading.Event()
+        """From which pass on the model waits for `release`."""
         self.error: Exception | None = None
         self.handle = model.register_forward_pre_hook(self.hook, with_kwargs=True)
 
     def hook(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self.sizes.append(len(kwargs["input_ids"]))
-        if len(self.sizes) == self.held_from:
-            self.gate.clear()
         self.entered.set()
         assert self.gate.wait(60)
+        assert len(self.sizes) < self.held_from or self.release.wait(60)
         if self.error:
             raise self.error
 
@@ -67,6 +67,7 @@ def batches(discriminative: Any) -> Iterator[Batches]:
     recorder = Batches(discriminative)
     yield recorder
     recorder.gate.set()
+    recorder.release.set()
     recorder.handle.remove()
 
 
@@ -75,6 +76,7 @@ def steps(generative: Any) -> Iterator[Batches]:
     recorder = Batches(generative)
     yield recorder
     recorder.gate.set()
+    recorder.release.set()
     recorder.handle.remove()
 
 
@@ -181,7 +183,7 @@ async def test_a_short_sequence_is_delivered_before_its_batch_is_done(generative
         assert steps.sizes[0] == 2
         assert not long.done()
         long.cancel()
-        steps.gate.set()
+        steps.release.set()
 
 
 async def test_the_repetition_penalty_ignores_padding(generative: Any) -> None:

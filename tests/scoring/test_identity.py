@@ -80,6 +80,11 @@ def at_top(solution_str):
     return len(solution_str)
 
 
+@functools.lru_cache
+def cached(solution_str):
+    return len(solution_str)
+
+
 def knows_itself(name):
     found = {"name": name}
     found["self"] = found
@@ -122,6 +127,9 @@ MANY = {
     "another": lambda solution_str: 2,
     "set": lambda solution_str: solution_str in {"a", "b", "c"},
     "found": at_top,
+    "cached": cached,
+    "cached lambda": functools.lru_cache(lambda solution_str: 1),
+    "another cached lambda": functools.lru_cache(lambda solution_str: 2),
     "partial": functools.partial(at_top, factor=2),
     "partial's position": functools.partial(at_top, 2),
     "recursive": recursive(2),
@@ -156,7 +164,9 @@ def test_it_is_the_same_in_every_run():
     shown = set()
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         shown.add(done.stdout)
     assert len(shown) == 1

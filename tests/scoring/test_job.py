@@ -70,6 +70,27 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
     await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
 
 
+async def test_what_cannot_be_sent_holds_up_nothing_else(kept):
+    job, state = await kept(options(max_concurrent=1))
+    place = await job.enter("judge", 0, "train")
+    job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
+    place.leave()
+    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    assert state._failures[""]._failures == 1
+
+
+async def test_a_message_that_json_cannot_hold_is_its_senders_error():
+    service = JobService(options(max_concurrent=1))
+    job = RemoteJob(await service.start(), options(max_concurrent=1))
+    place = await job.enter("judge", 0, "train")
+    with pytest.raises(TypeError):
+        place.used(object())
+    place.leave()
+    (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
+    await job.close()
+    await service.stop()
+
+
 async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
     job, state = await kept(options(max_concurrent=1))
     place = await job.enter("judge", 0, "train")
@@ -160,6 +181,20 @@ async def test_limits_are_changed_while_the_job_runs():
     for one in (job, other):
         await one.close()
     await service.stop()
+
+
+async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
+    # It would wait for ever, and all the others behind it.
+    job, state = await kept(options(tokens_per_minute=100))
+    first = await job.enter("judge", 60, "train")
+    large, small = (asyncio.create_task(job.enter("judge", tokens, "train")) for tokens in (80, 10))
+    await turns(lambda: state.status()["limits"]["judge"]["waiting"] == 2)
+    state.configure("judge", {"tokens_per_minute": 70})
+    with pytest.raises(LimitError, match="a call asks for 80 tokens, and tokens_per_minute is 70"):
+        await large
+    (await small).leave()
+    first.leave()
+    await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
 
 
 async def test_a_client_that_dies_frees_what_it_held():

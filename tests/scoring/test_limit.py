@@ -1,10 +1,24 @@
 import asyncio
+import math
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import reward_loop
-from reward_loop import JobServiceError, Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
+from reward_loop import (
+    ConfigError,
+    JobServiceError,
+    Outcome,
+    RewardLoopConfig,
+    RewardSample,
+    RewardTimeoutError,
+    ScoringFunction,
+)
 from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.service import JobService
 from tests.counting import Counting
@@ -64,6 +78,27 @@ async def test_a_limit_inside_an_async_function():
     assert peak == 2
     assert {result.outcome for result in results} == {Outcome.SCORED}
     assert (job_of(config).tokens, job_of(config).cost) == (100, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [(np.int64(5), None), (math.nan, "got nan"), (-1, "got -1"), ("many", "got 'many'"), (True, None)],
+)
+async def test_what_a_call_used_is_a_number(tokens, error):
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=tokens, cost=tokens)
+        return 1
+
+    service = JobService(RewardLoopConfig(limits={"judge": {"tokens_per_minute": 100}}))
+    function, config = scoring(judge, limits={"judge": {"tokens_per_minute": 100}}, job=await service.start())
+    result = await function(SAMPLE)
+    assert (result.error is None) == (error is None)
+    if error:
+        assert f"tokens must be a finite number, 0 or more; {error}" in result.error
+    assert (await job_of(config).status())["tokens"] == (0 if error else float(tokens))
+    await job_of(config).close()
+    await service.stop()
 
 
 async def test_a_limit_inside_a_sync_function():
@@ -260,6 +295,52 @@ async def test_after_the_last_attempt_the_sample_has_failed():
     assert "ConnectionResetError: by peer" in result.error
 
 
+@pytest.mark.parametrize("remote", [False, True])
+async def test_retries_of_all_samples_have_one_limit(remote):
+    tried, again, peak = set(), 0, 0
+
+    async def judge(data_source):
+        nonlocal again, peak
+        if data_source not in tried:
+            tried.add(data_source)
+            raise reward_loop.TransientError("busy")
+        again += 1
+        peak = max(peak, again)
+        await asyncio.sleep(0.001)
+        again -= 1
+        return 1
+
+    options = {"limits": {"retry": {"max_concurrent": 2}}, "retry": {"initial_wait": 0}}
+    service = JobService(RewardLoopConfig(**options))
+    if remote:
+        options["job"] = await service.start()
+    function, config = scoring(judge, **options)
+    results = await asyncio.gather(*(function(RewardSample("", f"{i}")) for i in range(20)))
+    assert {(result.outcome, result.attempts) for result in results} == {(Outcome.SCORED, 2)}
+    assert peak == 2
+    if remote:
+        await job_of(config).close()
+        await service.stop()
+
+
+async def test_a_retry_without_a_place_says_why_there_was_to_be_one():
+    async def judge():
+        raise reward_loop.TransientError("busy")
+
+    limit = {"requests_per_minute": 1, "max_wait": 0.01}
+    function, _ = scoring(judge, limits={"retry": limit}, retry={"initial_wait": 0})
+    first, second = await function(SAMPLE), await function(SAMPLE)
+    for result, attempts in ((first, 2), (second, 1)):
+        assert (result.outcome, result.attempts) == (Outcome.FAILED, attempts)
+        assert "was not called again: limit 'retry': no place within max_wait=0.01 s" in result.error
+        assert "It had raised TransientError: busy" in result.error
+
+
+def test_the_limit_of_retries_is_nobody_elses():
+    with pytest.raises(ConfigError, match="'retry' holds for calls that are made again"):
+        ScoringFunction(lambda: 1, limit="retry")
+
+
 async def test_a_deadline_is_not_tried_again():
     calls = 0
 
@@ -400,3 +481,25 @@ async def test_without_its_service_a_run_stops():
     function, _ = scoring(judge, limits=limits, job=address)
     with pytest.raises(JobServiceError):
         await function(SAMPLE)
+
+
+def test_a_process_that_the_function_forks_is_outside():
+    # In a process of its own: those of the tests have threads that a fork had better not meet.
+    code = """
+import asyncio, os, signal
+import reward_loop
+
+def judge():
+    if (pid := os.fork()) == 0:
+        signal.alarm(30)
+        with reward_loop.limit("judge"):
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+options = reward_loop.RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})
+function = reward_loop.ScoringFunction(judge, options=options)
+print(asyncio.run(function(reward_loop.RewardSample(""))).score)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7.0\n", done.stderr

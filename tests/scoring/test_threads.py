@@ -1,4 +1,9 @@
 import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -65,3 +70,26 @@ def test_one_object_serves_one_loop_after_the_other():
 
     assert asyncio.run(contend()) == [1, 1, 1]
     assert asyncio.run(contend()) == [1, 1, 1]
+
+
+def test_a_forked_copy_has_threads_of_its_own():
+    code = """
+import asyncio, os
+from reward_loop.scoring.threads import DaemonThreads
+
+threads = DaemonThreads(1)
+work = lambda: asyncio.run(threads.run(os.getpid))
+assert work() == os.getpid()  # its thread waits for another call
+if (pid := os.fork()) == 0:
+    assert work() == os.getpid()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+print("fine")
+"""
+    # The copy writes to the same pipe: should it hang, it holds that open as well.
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as run:
+        try:
+            assert run.communicate(timeout=60)[0] == b"fine\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)

@@ -1,9 +1,10 @@
 from bisect import bisect_left
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.scoring.window import MARGIN, SlidingWindow
+from reward_loop.scoring.window import GRAINS, MARGIN, SlidingWindow
 
 PERIOD = 60.0
 
@@ -17,8 +18,8 @@ def greatest(charges: list[tuple[float, float]], period: float) -> float:
     return max(sum(a for _, a in charges[i : bisect_left(times, times[i] + period)]) for i in range(len(charges)))
 
 
-@given(calls, st.integers(40, 120))
-def test_no_window_ever_holds_more_than_the_limit(calls, limit):
+@given(calls, st.integers(40, 120), st.sampled_from([SlidingWindow.add, SlidingWindow.count]))
+def test_no_window_ever_holds_more_than_the_limit(calls, limit, count):
     window, now, made = SlidingWindow(limit, PERIOD), 0.0, []
     for gap, amount in calls:
         now += gap
@@ -28,27 +29,36 @@ def test_no_window_ever_holds_more_than_the_limit(calls, limit):
             # Just before that moment, there is no room.
             assert window.free_at((now + at) / 2, amount) > (now + at) / 2 or (now + at) / 2 == at
         now = at
-        window.add(now, amount)
+        count(window, now, amount)
         made.append((now, amount))
     assert greatest(made, PERIOD) <= limit
 
 
-@given(calls, st.floats(0, PERIOD * MARGIN))
-def test_nor_does_one_of_the_service_to_which_calls_take_a_while(calls, latency):
+@given(calls, st.floats(0, PERIOD * MARGIN), st.sampled_from([SlidingWindow.add, SlidingWindow.count]))
+def test_nor_does_one_of_the_service_to_which_calls_take_a_while(calls, latency, count):
     window, now, made = SlidingWindow(50, PERIOD), 0.0, []
     for i, (gap, amount) in enumerate(calls):
         now = window.free_at(now + gap, amount)
-        window.add(now, amount)
+        count(window, now, amount)
         made.append((now + latency * (i % 2), amount))
     made.sort()
     assert greatest(made, PERIOD) <= 50 + 1e-9
 
 
-def test_it_is_used_to_99_percent():
+def test_many_calls_are_few_charges():
+    window = SlidingWindow(float("inf"), PERIOD)
+    for i in range(10_000):
+        window.count(i / 10_000, 1)
+    assert window.used(1.0) == 10_000
+    assert len(window._charges) <= GRAINS + 1
+
+
+@pytest.mark.parametrize("count", [SlidingWindow.add, SlidingWindow.count])
+def test_it_is_used_to_99_percent(count):
     window, now, made = SlidingWindow(600, PERIOD), 0.0, 0
     while now < 100 * PERIOD:
         now = window.free_at(now, 1)
-        window.add(now, 1)
+        count(window, now, 1)
         made += 1
     assert made / (600 * 100) > 0.985
 
