@@ -180,10 +180,14 @@ class VerlRuns:
             ours.finish(look_at_ours)
             ours.begin(training.SETTLING)
             ours.finish(look_at_ours)
-            for _ in range(rounds):
+            for number in range(rounds):
                 both += ours.turn(training.BLOCK, look_at_ours)
-                judging.append(calibration.hold(training.BLOCK))
+                # verl sees at a poll that the last reward is in: up to two seconds later. Where its steps fall between
+                # two polls is chance; spread evenly, and as much shorter as longer, they are later by the mean.
+                longer = training.POLL_S * ((number + 0.5) / rounds - 0.5)
+                judging.append(calibration.hold(training.BLOCK, longer))
                 verl += theirs.turn(training.BLOCK, look_at_verl)
+                calibration.hold(training.BLOCK)
             ours.end()  # both at once
             theirs.end()
         report.progress.remove_task(task)

@@ -26,6 +26,7 @@ __all__ = [
     "FIRST",
     "INTERVALS",
     "MODES",
+    "POLL_S",
     "PROMPTS",
     "RESPONSES",
     "SETTLING",
@@ -98,6 +99,8 @@ MODES = {
     "mini_batch": Mode("ours, mini-batch pipeline", _ours(True, False)),
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
+POLL_S = 2.0
+"""As shipped."""
 INTERVALS = {"shipped": "verl, sync, as shipped (polls every 2.0 s)", "0.05": "verl, sync, polls every 0.05 s"}
 """How often verl polls in its odd steps, and in its even ones."""
 
@@ -163,10 +166,16 @@ class Calibration:
             if latest:
                 self._set(Steps(latest).without_judging / _seconds_of_judging(1.0))
 
-    def hold(self, steps: int) -> float:
-        """Sets the scale to the mean of the latest ``steps``; returns R with that."""
-        self._set(statistics.fmean(self._scales[-steps:]))
-        return _seconds_of_judging(self.scale)
+    def hold(self, steps: int, longer: float = 0.0) -> float:
+        """Sets the scale to the mean of the latest ``steps``; returns R with that.
+
+        Args:
+            steps: how many.
+            longer: seconds by which judging a step is to take longer than R.
+        """
+        judging = _seconds_of_judging(statistics.fmean(self._scales[-steps:]))
+        self._set((judging + longer) / _seconds_of_judging(1.0))
+        return judging
 
     def _set(self, scale: float) -> None:
         self.scale = scale
