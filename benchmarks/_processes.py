@@ -1,5 +1,8 @@
 """How well worker processes use the cores: a checker that computes for 20 ms, in as many processes as there are cores.
 
+It compares texts, as rewards for similarity do, so that its time is made of many kinds of work. A loop that only counts
+takes 10 % longer or shorter by where in memory its numbers happen to lie, in one process or another.
+
     python -m benchmarks._processes
 
 The ideal is what the machine gives at the same time: as many such calls in plain loops, one process a core, each told
@@ -12,6 +15,7 @@ is shared changes its speed by half within seconds: the best of either may come 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import multiprocessing
 import os
@@ -25,32 +29,33 @@ from reward_loop.processes.pool import usable_cores
 __all__ = ["measure_process_efficiency"]
 
 CALL_SECONDS = 0.02
+RESPONSE = "In April she sold 48 clips, and in May half as many: 48 / 2 = 24. That makes 48 + 24 = 72. #### 72\n" * 3
+REFERENCE = "Natalia sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogether in April and May. #### 72\n" * 3
 
 
 def checker(extra_info: dict[str, int]) -> float:
-    """Count up to ``steps``: work that holds the interpreter's lock."""
-    left = extra_info["steps"]
-    while left:
-        left -= 1
-    return 1.0
+    """How alike two texts are, found so many times."""
+    for _ in range(extra_info["times"]):
+        alike = difflib.SequenceMatcher(None, RESPONSE, REFERENCE, autojunk=False).ratio()
+    return alike
 
 
-def check_many(calls: int, steps: int) -> float:
+def check_many(calls: int, times: int) -> float:
     """Call it so often, in a plain loop; the CPU seconds of the quickest call."""
     taken = []
     for _ in range(calls):
         began = time.process_time()
-        checker({"steps": steps})
+        checker({"times": times})
         taken.append(time.process_time() - began)
     return min(taken)
 
 
-async def score_all(function: ScoringFunction, calls: int, steps: int) -> float:
+async def score_all(function: ScoringFunction, calls: int, times: int) -> float:
     """The seconds that so many samples take, all submitted at once."""
     began = time.perf_counter()
-    samples = [RewardSample("", extra_info={"steps": steps}) for _ in range(calls)]
+    samples = [RewardSample("", extra_info={"times": times}) for _ in range(calls)]
     results = await asyncio.gather(*(function(sample) for sample in samples))
-    assert all(result.score == 1.0 for result in results)
+    assert all(0 < result.score < 1 for result in results)
     return time.perf_counter() - began
 
 
@@ -62,7 +67,7 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
     """
     cores = usable_cores()
     per_core, rounds = 20, 8 if quick else 25
-    steps = int(1e6 * CALL_SECONDS / check_many(5, 1_000_000))
+    times = max(1, round(CALL_SECONDS / check_many(20, 1)))
     function = ScoringFunction(checker, isolation="process", max_processes=cores)
     # In sessions of their own, like workers: on a busy machine, the kernel shares cores among sessions.
     with (
@@ -72,11 +77,11 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
 
         def ideal_s(calls: int) -> float:
             began = time.perf_counter()
-            list(pool.map(check_many, [calls] * cores, [steps] * cores))
+            list(pool.map(check_many, [calls] * cores, [times] * cores))
             return time.perf_counter() - began
 
         def ours_s(calls: int) -> float:
-            return runner.run(score_all(function, calls * cores, steps))
+            return runner.run(score_all(function, calls * cores, times))
 
         ideal_s(1), ours_s(1)  # starts the processes
         ideal, ours = [ideal_s(per_core)], []
