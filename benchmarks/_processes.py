@@ -1,7 +1,7 @@
 """How well worker processes use the cores: a checker that computes for 20 ms, in as many processes as there are cores.
 
 It compares texts, as rewards for similarity do, so that its time is made of many kinds of work. A loop that only counts
-takes 10 % longer or shorter by where in memory its numbers happen to lie, in one process or another.
+differed by 10 % from process to process, workers or not, perhaps by where in memory its numbers happened to lie.
 
     python -m benchmarks._processes
 

@@ -123,7 +123,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                         score, _ = component.settle(await calls[name])
                         if score is None or score < component.config.gate:
                             break
-        except* Exception as errors:  # what stops the run
+        except ExceptionGroup as errors:  # what stops the run
             raise errors.exceptions[0] from None
         return {name: call.result() for name, call in calls.items()}
 
