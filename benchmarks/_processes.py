@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 from reward_loop import RewardSample, ScoringFunction
+from reward_loop._lifeline import follow
 from reward_loop.processes.pool import usable_cores
 
 __all__ = ["measure_process_efficiency"]
@@ -50,6 +51,15 @@ def check_many(calls: int, times: int) -> float:
     return min(taken)
 
 
+def _begin() -> None:
+    """In a process of the ideal: in a session of its own, like workers, as a busy kernel shares cores among sessions;
+    and gone when the benchmark is."""
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    follow(parent.sentinel)
+
+
 async def score_all(function: ScoringFunction, calls: int, times: int) -> float:
     """The seconds that so many samples take, all submitted at once."""
     began = time.perf_counter()
@@ -69,10 +79,9 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
     per_core, rounds = 20, 8 if quick else 25
     times = max(1, round(CALL_SECONDS / check_many(20, 1)))
     function = ScoringFunction(checker, isolation="process", max_processes=cores)
-    # In sessions of their own, like workers: on a busy machine, the kernel shares cores among sessions.
     with (
         asyncio.Runner() as runner,
-        ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer=os.setsid) as pool,
+        ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer=_begin) as pool,
     ):
 
         def ideal_s(calls: int) -> float:
