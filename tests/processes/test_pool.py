@@ -25,7 +25,7 @@ from reward_loop import (
 from reward_loop.processes import pool
 from reward_loop.processes.ended import Call
 from reward_loop.processes.pool import WorkerProcesses
-from tests.descriptors import open_descriptors
+from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
 
 
@@ -243,20 +243,25 @@ async def test_many_calls_each_end_once():
     scoring.close()
 
 
-async def test_nothing_is_left_when_it_is_closed():
+def opened_and_closed(settled):
     scoring = ScoringFunction(act, isolation="process", max_processes=3, timeout=120)
-    await scoring(sample("process_id"))  # the event loop keeps a socket for the limits of all its functions
-    scoring.close()
-    before = open_descriptors()
-    results = await asyncio.gather(*(scoring(sample("process_id")) for _ in range(20)))
-    await timed_out(scoring, 0.1, sample("sleeps", seconds=1000))
-    pids = {int(result.score) for result in results}
-    scoring.close()
-    assert not any(map(is_alive, pids))
-    assert not open_descriptors() - before
-    # It starts again when it is needed.
-    assert (await scoring(sample("process_id"))).score not in pids
-    del scoring
+
+    async def calls():
+        settled()
+        results = await asyncio.gather(*(scoring(sample("process_id")) for _ in range(20)))
+        await timed_out(scoring, 0.1, sample("sleeps", seconds=1000))
+        pids = {int(result.score) for result in results}
+        scoring.close()
+        assert not any(map(is_alive, pids))
+        # It starts again when it is needed.
+        assert (await scoring(sample("process_id"))).score not in pids
+        scoring.close()
+
+    asyncio.run(calls())
+
+
+def test_nothing_is_left_when_it_is_closed():
+    assert left_open(opened_and_closed) == []
 
 
 async def test_closing_leaves_calls_at_work_alone(tmp_path):

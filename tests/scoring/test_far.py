@@ -12,7 +12,7 @@ import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.scoring.jobs import job_of
 from reward_loop.scoring.service import JobService
-from tests.descriptors import open_descriptors
+from tests.descriptors import left_open
 
 
 def scoring(function, **options):
@@ -215,9 +215,12 @@ async def test_an_alarm_while_it_waits_spoils_nothing():
     assert result.score == 1
 
 
-def test_it_outlives_a_loop():
+def in_two_loops(settled):
     function, _ = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    before = open_descriptors()
+    settled()
     for _ in range(2):
         assert asyncio.run(score(function, "a"))[0].score == 1
-    assert not open_descriptors() - before
+
+
+def test_it_outlives_a_loop():
+    assert left_open(in_two_loops) == []
