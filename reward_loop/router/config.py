@@ -42,7 +42,8 @@ class WorkerConfig(Config):
     @classmethod
     def _is_an_origin(cls, url: str) -> str:
         url = url.rstrip("/")
-        if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?", url):
+        found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
+        if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
         return url
 

@@ -101,6 +101,14 @@ class _Protocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # It is a trailer.
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0

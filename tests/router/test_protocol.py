@@ -87,6 +87,16 @@ async def test_a_request_that_comes_in_one_piece_may_be_served_in_callbacks() ->
     assert not server.called
 
 
+async def test_trailers_are_no_headers() -> None:
+    server = Server()
+    head = b"POST /1 HTTP/1.1\r\nX-Own: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with connected(server) as (_, writer):
+        writer.write(head + b"2\r\nok\r\n0\r\nX-Own: 2\r\nX-Late: 3\r\n\r\n")
+        await until(lambda: server.begun)
+    assert server.begun[0].body == b"ok"
+    assert server.begun[0].headers == [(b"x-own", b"1"), (b"transfer-encoding", b"chunked")]
+
+
 async def test_one_that_comes_in_pieces_and_one_that_is_not_taken_are_for_the_app() -> None:
     server = Server(takes=lambda client: client.path != "/app")
     async with connected(server) as (reader, writer):
