@@ -9,10 +9,14 @@ from pydantic import Field, field_validator
 
 from reward_loop.config import Config
 
-__all__ = ["Engine", "Kind", "PolicyName", "RouterConfig", "WorkerConfig"]
+__all__ = ["Engine", "Kind", "PolicyName", "RequestKind", "RouterConfig", "WorkerConfig"]
 
 Kind = Literal["generative", "discriminative"]
 """Whether a server writes (chat, completions), or gives numbers (classify, score, embeddings)."""
+
+RequestKind = Literal["generative", "discriminative", "reranking"]
+"""What a request asks for. Discriminative servers rerank, and so do generative ones of SGLang, by the next token's
+probability."""
 
 Engine = Literal["vllm", "sglang", "transformers", "external"]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from reward_loop.errors import ServerError
-from reward_loop.router.config import Kind, RouterConfig, WorkerConfig
+from reward_loop.router.config import RequestKind, RouterConfig, WorkerConfig
 from reward_loop.router.policies import Policy, policy_for
 from reward_loop.router.upstream import ConnectError, Upstream
 from reward_loop.router.worker import Worker, WorkerState
@@ -84,9 +84,9 @@ class WorkerPool:
         self.several_models = False
         """Whether it matters which model a request names."""
         self._initial = list(workers)
-        self._groups: dict[tuple[str | None, Kind | None], Group] = {}
+        self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
         # One for each group: models that are asked alternately would always meet every other server of a common turn.
-        self._policies: defaultdict[tuple[str | None, Kind | None], Policy] = defaultdict(
+        self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
             lambda: policy_for(self._config)
         )
         self._changed = asyncio.Event()
@@ -113,7 +113,7 @@ class WorkerPool:
         """Whether a request would find a server at once."""
         return any(worker.state in (WorkerState.UP, WorkerState.TRIAL) for worker in self.workers)
 
-    def group(self, model: str | None = None, kind: Kind | None = None) -> Group:
+    def group(self, model: str | None = None, kind: RequestKind | None = None) -> Group:
         """The servers that can answer a model's requests of a kind; ``None`` stands for any."""
         if model is not None and model not in self.models:
             model = ""  # Only servers whose models are not known can have it.
@@ -141,7 +141,7 @@ class WorkerPool:
         return next((worker for worker in group.trials if worker not in avoid), None)
 
     async def acquire(
-        self, model: str | None = None, kind: Kind | None = None, key: int = 0, avoid: Container[Worker] = ()
+        self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Worker] = ()
     ) -> Worker:
         """A server for a request, one to avoid only if there is no other; waits while all are down.
 
