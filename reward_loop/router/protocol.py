@@ -322,10 +322,11 @@ class _Cycle(RequestResponseCycle):
 
     def _start(self, status: int, headers: Any) -> None:
         self.response_started = True
-        self.waiting_for_100_continue = False
         head = _status_line(status) + to_wire(headers, _CONNECTION)
-        if find(headers, b"connection") == b"close":
+        # A client that was not told to send its body may send it or not.
+        if find(headers, b"connection") == b"close" or (self.waiting_for_100_continue and self.more_body):
             self.keep_alive = False
+        self.waiting_for_100_continue = False
         if self.method == "HEAD" or status in NO_BODY:
             pass
         elif (length := find(headers, b"content-length")) is None:

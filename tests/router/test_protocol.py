@@ -144,6 +144,19 @@ async def test_who_is_refused_while_it_sends_is_not_cut_off(sent: bytes, status:
         await until(lambda: server.received == len(sent) + 900_000)
 
 
+async def test_a_body_that_was_not_asked_for_is_not_waited_for() -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    server = Server(takes=lambda client: False)
+    server.app = refuse
+    async with connected(server) as (reader, writer):
+        writer.write(b"POST /1 HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        # The client need not send it now, and its next request would be taken for it.
+        assert (await reader.read()).endswith(b"connection: close\r\n\r\n")
+
+
 async def test_who_serves_a_client_hears_when_it_leaves() -> None:
     server = Server()
     async with connected(server) as (_, writer):
