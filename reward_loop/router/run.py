@@ -14,14 +14,11 @@ from typing import Any
 from reward_loop.errors import ConfigError
 from reward_loop.router import serving
 from reward_loop.router.app import create_app
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, RouterConfig, WorkerConfig
 from reward_loop.router.protocol import protocol_for
 from reward_loop.router.sockets import is_loopback, url_of
 
-__all__ = ["API_KEY_VARIABLE", "WORKER_API_KEY_VARIABLE", "run_router"]
-
-API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
-WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
+__all__ = ["run_router"]
 
 logger = logging.getLogger(__name__)
 
