@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -374,7 +375,8 @@ class Upstream:
         self.opening: set[_Opening] = set()
         """The requests that wait for a connection."""
         self._host = parts.hostname or ""
-        self._tls = parts.scheme == "https"
+        # Made once: it takes long, and asyncio would make one for each connection.
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._connect_timeout_s = connect_timeout_s
         own = [(b"host", parts.netloc.rpartition("@")[2].encode())]
@@ -465,7 +467,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls or None
+                    lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError:
             raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None
