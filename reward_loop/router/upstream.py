@@ -473,6 +473,8 @@ class Upstream:
             raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise ConnectError(f"{self._host!r} cannot be a host's name: {error}") from error
         return connection
 
     def _trim(self) -> None:

@@ -132,8 +132,9 @@ async def test_a_stream_that_breaks_off_is_an_error_in_its_middle() -> None:
 
 
 async def test_nobody_there() -> None:
-    with pytest.raises(ConnectError):
-        await get(Upstream(refusing()))
+    for url in (refusing(), "http://a..b"):
+        with pytest.raises(ConnectError):
+            await get(Upstream(url))
 
 
 async def test_connections_are_used_again_the_last_one_first() -> None:
