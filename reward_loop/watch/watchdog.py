@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -148,13 +149,17 @@ class _Watchdog:
             )
             if uid not in (os.getuid(), 0):
                 return
-            question, *arguments = json.loads(questions.readline())
+            try:
+                question, *arguments = json.loads(questions.readline())
+            except (OSError, ValueError):
+                return  # Who asked has left, or asks something else.
             answer, refusal = None, None
             try:
                 answer = answers[question](*arguments)
             except ConfigError as error:
                 refusal = str(error)
-            connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
+            with contextlib.suppress(OSError):  # who asked does not wait any more
+                connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
         bound, now = self.bound_s, time.monotonic()
