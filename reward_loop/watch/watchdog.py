@@ -111,10 +111,10 @@ class _Watchdog:
         self.pid = os.getpid()
         self.bound_s = bound_s
         self._logged = time.monotonic()
-        threading.Thread(target=self._run, name="reward-watchdog", daemon=True).start()
+        # Here, so that the process can be asked from now on.
+        threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
-    def _run(self) -> None:
-        listener = self._listen()
+    def _run(self, listener: socket.socket | None) -> None:
         while True:
             try:
                 if listener is None:
@@ -155,6 +155,8 @@ class _Watchdog:
                 return  # Who asked has left, or asks something else.
             answer, refusal = None, None
             try:
+                if question not in answers:
+                    raise ConfigError(f"it knows nothing of {question}: is its reward_loop of another version?")
                 answer = answers[question](*arguments)
             except ConfigError as error:
                 refusal = str(error)

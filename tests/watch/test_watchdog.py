@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop import RewardSample
+from reward_loop import ConfigError, RewardSample
 from reward_loop.watch import Call, watch, watchdog
 from reward_loop.watch.watchdog import ask, processes
 from tests.gsm8k import ROOT
@@ -92,12 +92,12 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
 
 def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
     watch(60)
-    ask(os.getpid(), timeout=60)  # it is there
     for said in (b"", b"nonsense\n", b'["report"]\n'):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{watchdog._name(os.getpid())}")
             connection.sendall(said)
-    ask(os.getpid(), timeout=60)  # after all of them
+    with pytest.raises(ConfigError, match="knows nothing of the weather"):
+        ask(os.getpid(), 60, "the weather")  # after all of them
     assert "watchdog" not in caplog.text
 
 
