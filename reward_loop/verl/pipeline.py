@@ -323,7 +323,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         full = len(batch.rows) // multiple * multiple
         now, batch.rows = batch.rows[:full], batch.rows[full:]
         if not batch.barren.issuperset(now):
-            self._update(select(batch.whole, now), part_metrics, timing_raw)
+            self._update(self._balanced(batch, now), part_metrics, timing_raw)
             batch.updates += 1
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
 
@@ -332,9 +332,15 @@ class RewardPipelineTrainer(PPOTrainerSync):
         zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
         batch.barren.update(rows)
 
+    def _balanced(self, batch: _Batch, rows: list[int]) -> KVBatchMeta:
+        """Rows, dealt out to the ranks evenly. The whole batch is, and stays in that order: it says which rows make a
+        mini-batch."""
+        if len(rows) == len(batch.whole.keys):
+            return select(batch.whole, sorted(rows))
+        part = select(batch.whole, rows)
+        return self._balance_batch(part, metrics={}) if self._data_parallel_size() > 1 else part
+
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        if self._data_parallel_size() > 1:
-            rows = self._balance_batch(rows, metrics={})
         if self.use_critic:
             with _added_timer("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)

@@ -172,6 +172,43 @@ def test_padding_alone_has_no_advantage() -> None:
     ]
 
 
+class TwoRanks(Trainer):
+    """Says which rows each update gets, in which order. Balancing again would give another one."""
+
+    def _data_parallel_size(self) -> int:
+        return 2
+
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+        batch = super()._finish_generation(metrics, timing_raw)
+        # As verl balanced it: groups are mixed, and a row of padding is among the first ones.
+        batch.whole.reorder([(5 * i + 7) % 16 for i in range(16)])
+        for group in (*batch.groups.values(), batch.padding):
+            group[:] = [i for i in range(16) if (5 * i + 7) % 16 in group]
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch.reorder(range(len(batch.keys) - 1, -1, -1))
+        return batch
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        self.done.append(" ".join(key.removesuffix("_0") for key in rows.keys))
+
+
+def test_the_whole_batch_is_trained_on_in_the_order_in_which_it_was_balanced() -> None:
+    sizes = {"a": 4, "b": 4, "c": 4, "d": 3}
+    trainer = TwoRanks(Schedule(), sizes, "dcba")
+    batch = trainer._finish_generation({}, {})
+    trainer.step({}, {})
+    assert trainer.done[-1].split() == [key.removesuffix("_0") for key in batch.whole.keys]
+    # Parts of it are balanced by themselves.
+    parts = TwoRanks(PIPELINE, sizes, "abcd")
+    parts.step({}, {})
+    updates = [words.split() for words in parts.done if "_" in words]
+    wanted = [[name for name in trainer.done[-1].split() if name[0] in group] for group in ("ab", "cdp")]
+    assert [sorted(names) for names in updates] == [sorted(names) for names in wanted]
+    assert updates[0] == wanted[0][::-1]
+
+
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     trainer = Trainer(Schedule(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
     trainer.total_training_steps = 9
