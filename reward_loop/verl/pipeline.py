@@ -263,7 +263,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did.
 
         Raises:
-            RewardLoopError: groups failed, and what replaced them, again and again.
+            RewardLoopError: groups failed, and what replaced them, again and again; or so many were filtered that more
+                batches than allowed would be generated.
         """
         buffer = self.replay_buffer
         buffer._sync_metadata_from_transfer_queue()
@@ -281,7 +282,21 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 f"{failed} groups failed, and so did all that replaced them, {self.options.max_refills} times in a row "
                 f"(trainer.v1.{PIPELINE_MODE}.max_refills={self.options.max_refills}). {self._last_failure()}"
             )
+        if thrown and self._filters:
+            self._bound_generation(refills.filtered)
         return bool(thrown)
+
+    def _bound_generation(self, filtered: int) -> None:
+        """Ends a run that generates batch after batch, and filters them."""
+        options, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        most = options.get("max_num_gen_batches", 0)
+        if most > 0 and size + filtered > most * size:
+            raise RewardLoopError(
+                f"algorithm.filter_groups has thrown out {filtered} groups in step {self.global_steps}: their rollouts "
+                f"have the same {options.metric}; more batches of {size} would have to be generated than "
+                f"algorithm.filter_groups.max_num_gen_batches={most} allows. Are the prompts too easy or too hard, or "
+                "does the reward function give everything the same score? 0 generates for ever"
+            )
 
     def _last_failure(self) -> str:
         with self._listener.lock:

@@ -279,6 +279,46 @@ def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     assert trainer.submitted == 2 + 3 * 2
 
 
+class Filtering(Failing):
+    """All groups are filtered, whatever they are replaced by."""
+
+    def __init__(self, max_num_gen_batches: int) -> None:
+        super().__init__(max_refills=1)
+        self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
+        self._filters = True
+        self._seconds["rewards"] = 0.0
+        self.replay_buffer = FilteringBuffer(self)
+
+    def on_sample_end(self) -> None:
+        raise InterruptedError
+
+
+class FilteringBuffer(FailingBuffer):
+    """verl's buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
+
+    def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
+        return set(), set() if self.trainer.submitted > 20 else set(self.trainer._submitted), set(), {}
+
+    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
+        return reasons[1], 0, len(reasons[1]), {}
+
+
+def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
+    trainer = Filtering(max_num_gen_batches=3)
+    trainer._submit_up_to(2)
+    with pytest.raises(RewardLoopError, match=r"thrown out 6 groups in step 1.*same acc; .*max_num_gen_batches=3"):
+        trainer._finish_generation({}, {})
+    assert trainer.submitted == 3 * 2
+
+
+def test_by_default_groups_are_filtered_for_ever() -> None:
+    trainer = Filtering(max_num_gen_batches=0)
+    trainer._submit_up_to(2)
+    with pytest.raises(InterruptedError):
+        trainer._finish_generation({}, {})
+    assert trainer.submitted == 22
+
+
 class Writing(RewardPipelineTrainer):
     """`a` is trained on, `b` is the next step's; all are generated at once, and written to TransferQueue later."""
 
