@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -85,6 +86,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             # verl compares the name: buffer and loader are to be the synchronous ones.
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
+        config.trainer.v1.trainer_mode = PIPELINE_MODE  # as the loggers write it down
         self._progress = Progress()
         self._submitted: list[str] = []
         """The prompts that were handed to the rollout and not trained on, oldest first."""
@@ -234,6 +236,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 # Which groups are kept is known when they are judged, and the engine must be awake to replace them.
                 with self._timed("rewards", timing_raw, "wait_reward"):
                     self._wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
+            else:
+                # That a group failed is known when it has ended, a moment after the last of its rollouts.
+                _, trajectories = self._look()
+                empty = set(self._submitted) - {_uid(key) for key in trajectories}
+                with self._timed("generation", timing_raw, "gen"):
+                    self._wait("rollouts", partial(unfinished.isdisjoint, empty))
             if not self._throw_out(metrics, refills):
                 break
             with self._timed("generation", timing_raw, "gen"):

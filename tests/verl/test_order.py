@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
@@ -18,6 +19,7 @@ from reward_loop.verl.modes import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError
+from tests.verl.configs import settled
 
 ROWS = 8
 """Rows of a mini-batch: two groups of four."""
@@ -119,6 +121,18 @@ def done(*args: Any, **kwargs: Any) -> list[str]:
 
 EVEN = dict.fromkeys("abcd", 4)
 PIPELINE = Schedule(2, mini_batch_pipeline=True)
+
+
+def test_the_logged_configuration_names_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Any, config: Any) -> None:
+        self.config, self.use_critic = config, False
+        self.trainer_mode = config.trainer.v1.trainer_mode
+        self.replay_buffer = SimpleNamespace(filter_groups_metric=None, sync_refill_failed_groups=False)
+
+    monkeypatch.setattr(PPOTrainerSync, "__init__", init)
+    trainer = RewardPipelineTrainer(settled("trainer.v1.trainer_mode=reward_pipeline"))
+    # By its attribute, verl chooses the synchronous buffer and loader.
+    assert (trainer.trainer_mode, trainer.config.trainer.v1.trainer_mode) == ("sync", "reward_pipeline")
 
 
 def test_without_overlaps_all_rewards_are_awaited_first() -> None:
@@ -232,7 +246,7 @@ def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> Non
 
 
 class FailingBuffer:
-    """verl's buffer, to which every group has failed."""
+    """verl's buffer, to which every group that has ended failed."""
 
     def __init__(self, trainer: RewardPipelineTrainer) -> None:
         self.trainer = trainer
@@ -241,7 +255,7 @@ class FailingBuffer:
         pass
 
     def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        return set(), set(), set(self.trainer._submitted), {}
+        return set(), set(), set(self.trainer._submitted) - self.trainer._progress.unfinished, {}
 
     def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
         return reasons[2], 0, 0, {}
@@ -270,6 +284,12 @@ class Failing(RewardPipelineTrainer):
     def _look_at_workers(self) -> None:
         pass
 
+    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
+        return {}, {}
+
+    def on_sample_end(self) -> None:
+        raise InterruptedError
+
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
@@ -277,6 +297,35 @@ def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
         trainer._finish_generation({}, {})
     assert trainer.submitted == 2 + 3 * 2
+
+
+class Late(Failing):
+    """Of `b`, every rollout failed, and it ends a moment later. All others are generated, and wait for rewards."""
+
+    def __init__(self) -> None:
+        super().__init__(max_refills=1)
+        for uid in "ab":
+            self._generate(uid)
+        self._listener.order = ["b"]  # type: ignore[attr-defined]
+
+    def _generate(self, uid: str) -> None:
+        self._submitted.append(uid)
+        self._progress.submit(uid)
+        self._progress.happened(("published", uid), 0.0)
+
+    def _submit_up_to(self, count: int) -> None:
+        while len(self._submitted) < count:
+            self._generate("c")
+
+    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
+        return {}, {f"{uid}_0_0": {} for uid in self._submitted if uid != "b"}
+
+
+def test_a_group_that_failed_last_is_replaced() -> None:
+    trainer = Late()
+    with pytest.raises(InterruptedError):
+        trainer._finish_generation({}, {})
+    assert trainer._progress.unfinished == {"a", "c"}
 
 
 class Filtering(Failing):
@@ -288,9 +337,6 @@ class Filtering(Failing):
         self._filters = True
         self._seconds["rewards"] = 0.0
         self.replay_buffer = FilteringBuffer(self)
-
-    def on_sample_end(self) -> None:
-        raise InterruptedError
 
 
 class FilteringBuffer(FailingBuffer):
