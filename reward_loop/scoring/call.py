@@ -351,12 +351,19 @@ class ScoringFunction:
                     self._leave(call, self.timeout)
             else:
                 ended = await self._run_sync(arguments, limits)
+        except asyncio.CancelledError:
+            limits.give_up()
+            raise
         except TimeoutError as error:
             assert self.timeout is not None
+            limits.give_up()
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
             return Ended(None, None, self.timeout, cut_short=late, waited=limits.waited(time.monotonic()))
         except RewardCrashedError as error:
             return Ended(None, None, 0.0, cut_short=error)
+        except (OSError, RuntimeError) as error:
+            # What the function raises is data: this is the system, which has no more descriptors, processes or threads.
+            return _not_called(RewardCrashedError(f"could not be called: {type(error).__name__}: {error}"))
         finally:
             current_limits.reset(token)
             if limits.leases:
