@@ -43,7 +43,9 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
     except InvalidScoreError:
         raise
     except Exception as error:  # of a tensor on a device that is lost, say
-        raise InvalidScoreError(f"returned a {type(returned).__name__} that cannot be read: {shorten(error)}") from error
+        raise InvalidScoreError(
+            f"returned a {type(returned).__name__} that cannot be read: {shorten(error)}"
+        ) from error
 
 
 def is_finite(number: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -148,13 +149,20 @@ class _Watchdog:
             )
             if uid not in (os.getuid(), 0):
                 return
-            question, *arguments = json.loads(questions.readline())
-            answer, refusal = None, None
             try:
-                answer = answers[question](*arguments)
-            except ConfigError as error:
-                refusal = str(error)
-            connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
+                question, *arguments = json.loads(questions.readline())
+            except (OSError, ValueError):
+                return  # whoever it was did not ask
+            answer, refusal = None, None
+            if question in answers:
+                try:
+                    answer = answers[question](*arguments)
+                except ConfigError as error:
+                    refusal = str(error)
+            else:
+                refusal = f"it does not know the question {question!r}: it runs another version of reward_loop"
+            with contextlib.suppress(OSError):  # it is no longer waited for
+                connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
         bound, now = self.bound_s, time.monotonic()

@@ -222,45 +222,41 @@ async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
     assert fine.score == 1
 
 
-@pytest.mark.parametrize("how", ["waits", "comes late"])
-async def test_a_thread_whose_call_is_given_up_gets_no_place(how):
-    came, release, over = threading.Event(), threading.Event(), threading.Event()
-    held, refused = [], []
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
+    came, go_on, over = threading.Event(), threading.Event(), threading.Event()
+    refused = []
 
-    def judge(solution_str):
-        if solution_str == "late":
-            came.set()
-            release.wait()
+    def judge():
+        came.set()
+        go_on.wait()
         try:
             with reward_loop.limit("judge"):
-                held.append(solution_str)
-                if solution_str == "holds":
-                    came.set()
-                    release.wait()
+                refused.append("it was let in")
         except LimitError as error:
             refused.append(str(error))
-            over.set()
-        return 1
+        over.set()
 
     function, config = scoring(judge, limits={"judge": {"max_concurrent": 1}})
-    tasks = []
-    for text in ("holds", "waits") if how == "waits" else ("late",):
-        tasks.append(asyncio.create_task(function(RewardSample(text))))
-        assert await asyncio.to_thread(came.wait, 60)
-    async with asyncio.timeout(60):
-        while how == "waits" and not job_of(config).status()["limits"]["judge"]["waiting"]:
-            await asyncio.sleep(0.001)
-    tasks[-1].cancel()
-    await asyncio.wait(tasks[-1:])
-    if how == "comes late":
-        release.set()
+
+    def waiting():
+        return job_of(config).status()["limits"]["judge"]["waiting"]
+
+    place = await job_of(config).enter("judge", 0, "train")
+    call = asyncio.create_task(function(SAMPLE))
+    assert await asyncio.to_thread(came.wait, 60)
+    if not comes_late:
+        go_on.set()
+        async with asyncio.timeout(60):
+            while not waiting():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.wait([call])
+    go_on.set()
     assert await asyncio.to_thread(over.wait, 60)
-    release.set()
-    await asyncio.wait(tasks)
-    assert held == (["holds"] if how == "waits" else [])
     assert refused == ["the call that asked for a place within a limit is over"]
-    status = job_of(config).status()["limits"]["judge"]
-    assert (status["in_flight"], status["waiting"]) == (0, 0)
+    assert waiting() == 0
+    place.leave()
 
 
 async def test_a_name_that_is_not_configured():

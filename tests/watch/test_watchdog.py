@@ -5,13 +5,14 @@ import logging
 import os
 import queue
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from reward_loop import RewardSample
+from reward_loop import ConfigError, RewardSample
 from reward_loop.watch import Call, watch
 from reward_loop.watch.watchdog import ask, processes
 from tests.gsm8k import ROOT
@@ -93,3 +94,12 @@ async def test_it_answers_while_the_event_loop_is_blocked() -> None:
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
     assert "here" in [call["uid"] for call in answered["oldest"]]
     await asyncio.sleep(0)
+
+
+def test_those_who_do_not_ask_or_ask_what_it_does_not_know_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    watch(60)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(f"\0reward-loop/{os.getuid()}/{os.getpid()}")
+    with pytest.raises(ConfigError, match="does not know the question 'later': it runs another version"):
+        ask(os.getpid(), 60, "later")
+    assert "watchdog failed" not in caplog.text
