@@ -182,10 +182,15 @@ class ScoringFunction:
         known = await cache.get(key)
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
-        result = self._result(sample, await cache.once(key, lambda: self._call(arguments, share)))
-        if result.score is not None:
-            await cache.put(key, result.score, result.extra_info)
-        return result
+
+        async def call() -> Ended:
+            ended = await self._call(arguments, share)
+            result = self._result(sample, ended)
+            if result.score is not None:
+                await cache.put(key, result.score, result.extra_info)
+            return ended
+
+        return self._result(sample, await cache.once(key, call))
 
     def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
         if ended.exception is None and ended.cut_short is None and not ended.described:
