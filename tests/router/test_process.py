@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +86,21 @@ async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm
         await process.__aenter__()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+async def test_one_that_has_just_ended_when_it_is_stopped(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, waitid = threading.Event(), os.waitid
+
+    def late(*args: Any) -> Any:
+        assert look.wait(60)
+        return waitid(*args)
+
+    monkeypatch.setattr(os, "waitid", late)  # where its thread waits for its end
+    async with asyncio.timeout(60), stub() as process:
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        asyncio.get_running_loop().call_soon(look.set)  # no sooner than it has been told to stop
+    assert str(await process.wait()).startswith(f"the stub (pid {process.pid}) was ended by SIGKILL.")
 
 
 async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:

@@ -201,7 +201,7 @@ class ServerProcess:
         try:
             with anyio.CancelScope(shield=True):
                 if not exited.done():
-                    process.send_signal(signal.SIGTERM)
+                    _signal(process, signal.SIGTERM)
                     await asyncio.wait([exited], timeout=self._stop_timeout_s)
                 if not exited.done():
                     with contextlib.suppress(ProcessLookupError):
@@ -210,7 +210,7 @@ class ServerProcess:
         finally:
             # Reached without an exit only if the waiting was broken off, by a second Ctrl-C for example.
             if not exited.done():
-                process.kill()
+                _signal(process, signal.SIGKILL)
             lifeline.cut()
 
     def _log_lines(self) -> list[str]:
@@ -224,6 +224,13 @@ class ServerProcess:
         if not lines:
             return f"Its log {self.log_path} is empty."
         return "\n".join([f"The end of its log {self.log_path}:", *(f"    {line}" for line in lines)])
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    # Popen's own method first looks whether it has ended, and reaps it then, in the place of the thread that waits.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
