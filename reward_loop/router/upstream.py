@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from typing import Protocol, cast
@@ -33,6 +34,9 @@ _BUFFER = 256 * 1024
 
 _IDLE_S = 4.0
 """An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
+
+_FULL_S = 0.05
+"""Between two looks whether a file can be opened again."""
 
 NO_BODY = frozenset({204, 304})
 """Statuses of answers without a body, whatever their headers say."""
@@ -459,11 +463,21 @@ class Upstream:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection.
+        """A new connection. Where this process may open no more files, it waits until it may.
 
         Raises:
             ConnectError: it could not be made.
         """
+        while True:
+            try:
+                return await self._connect()
+            except ConnectError as error:
+                # It is not the server's fault, and soon over: there are requests in work.
+                if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                await asyncio.sleep(_FULL_S)
+
+    async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -135,6 +136,21 @@ async def test_nobody_there() -> None:
     for url in (refusing(), "http://a..b"):
         with pytest.raises(ConnectError):
             await get(Upstream(url))
+
+
+async def test_a_lack_of_file_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, refused = asyncio.get_running_loop().create_connection, []
+
+    async def once_refused(*args: Any, **options: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(*args, **options)
+
+    async with raw(saying(OK)) as upstream:
+        monkeypatch.setattr(upstream.loop, "create_connection", once_refused)
+        assert await get(upstream) == (200, b"ok")
+    assert refused
 
 
 async def test_connections_are_used_again_the_last_one_first() -> None:
