@@ -8,6 +8,7 @@ import hashlib
 import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,11 +129,24 @@ class _Store:
             self._database = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
-            self._database.execute("PRAGMA journal_mode=WAL")
+            self._use_wal()
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"reward_loop.cache.path={path}: {error}") from error
+
+    def _use_wal(self) -> None:
+        # Where another process is at the same, SQLite does not wait, whatever its timeout is.
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
         text = await self._thread.run(lambda: self._read(key))

@@ -111,10 +111,10 @@ class _Watchdog:
         self.pid = os.getpid()
         self.bound_s = bound_s
         self._logged = time.monotonic()
-        threading.Thread(target=self._run, name="reward-watchdog", daemon=True).start()
+        # Here, so that the process can be asked from now on.
+        threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
-    def _run(self) -> None:
-        listener = self._listen()
+    def _run(self, listener: socket.socket | None) -> None:
         while True:
             try:
                 if listener is None:
@@ -160,8 +160,8 @@ class _Watchdog:
                 except ConfigError as error:
                     refusal = str(error)
             else:
-                refusal = f"it does not know the question {question!r}: it runs another version of reward_loop"
-            with contextlib.suppress(OSError):  # it is no longer waited for
+                refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
+            with contextlib.suppress(OSError):  # who asked does not wait any more
                 connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:

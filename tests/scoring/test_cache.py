@@ -5,11 +5,13 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
 
 from reward_loop import ConfigError, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.scoring import cache
 
 SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
 
@@ -137,6 +139,21 @@ def test_a_file_that_cannot_be_opened(tmp_path):
     (tmp_path / "scores.db").write_text("no database, but rather more than a few bytes of text" * 100)
     with pytest.raises(ConfigError, match=r"reward_loop.cache.path=.*scores.db"):
         cached(Judge(), tmp_path / "scores.db")
+
+
+def test_a_file_that_another_process_is_making_is_waited_for(tmp_path, monkeypatch):
+    with contextlib.closing(sqlite3.connect(tmp_path / "scores.db", isolation_level=None)) as other:
+        other.execute("CREATE TABLE scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
+        other.execute("BEGIN IMMEDIATE")
+        pauses = []
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            other.execute("ROLLBACK")
+
+        monkeypatch.setattr(cache, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        cached(Judge(), tmp_path / "scores.db")
+    assert len(pauses) == 1
 
 
 async def test_a_call_that_comes_while_the_score_is_being_kept_is_not_made_again(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop.config import RewardLoopConfig
+from reward_loop.scoring import jobs
 from reward_loop.scoring.jobs import SharedFailureBound, job_of
 from reward_loop.scoring.remote import RemoteJob
 from reward_loop.scoring.service import JobService, serve_job
@@ -301,6 +302,28 @@ def test_a_job_address_that_is_none():
 async def test_one_job_for_all_functions_of_the_same_options():
     assert job_of(options(max_concurrent=1)) is job_of(options(max_concurrent=1))
     assert job_of(options(max_concurrent=1)) is not job_of(options(max_concurrent=2))
+
+
+async def test_a_loop_that_ends_meanwhile_has_no_jobs_to_tell_of(monkeypatch):
+    class Closed:
+        def is_running(self):
+            return True
+
+        def call_soon_threadsafe(self, *_):
+            raise RuntimeError("Event loop is closed")
+
+    class Ending:
+        name = "ending"
+
+        async def status(self):
+            raise asyncio.CancelledError
+
+    job_of(options(max_concurrent=1))
+    closed = Closed()
+    monkeypatch.setitem(jobs._jobs, closed, {"closed": Ending()})
+    monkeypatch.setitem(jobs._jobs[asyncio.get_running_loop()], "ending", Ending())
+    (told,) = await asyncio.to_thread(jobs._limits)
+    assert (told["limits"]["judge"]["max_in_flight"], told["error"]) == (1, None)
 
 
 def test_the_service_in_a_thread():

@@ -215,11 +215,15 @@ async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
         return 1
 
     limits = {"judge": {"max_concurrent": 1}, "default": {"max_concurrent": 1}}
-    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
-    hung, fine = await asyncio.gather(function(RewardSample("hang")), function(RewardSample("4")))
+    function, config = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
+    hanging = asyncio.create_task(function(RewardSample("hang")))
+    async with asyncio.timeout(60):
+        while not job_of(config).status()["limits"]["judge"]["in_flight"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    function.timeout = 60
+    assert (await function(RewardSample("4"))).score == 1
     release.set()
-    assert isinstance(hung.exception, RewardTimeoutError)
-    assert fine.score == 1
+    assert isinstance((await hanging).exception, RewardTimeoutError)
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
