@@ -39,6 +39,12 @@ class Journal:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._arguments: Any = None
+        self._starts = 0
+
+    def started(self) -> int:
+        """An agent begins. Return how many have since the last one came to a new reward."""
+        self._starts += 1
+        return self._starts
 
     def replace(self, entries: Mapping[str, Entry], arguments: Any) -> None:
         """Hold exactly this."""
@@ -61,6 +67,8 @@ class Journal:
         """Samples of some batches have ended."""
         for batch, new in rewards.items():
             known = self._entries[batch].rewards if batch in self._entries else {}
+            if new.keys() - known.keys():
+                self._starts = 0
             for sample, reward in new.items():
                 known.setdefault(sample, reward)
         return rewards.keys() <= self._entries.keys()
@@ -70,6 +78,7 @@ class Journal:
         entry = self._entries.get(batch)
         if entry is None:
             return False
+        self._starts = 0
         entry.answers[call] = list(groups)
         entry.rewards |= rewards
         if self._is_finished(entry):

@@ -17,6 +17,13 @@ __all__ = ["Latency", "parse_latency"]
 _FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponential:MEAN, file:PATH"
 
 
+LONGEST_S = 1e9
+"""No judging time is longer; sums of them stay numbers."""
+
+WIDEST = 10.0
+"""The largest sigma of a lognormal distribution, whose mean grows with the exponential of its square."""
+
+
 @dataclass(frozen=True, slots=True)
 class Latency:
     """A distribution of judging times."""
@@ -46,17 +53,17 @@ def parse_latency(text: str) -> Latency:
     except ValueError:
         count = 0
         a = b = 0.0
-    finite = math.isfinite(a) and math.isfinite(b)
+    finite = max(a, b) <= LONGEST_S
     if kind == "uniform" and count == 2 and 0 <= a <= b and finite:
         span = b - a
         return Latency(text, (a + b) / 2, lambda rng: a + span * rng.random())
     if kind == "constant" and count == 1 and a >= 0 and finite:
         return Latency(text, a, lambda rng: a)
-    if kind == "lognormal" and count == 2 and a > 0 and b >= 0 and finite:
+    if kind == "lognormal" and count == 2 and a > 0 and 0 <= b <= WIDEST and finite:
         return Latency(text, a * math.exp(b * b / 2), lambda rng: rng.lognormvariate(math.log(a), b))
     if kind == "exponential" and count == 1 and a > 0 and finite:
         return Latency(text, a, lambda rng: rng.expovariate(1 / a))
-    raise ConfigError(f"no judge latency: {text!r}. Write one of {_FORMS}; no time is negative")
+    raise ConfigError(f"no judge latency: {text!r}. Write one of {_FORMS}; no time is negative, or very long")
 
 
 def _read(path: Path) -> list[float]:
@@ -72,7 +79,7 @@ def _read(path: Path) -> list[float]:
             seconds = float(_seconds(json.loads(line)))
         except (ValueError, TypeError):
             seconds = math.nan
-        if not (math.isfinite(seconds) and seconds >= 0):
+        if not 0 <= seconds <= LONGEST_S:
             raise ConfigError(
                 f"{path}, line {number}: expected seconds, or an object with seconds, latency or reward_seconds"
             )

@@ -28,6 +28,9 @@ __all__ = ["AsyncRewardAgent", "RayAsyncRewardAgent"]
 MAX_CALLS = 100_000
 """Calls that the actor answers at a time; they only wait, so that this is no bound on judging."""
 
+MAX_STARTS = 4
+"""How often the actor's process is started without coming to one new reward."""
+
 
 class AsyncRewardAgent:
     """What `RayAsyncRewardAgent` runs; in a process with an event loop it can be used without Ray."""
@@ -228,6 +231,11 @@ class _DurableAgent(AsyncRewardAgent):
         arguments = ray.get(copy.arguments.remote())
         if arguments is None:
             raise RewardLoopError("this agent and its journal were killed: what it had not handed out is lost")
+        if ray.get(copy.started.remote()) > MAX_STARTS:
+            raise RewardLoopError(
+                f"this agent died {MAX_STARTS} times, and came to no new reward in between: does the reward function "
+                "crash the interpreter, or run out of memory?"
+            )
         positional, named = arguments
         super().__init__(*positional, **named)
         self._copy, self._arguments = copy, arguments

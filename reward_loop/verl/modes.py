@@ -67,6 +67,10 @@ class RewardQueueOptions(Config):
     """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
     training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
 
+    max_refills: int | None = Field(default=16, ge=1)
+    """The run stops when, one after the other, so many times the groups of a training step have failed and were
+    replaced, and none in between ended well; `None` replaces them for ever."""
+
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
     """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
     rollout got its reward; `None` waits for ever."""

@@ -99,9 +99,7 @@ def settle(config: DictConfig, given: Collection[str] = ()) -> None:
         if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
             config.reward.reward_manager.source = "importlib"
         if config.get("mini_batch_pipeline") is not None:
-            # As the users of verl's recipe write it.
-            config.trainer.v1.trainer_mode = PIPELINE_MODE
-            config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = config.pop("mini_batch_pipeline")
+            _choose_pipeline(config)
     _check(config)
 
 
@@ -151,6 +149,19 @@ def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden:
     if not decided and current not in (default, value):
         raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
     OmegaConf.update(config, new, value, force_add=True)
+
+
+def _choose_pipeline(config: DictConfig) -> None:
+    """Takes ``mini_batch_pipeline`` at the top level, as the users of verl's recipe write it."""
+    mode, wanted = config.trainer.v1.trainer_mode, config.pop("mini_batch_pipeline")
+    if wanted is not False:
+        if mode not in ("sync", PIPELINE_MODE):
+            raise ConfigError(
+                f"mini_batch_pipeline={wanted} contradicts trainer.v1.trainer_mode={mode}: it chooses "
+                f"trainer.v1.trainer_mode={PIPELINE_MODE}. Leave one of them out"
+            )
+        config.trainer.v1.trainer_mode = PIPELINE_MODE
+    config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = wanted
 
 
 def _select(config: DictConfig, key: str) -> Any:

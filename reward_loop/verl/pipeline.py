@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -85,6 +86,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             # verl compares the name: buffer and loader are to be the synchronous ones.
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
+        config.trainer.v1.trainer_mode = PIPELINE_MODE  # as the loggers write it down
         self._progress = Progress()
         self._submitted: list[str] = []
         """The prompts that were handed to the rollout and not trained on, oldest first."""
@@ -234,6 +236,12 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 # Which groups are kept is known when they are judged, and the engine must be awake to replace them.
                 with self._timed("rewards", timing_raw, "wait_reward"):
                     self._wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
+            else:
+                # That a group failed is known when it has ended, a moment after the last of its rollouts.
+                _, trajectories = self._look()
+                empty = set(self._submitted) - {_uid(key) for key in trajectories}
+                with self._timed("generation", timing_raw, "gen"):
+                    self._wait("rollouts", partial(unfinished.isdisjoint, empty))
             if not self._throw_out(metrics, refills):
                 break
             with self._timed("generation", timing_raw, "gen"):
@@ -263,7 +271,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did.
 
         Raises:
-            RewardLoopError: groups failed, and what replaced them, again and again.
+            RewardLoopError: groups failed, and what replaced them, again and again; or so many were filtered that more
+                batches than allowed would be generated.
         """
         buffer = self.replay_buffer
         buffer._sync_metadata_from_transfer_queue()
@@ -281,7 +290,21 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 f"{failed} groups failed, and so did all that replaced them, {self.options.max_refills} times in a row "
                 f"(trainer.v1.{PIPELINE_MODE}.max_refills={self.options.max_refills}). {self._last_failure()}"
             )
+        if thrown and self._filters:
+            self._bound_generation(refills.filtered)
         return bool(thrown)
+
+    def _bound_generation(self, filtered: int) -> None:
+        """Ends a run that generates batch after batch, and filters them."""
+        options, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        most = options.get("max_num_gen_batches", 0)
+        if most > 0 and size + filtered > most * size:
+            raise RewardLoopError(
+                f"algorithm.filter_groups has thrown out {filtered} groups in step {self.global_steps}: their rollouts "
+                f"have the same {options.metric}; more batches of {size} would have to be generated than "
+                f"algorithm.filter_groups.max_num_gen_batches={most} allows. Are the prompts too easy or too hard, or "
+                "does the reward function give everything the same score? 0 generates for ever"
+            )
 
     def _last_failure(self) -> str:
         with self._listener.lock:
@@ -323,7 +346,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         full = len(batch.rows) // multiple * multiple
         now, batch.rows = batch.rows[:full], batch.rows[full:]
         if not batch.barren.issuperset(now):
-            self._update(select(batch.whole, now), part_metrics, timing_raw)
+            self._update(self._balanced(batch, now), part_metrics, timing_raw)
             batch.updates += 1
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
 
@@ -332,9 +355,15 @@ class RewardPipelineTrainer(PPOTrainerSync):
         zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
         batch.barren.update(rows)
 
+    def _balanced(self, batch: _Batch, rows: list[int]) -> KVBatchMeta:
+        """Rows, dealt out to the ranks evenly. The whole batch is, and stays in that order: it says which rows make a
+        mini-batch."""
+        if len(rows) == len(batch.whole.keys):
+            return select(batch.whole, sorted(rows))
+        part = select(batch.whole, rows)
+        return self._balance_batch(part, metrics={}) if self._data_parallel_size() > 1 else part
+
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
-        if self._data_parallel_size() > 1:
-            rows = self._balance_batch(rows, metrics={})
         if self.use_critic:
             with _added_timer("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)

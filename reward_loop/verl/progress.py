@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Progress", "Refills", "StepTimes"]
+__all__ = ["Event", "Losses", "Progress", "Refills", "StepTimes"]
 
 Event = tuple[Literal["judging", "judged", "generated", "published", "over", "failed"], str]
 """What happened, and to what: the judging of a session (``{uid}_{number}``) began, or ended; all sessions of a prompt
@@ -118,6 +118,8 @@ class Refills:
         self._bound = bound
         self._kept = 0
         self._in_a_row = 0
+        self.filtered = 0
+        """How many groups were thrown out although their rollouts did not fail."""
 
     def exhausted(self, *, failed: int, filtered: int, kept: int) -> bool:
         """Whether it has happened too often.
@@ -130,7 +132,36 @@ class Refills:
         again = failed > 0 and not filtered and kept <= self._kept
         self._in_a_row = self._in_a_row + 1 if again else 0
         self._kept = kept
+        self.filtered += filtered
         return self._bound is not None and self._in_a_row > self._bound
+
+
+class Losses:
+    """Counts groups that failed and were replaced, one after the other, where some are always under way.
+
+    Args:
+        bound: how many may fail before one ends well; ``None`` for any number.
+    """
+
+    def __init__(self, bound: int | None) -> None:
+        self._bound = bound
+        self._ended_well: frozenset[str] = frozenset()
+        self.in_a_row = 0
+        """How many have failed since the last one that ended well."""
+
+    def exhausted(self, failed: int, ended_well: Iterable[str]) -> bool:
+        """Whether too many have failed.
+
+        Args:
+            failed: how many are thrown out now because they failed.
+            ended_well: all that did not fail, and are still there.
+        """
+        well = frozenset(ended_well)
+        if well - self._ended_well:
+            self.in_a_row = 0
+        self._ended_well = well
+        self.in_a_row += failed
+        return self._bound is not None and self.in_a_row > self._bound
 
 
 @dataclass(frozen=True, slots=True)

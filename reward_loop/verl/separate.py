@@ -8,10 +8,11 @@ generated. What waits has been handed to the rollout, so that verl counts it in 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
@@ -19,6 +20,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging import JudgingQueue, Places, merge_metrics
 from reward_loop.verl.modes import REWARD_QUEUE, queue_shares, reward_queue_options
 from reward_loop.verl.patience import Patience
+from reward_loop.verl.progress import Losses
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -43,6 +45,11 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         by_group = any(client.by_group for client in self.reward_loop_worker_handles)
         self._queue = JudgingQueue(capacity, None if by_group else in_flight)
         self._places: dict[str, Places] = {}
+        self._failure = ""
+
+    async def last_failure(self) -> str:
+        """The latest session that failed, and why."""
+        return self._failure
 
     async def queue_metrics(self, step: int) -> dict[str, float]:
         """The queue's figures since the last call, ``step`` being the version of the weights now."""
@@ -65,6 +72,13 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             finally:
                 del self._places[uid]
         return None
+
+    async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
+        try:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        except Exception as error:
+            self._failure = f"{kwargs['uid']}_{kwargs['session_id']}: {type(error).__name__}: {error}"
+            raise
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         places = self._places.get(kwargs["uid"])
@@ -113,10 +127,32 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         super().fit(agent_loop_manager)
 
     def _build_replay_buffer(self) -> Any:
-        """verl's buffer, with an eye on the agent loop workers."""
+        """verl's buffer, with an eye on the agent loop workers, and on what it throws out."""
         buffer = super()._build_replay_buffer()
         Patience(buffer, self._raise_death)
+        most = reward_queue_options(self.config).max_refills
+        losses = Losses(None if most is None else most * self.config.data.train_batch_size)
+        throw_out = buffer._evict_terminal_groups
+
+        def throw_out_unless_all_fail(step: int, partition: str, reasons: Any) -> Any:
+            if partition == "train" and losses.exhausted(len(reasons[2]), buffer.finished_keys[partition]):
+                raise RewardLoopError(
+                    f"{losses.in_a_row} groups failed one after the other, and what replaced them, too "
+                    f"({REWARD_QUEUE}.max_refills={most}, times data.train_batch_size="
+                    f"{self.config.data.train_batch_size}). {self._last_failure()}"
+                )
+            return throw_out(step, partition, reasons)
+
+        buffer._evict_terminal_groups = throw_out_unless_all_fail
         return buffer
+
+    def _last_failure(self) -> str:
+        asked = [worker.last_failure.remote() for worker in self._agent_loop_workers]
+        with suppress(RayError):  # GetTimeoutError is one
+            for failure in ray.get(asked, timeout=ANSWER_S):
+                if failure:
+                    return f"A rollout that failed is {failure}"
+        return "See the log of the agent loop workers"
 
     def _raise_death(self) -> None:
         dead, _ = ray.wait(self._deaths, timeout=0)

@@ -148,10 +148,16 @@ class RewardLoopTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
-        self.reward_workers.raise_fatal_error()
+        self._ask_workers()
 
     def _look_at_workers(self) -> None:
         self.reward_workers.look_for_fatal_error()
+
+    def _ask_workers(self) -> None:
+        if self._full_config.trainer.v1.trainer_mode == "sync":
+            self.reward_workers.raise_fatal_error()
+        else:
+            self.reward_workers.ask_for_fatal_error()  # samples of other prompts may be out
 
     @contextmanager
     def _told_by_workers(self) -> Iterator[None]:
@@ -160,11 +166,11 @@ class RewardLoopTrainer(PPOTrainer):
         try:
             yield
         except Exception as error:
-            self.reward_workers.raise_fatal_error()
+            self._ask_workers()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died, and what it was at with it: {error}") from error
             raise
-        self.reward_workers.raise_fatal_error()
+        self._ask_workers()
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Scores the whole batch after the rollout: with ``use_reward_loop=False``, or by a model on these GPUs."""

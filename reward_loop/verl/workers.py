@@ -52,6 +52,8 @@ START_TIMEOUT_S = 300.0
 STATUS_TIMEOUT_S = 60.0
 """Seconds until a worker must have said how it is; a restart fits in."""
 
+BUSY_S = 5.0
+"""Seconds in which a worker that samples are out to may say how it is."""
 
 LOOK_S = 2.0
 """Seconds between two looks at whether the run must stop, while the trainer waits for rewards."""
@@ -372,16 +374,39 @@ class RewardWorkers:
         Raises:
             RewardLoopError: a worker said that the run must stop.
         """
-        answered, self._asked = (
-            ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
-        )
+        self._take_answers(0)
+        if not self._asked and time.monotonic() - self._asked_at > LOOK_S:
+            self._ask()
+
+    def ask_for_fatal_error(self) -> None:
+        """As `raise_fatal_error`, while samples are out: a worker that does not answer within `BUSY_S` is at work, as
+        one whose manager blocks the event loop is until its samples are done. Its answer is taken later.
+
+        Raises:
+            RewardLoopError: a worker said that the run must stop.
+        """
+        self._take_answers(0)
+        self._ask()
+        self._take_answers(BUSY_S)
+        if self._asked:
+            logger.warning(
+                "%d of %d reward workers did not answer within %g s: does the reward manager, or an async function, "
+                "block the event loop?",
+                *(len(self._asked), len(self.handles), BUSY_S),
+            )
+
+    def _ask(self) -> None:
+        self._asked = [worker.fatal_error.remote() for worker in self.handles]
+        self._asked_at = time.monotonic()
+
+    def _take_answers(self, timeout: float) -> None:
+        if not self._asked:
+            return
+        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=timeout)
         for answer in answered:
             with contextlib.suppress(RayActorError):  # it is restarted, or its samples fail
                 if (message := ray.get(answer)) is not None:
                     raise RewardLoopError(message)
-        if not self._asked and time.monotonic() - self._asked_at > LOOK_S:
-            self._asked = [worker.fatal_error.remote() for worker in self.handles]
-            self._asked_at = time.monotonic()
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
         """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""

@@ -47,3 +47,16 @@ def test_it_says_when_it_does_not_know_a_batch():
     assert journal.dropped("a")
     assert not journal.dropped("a")
     assert Journal().arguments() is None
+
+
+def test_starts_are_counted_until_one_comes_to_a_new_reward():
+    journal = journal_of("a")
+    assert [journal.started() for _ in range(2)] == [1, 2]
+    journal.ended({"a": {0: reward(1)}})
+    assert [journal.started() for _ in range(2)] == [1, 2]
+    # What was judged again, and batches that are submitted again, are nothing new.
+    journal.ended({"a": {0: reward(1)}})
+    journal.submitted("b", Entry(data=[None], group_size=1))
+    assert journal.started() == 3
+    journal.handed_out("a", "call", [0], {})
+    assert journal.started() == 1

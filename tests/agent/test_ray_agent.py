@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
 from reward_loop.agent.journal import Journal
-from reward_loop.agent.ray_agent import AsyncRewardAgent
+from reward_loop.agent.ray_agent import MAX_STARTS, AsyncRewardAgent, _DurableAgent
 from tests.agent.judges import Gate, numbered
 
 
@@ -324,6 +324,22 @@ def test_wherever_it_is_killed_every_sample_is_handed_out_once(data):
         await agent.shutdown()
 
     asyncio.run(scenario())
+
+
+def test_an_agent_whose_process_keeps_dying_is_not_started_for_ever(monkeypatch):
+    journal = Journal()
+    journal.replace({}, ((Gate(),), {}))
+
+    class Handle:
+        def __getattr__(self, name):
+            return type("Method", (), {"remote": staticmethod(getattr(journal, name))})
+
+    monkeypatch.setattr("ray.get_actor", lambda name: Handle())
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    for _ in range(MAX_STARTS):
+        _DurableAgent("journal")
+    with pytest.raises(RewardLoopError, match=r"died 4 times.*no new reward.*crash the interpreter"):
+        _DurableAgent("journal")
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_measured_latencies(tmp_path):
     latency = parse_latency(f"file:{file}")
     assert latency.mean == 3.1
     assert {latency.draw(random.Random(i)) for i in range(60)} == {1, 2.5, 3, 4, 5}
-    for broken in ("{}", "true", "-1", "x", ""):
+    for broken in ("{}", "true", "-1", "x", "", "NaN", "Infinity", "1e300"):
         file.write_text(broken)
         with pytest.raises(ConfigError, match=r"line 1|holds no"):
             parse_latency(f"file:{file}")
@@ -184,7 +184,11 @@ def test_measured_latencies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "uniform", "uniform:2:1", "uniform:1", "constant:-1", "constant:1:2", "normal:1:2", "exponential:nan"]
+    "text",
+    [
+        *("", "uniform", "uniform:2:1", "uniform:1", "constant:-1", "constant:1:2", "normal:1:2", "exponential:nan"),
+        *("uniform:nan:1", "uniform:1:nan", "constant:inf", "constant:1e308", "lognormal:3:40", "lognormal:1:nan"),
+    ],
 )
 def test_what_is_no_distribution(text):
     with pytest.raises(ConfigError, match="uniform:LOW:HIGH"):

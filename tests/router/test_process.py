@@ -59,6 +59,20 @@ async def test_a_later_run_serves_the_same_address_and_what_came_in_between(stub
             assert second.pid != first.pid
 
 
+async def test_a_death_is_noticed_by_whoever_reaps_it(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waitid = os.waitid
+
+    def late(*child: Any) -> Any:
+        waitid(*child)
+        server._process.poll()  # As `Popen.send_signal` does; if the server dies just then, it reaps it.
+        return waitid(*child)
+
+    monkeypatch.setattr(os, "waitid", late)
+    async with stub() as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert "was ended by SIGKILL" in str(await server.wait())
+
+
 async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match="the stub exited with status 3 before it was ready") as raised:
         await stub(env={"STUB_EXIT": "3"}).__aenter__()

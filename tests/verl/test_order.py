@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
@@ -18,6 +19,7 @@ from reward_loop.verl.modes import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError
+from tests.verl.configs import settled
 
 ROWS = 8
 """Rows of a mini-batch: two groups of four."""
@@ -121,6 +123,18 @@ EVEN = dict.fromkeys("abcd", 4)
 PIPELINE = Schedule(2, mini_batch_pipeline=True)
 
 
+def test_the_logged_configuration_names_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Any, config: Any) -> None:
+        self.config, self.use_critic = config, False
+        self.trainer_mode = config.trainer.v1.trainer_mode
+        self.replay_buffer = SimpleNamespace(filter_groups_metric=None, sync_refill_failed_groups=False)
+
+    monkeypatch.setattr(PPOTrainerSync, "__init__", init)
+    trainer = RewardPipelineTrainer(settled("trainer.v1.trainer_mode=reward_pipeline"))
+    # By its attribute, verl chooses the synchronous buffer and loader.
+    assert (trainer.trainer_mode, trainer.config.trainer.v1.trainer_mode) == ("sync", "reward_pipeline")
+
+
 def test_without_overlaps_all_rewards_are_awaited_first() -> None:
     assert done(Schedule(), EVEN, "dcba") == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
 
@@ -172,6 +186,43 @@ def test_padding_alone_has_no_advantage() -> None:
     ]
 
 
+class TwoRanks(Trainer):
+    """Says which rows each update gets, in which order. Balancing again would give another one."""
+
+    def _data_parallel_size(self) -> int:
+        return 2
+
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+        batch = super()._finish_generation(metrics, timing_raw)
+        # As verl balanced it: groups are mixed, and a row of padding is among the first ones.
+        batch.whole.reorder([(5 * i + 7) % 16 for i in range(16)])
+        for group in (*batch.groups.values(), batch.padding):
+            group[:] = [i for i in range(16) if (5 * i + 7) % 16 in group]
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch.reorder(range(len(batch.keys) - 1, -1, -1))
+        return batch
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        self.done.append(" ".join(key.removesuffix("_0") for key in rows.keys))
+
+
+def test_the_whole_batch_is_trained_on_in_the_order_in_which_it_was_balanced() -> None:
+    sizes = {"a": 4, "b": 4, "c": 4, "d": 3}
+    trainer = TwoRanks(Schedule(), sizes, "dcba")
+    batch = trainer._finish_generation({}, {})
+    trainer.step({}, {})
+    assert trainer.done[-1].split() == [key.removesuffix("_0") for key in batch.whole.keys]
+    # Parts of it are balanced by themselves.
+    parts = TwoRanks(PIPELINE, sizes, "abcd")
+    parts.step({}, {})
+    updates = [words.split() for words in parts.done if "_" in words]
+    wanted = [[name for name in trainer.done[-1].split() if name[0] in group] for group in ("ab", "cdp")]
+    assert [sorted(names) for names in updates] == [sorted(names) for names in wanted]
+    assert updates[0] == wanted[0][::-1]
+
+
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     trainer = Trainer(Schedule(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
     trainer.total_training_steps = 9
@@ -195,7 +246,7 @@ def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> Non
 
 
 class FailingBuffer:
-    """verl's buffer, to which every group has failed."""
+    """verl's buffer, to which every group that has ended failed."""
 
     def __init__(self, trainer: RewardPipelineTrainer) -> None:
         self.trainer = trainer
@@ -204,7 +255,7 @@ class FailingBuffer:
         pass
 
     def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        return set(), set(), set(self.trainer._submitted), {}
+        return set(), set(), set(self.trainer._submitted) - self.trainer._progress.unfinished, {}
 
     def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
         return reasons[2], 0, 0, {}
@@ -233,6 +284,12 @@ class Failing(RewardPipelineTrainer):
     def _look_at_workers(self) -> None:
         pass
 
+    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
+        return {}, {}
+
+    def on_sample_end(self) -> None:
+        raise InterruptedError
+
 
 def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     trainer = Failing(max_refills=3)
@@ -240,6 +297,72 @@ def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
         trainer._finish_generation({}, {})
     assert trainer.submitted == 2 + 3 * 2
+
+
+class Late(Failing):
+    """Of `b`, every rollout failed, and it ends a moment later. All others are generated, and wait for rewards."""
+
+    def __init__(self) -> None:
+        super().__init__(max_refills=1)
+        for uid in "ab":
+            self._generate(uid)
+        self._listener.order = ["b"]  # type: ignore[attr-defined]
+
+    def _generate(self, uid: str) -> None:
+        self._submitted.append(uid)
+        self._progress.submit(uid)
+        self._progress.happened(("published", uid), 0.0)
+
+    def _submit_up_to(self, count: int) -> None:
+        while len(self._submitted) < count:
+            self._generate("c")
+
+    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
+        return {}, {f"{uid}_0_0": {} for uid in self._submitted if uid != "b"}
+
+
+def test_a_group_that_failed_last_is_replaced() -> None:
+    trainer = Late()
+    with pytest.raises(InterruptedError):
+        trainer._finish_generation({}, {})
+    assert trainer._progress.unfinished == {"a", "c"}
+
+
+class Filtering(Failing):
+    """All groups are filtered, whatever they are replaced by."""
+
+    def __init__(self, max_num_gen_batches: int) -> None:
+        super().__init__(max_refills=1)
+        self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
+        self._filters = True
+        self._seconds["rewards"] = 0.0
+        self.replay_buffer = FilteringBuffer(self)
+
+
+class FilteringBuffer(FailingBuffer):
+    """verl's buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
+
+    def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
+        return set(), set() if self.trainer.submitted > 20 else set(self.trainer._submitted), set(), {}
+
+    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
+        return reasons[1], 0, len(reasons[1]), {}
+
+
+def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
+    trainer = Filtering(max_num_gen_batches=3)
+    trainer._submit_up_to(2)
+    with pytest.raises(RewardLoopError, match=r"thrown out 6 groups in step 1.*same acc; .*max_num_gen_batches=3"):
+        trainer._finish_generation({}, {})
+    assert trainer.submitted == 3 * 2
+
+
+def test_by_default_groups_are_filtered_for_ever() -> None:
+    trainer = Filtering(max_num_gen_batches=0)
+    trainer._submit_up_to(2)
+    with pytest.raises(InterruptedError):
+        trainer._finish_generation({}, {})
+    assert trainer.submitted == 22
 
 
 class Writing(RewardPipelineTrainer):

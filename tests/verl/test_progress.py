@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import Event, Progress, Refills, StepTimes
+from reward_loop.verl.progress import Event, Losses, Progress, Refills, StepTimes
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
@@ -53,6 +53,31 @@ def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[st
 def test_without_a_bound_groups_are_replaced_for_ever() -> None:
     refills = Refills(None)
     assert not any(refills.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
+
+
+def test_what_was_filtered_is_counted() -> None:
+    refills = Refills(1)
+    for filtered in (3, 0, 2):
+        refills.exhausted(failed=0, filtered=filtered, kept=5)
+    assert refills.filtered == 5
+
+
+def test_groups_that_fail_one_after_the_other_are_too_many() -> None:
+    losses = Losses(4)
+    assert not losses.exhausted(3, ())
+    assert not losses.exhausted(1, ())
+    assert losses.exhausted(1, ())
+    assert losses.in_a_row == 5
+
+
+def test_a_group_that_ends_well_begins_the_count_again() -> None:
+    losses = Losses(4)
+    assert not losses.exhausted(3, ())
+    assert not losses.exhausted(3, {"a"})
+    # It is still there, and says nothing of those that failed after it.
+    assert losses.exhausted(2, {"a"})
+    assert not losses.exhausted(4, {"b"})
+    assert not Losses(None).exhausted(10**9, ())
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:

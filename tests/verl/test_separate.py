@@ -120,6 +120,55 @@ def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: 
     assert len(begun) == 2
 
 
+class Buffer:
+    """verl's replay buffer, as far as it throws groups out."""
+
+    def __init__(self) -> None:
+        self.finished_keys: dict[str, set[str]] = {"train": set(), "val": set()}
+        self.thrown: set[str] = set()
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        return last_debug_time
+
+    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> int:
+        self.thrown |= reasons[2]
+        return len(reasons[2])
+
+
+def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "_build_replay_buffer", lambda self: Buffer())
+    failing = trainer("data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2", by_group=False)
+    buffer = failing._build_replay_buffer()
+
+    def throw_out(*groups: str, partition: str = "train") -> int:
+        return buffer._evict_terminal_groups(1, partition, (set(), set(), set(groups), {}))
+
+    assert throw_out("a", "b") == 2
+    buffer.finished_keys["train"] = {"c"}
+    assert throw_out("d") == 1
+    assert throw_out("e", "f", "g") == 3
+    assert throw_out(partition="val") == 0
+    answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
+    asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
+    failing._agent_loop_workers = asked
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: [answers[ref] for ref in refs])
+    with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
+        throw_out("h")
+    assert buffer.thrown == set("abdefg")
+
+
+async def test_a_worker_remembers_why_a_rollout_failed(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_agent_loop(self: Any, sampling_params: dict, trajectory: dict, **kwargs: Any) -> None:
+        raise KeyError("tool")
+
+    monkeypatch.setattr(VERL, "_run_agent_loop", run_agent_loop)
+    worker._failure = ""
+    assert await worker.last_failure() == ""
+    with pytest.raises(KeyError):
+        await worker._run_agent_loop({}, {}, uid="a", session_id=1)
+    assert await worker.last_failure() == "a_1: KeyError: 'tool'"
+
+
 def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     dead: list[str] = []
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in dead], refs))

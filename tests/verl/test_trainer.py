@@ -15,6 +15,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl import trainer
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.placement import place
+from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -78,7 +79,18 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: dict[str, 
     assert "q_1_0: the function returned 1 turn_level_scores" in infos["q_1_0"]["reward_error"]
 
 
-def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop() -> None:
+@pytest.mark.parametrize(
+    ("mode", "question"),
+    [
+        ("sync", "raise_fatal_error"),
+        # Samples of later steps are out, so that a worker may be too busy to answer.
+        ("reward_pipeline", "ask_for_fatal_error"),
+        ("separate_async", "ask_for_fatal_error"),
+    ],
+)
+def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop(
+    mode: str, question: str
+) -> None:
     told: list[str] = []
 
     def raise_fatal_error() -> None:
@@ -86,7 +98,8 @@ def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_m
             raise RewardLoopError(told[0])
 
     run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    run.reward_workers = SimpleNamespace(raise_fatal_error=raise_fatal_error)  # type: ignore[assignment]
+    run._full_config = settled(f"trainer.v1.trainer_mode={mode}")
+    run.reward_workers = SimpleNamespace(**{question: raise_fatal_error})  # type: ignore[assignment]
     with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._told_by_workers():
         raise ActorDiedError
     told.append("the judge is on strike")

@@ -405,6 +405,47 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
         workers.finish_batch(pending)
 
 
+BLOCKS = """
+import pathlib, time
+async def compute_score(solution_str, flags):
+    flags = pathlib.Path(flags)
+    (flags / "blocked").touch()
+    while not (flags / "free").exists():
+        time.sleep(0.02)
+    return 1.0
+"""
+
+
+async def test_a_worker_whose_event_loop_is_blocked_is_at_work_and_not_lost(
+    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(BLOCKS)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        f"custom_reward_function.path={function}",
+        f"+custom_reward_function.reward_kwargs.flags={tmp_path}",
+    )
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    reward = asyncio.ensure_future(workers.client.compute_score.remote(rollout("1")))
+    await until_there(tmp_path / "blocked")
+    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 0.2)
+    workers.ask_for_fatal_error()
+    assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
+    (tmp_path / "free").touch()
+    assert (await reward)["reward_score"] == 1.0
+
+
+async def until_there(path: Path) -> None:
+    async with asyncio.timeout(300):
+        while True:
+            if path.exists():
+                return
+            await asyncio.sleep(0.02)
+
+
 RANKS = """
 def compute_score(solution_strs, extra_infos):
     lengths = sorted(map(len, solution_strs))
@@ -434,7 +475,7 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: st
 
 
 async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
-    cluster: None, policy: str, tmp_path: Path
+    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = tmp_path / "f.py"
     function.write_text(KILLER)
@@ -452,6 +493,9 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
         workers.raise_fatal_error()
     with pytest.raises(RewardLoopError, match="died"):
         await look_until_told(workers)
+    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
+    with pytest.raises(RewardLoopError, match="died"):
+        workers.ask_for_fatal_error()
 
 
 async def look_until_told(workers: RewardWorkers) -> None:
