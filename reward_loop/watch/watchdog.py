@@ -152,14 +152,15 @@ class _Watchdog:
             try:
                 question, *arguments = json.loads(questions.readline())
             except (OSError, ValueError):
-                return  # Who asked has left, or asks something else.
+                return  # whoever it was did not ask
             answer, refusal = None, None
-            try:
-                if question not in answers:
-                    raise ConfigError(f"it knows nothing of {question}: is its reward_loop of another version?")
-                answer = answers[question](*arguments)
-            except ConfigError as error:
-                refusal = str(error)
+            if question in answers:
+                try:
+                    answer = answers[question](*arguments)
+                except ConfigError as error:
+                    refusal = str(error)
+            else:
+                refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
             with contextlib.suppress(OSError):  # who asked does not wait any more
                 connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 

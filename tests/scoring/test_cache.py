@@ -156,6 +156,37 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path, monkeypat
     assert len(pauses) == 1
 
 
+async def test_a_call_that_comes_while_the_score_is_being_kept_is_not_made_again(tmp_path):
+    judge = Judge()
+    function = cached(judge, tmp_path / "scores.db")
+    for text in map(str, range(20)):
+        results = []
+        for _ in range(20):  # they come turn by turn, before, while and after the first is made and kept
+            results.append(asyncio.create_task(function(RewardSample(text))))
+            await asyncio.sleep(0)
+        await asyncio.gather(*results)
+    assert judge.calls == 20
+
+
+async def test_a_full_disk_costs_what_would_be_kept_and_no_sample(tmp_path, caplog):
+    function = cached(Judge({"score": 1.0, "long": "x" * 5000}), tmp_path / "scores.db")
+    function._cache._store._database.execute("PRAGMA max_page_count=2")
+    for text in "abc":
+        assert (await function(RewardSample(text))).outcome is Outcome.SCORED
+    assert caplog.text.count("scores are not kept: ") == 1
+    assert "database or disk is full" in caplog.text
+
+
+async def test_a_spoilt_score_is_made_again(tmp_path):
+    judge = Judge()
+    function = cached(judge, tmp_path / "scores.db")
+    await function(SAMPLE)
+    with contextlib.closing(sqlite3.connect(tmp_path / "scores.db", isolation_level=None)) as other:
+        other.execute("UPDATE scores SET value = ?", (b'[1.0, {"a',))
+    assert [(await function(SAMPLE)).score, (await function(SAMPLE)).score] == [1.0, 1.0]
+    assert judge.calls == 2
+
+
 PROCESS = """
 import asyncio, sys
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction

@@ -1,4 +1,5 @@
 import asyncio
+import socket
 
 import pytest
 
@@ -232,6 +233,51 @@ async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     with pytest.raises(JobServiceError):
         job.count(False, None)
     await job.close()
+
+
+async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
+    connection = socket.socket()
+
+    class Writer:
+        """A connection that has closed already."""
+
+        def get_extra_info(self, name):
+            return connection
+
+        def write(self, data):
+            pass
+
+        def is_closing(self):
+            return True
+
+        def close(self):
+            connection.close()
+
+    async def connect(host, port, limit):
+        reader = asyncio.StreamReader()
+        reader.feed_data(b'nonce\n[["limited",{"judge":null}]]\n')
+        reader.feed_eof()
+        return reader, Writer()
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    job = RemoteJob("127.0.0.1:1:token")
+    async with asyncio.timeout(60):
+        with pytest.raises(JobServiceError, match="it has gone"):
+            await job.enter("judge", 0, "train")
+
+
+async def test_a_node_that_is_gone_is_noticed_from_both_sides():
+    service = JobService(options(max_concurrent=1))
+    job = RemoteJob(await service.start())
+    (await job.enter("judge", 0, "train")).leave()
+    ((client, _),) = service._clients.items()
+    for lines in (job._lines, client.lines):
+        connection = lines._writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    await job.close()
+    await service.stop()
 
 
 async def test_nobody_gets_in_without_the_token():
