@@ -12,8 +12,8 @@ import orjson
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router import serving
-from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.run import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, run_router
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, RouterConfig, WorkerConfig
+from reward_loop.router.run import run_router
 
 __all__ = ["main"]
 

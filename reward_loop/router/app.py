@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -128,7 +129,8 @@ class Router:
             self._proxy = Proxy(self._pool, self._config)
             self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
             await send({"type": "lifespan.startup.complete"})
-            await receive()
+            with contextlib.suppress(asyncio.CancelledError):  # At a second Ctrl-C, uvicorn waits for nothing.
+                await receive()
             self._proxy.close()
             await self._control
         await send({"type": "lifespan.shutdown.complete"})

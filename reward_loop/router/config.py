@@ -9,7 +9,19 @@ from pydantic import Field, field_validator
 
 from reward_loop.config import Config
 
-__all__ = ["Engine", "Kind", "PolicyName", "RequestKind", "RouterConfig", "WorkerConfig"]
+__all__ = [
+    "API_KEY_VARIABLE",
+    "WORKER_API_KEY_VARIABLE",
+    "Engine",
+    "Kind",
+    "PolicyName",
+    "RequestKind",
+    "RouterConfig",
+    "WorkerConfig",
+]
+
+API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
+WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
 
 Kind = Literal["generative", "discriminative"]
 """Whether a server writes (chat, completions), or gives numbers (classify, score, embeddings)."""

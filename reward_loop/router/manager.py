@@ -24,7 +24,7 @@ import orjson
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError, ServerError
 from reward_loop.router.background import in_background
-from reward_loop.router.config import WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, WorkerConfig
 from reward_loop.router.servers.engine import Engine
 from reward_loop.router.servers.gpus import GpuShares
 from reward_loop.router.servers.models import ENGINES, served_models
@@ -396,7 +396,7 @@ _Launch = Callable[[ServedModelConfig], Iterator[_Place]]
 
 
 def _credentials() -> dict[str, str] | None:
-    key = os.environ.get("REWARD_LOOP_API_KEY")
+    key = os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else None
 
 

@@ -31,7 +31,7 @@ KIND_OF_PATH: dict[str, RequestKind] = {
 }
 """What answers these paths; any server is asked for others."""
 
-_TEXT_FIELDS = ("text", "input")
+_TEXT_FIELDS = ("text", "input", "input_ids")
 
 Route = tuple[str | None, RequestKind | None]
 """A model and a kind; ``None`` stands for any."""
@@ -104,7 +104,7 @@ def _has_empty_text(fields: Any) -> bool:
         return False
     for name in _TEXT_FIELDS:
         text = fields.get(name)
-        if text == "" or (isinstance(text, list) and (not text or "" in text)):
+        if text == "" or (isinstance(text, list) and (not text or "" in text or [] in text)):
             return True
     return False
 

@@ -14,16 +14,16 @@ from typing import Any
 from reward_loop.errors import ConfigError
 from reward_loop.router import serving
 from reward_loop.router.app import create_app
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, RouterConfig, WorkerConfig
 from reward_loop.router.protocol import protocol_for
 from reward_loop.router.sockets import is_loopback, url_of
 
-__all__ = ["API_KEY_VARIABLE", "WORKER_API_KEY_VARIABLE", "run_router"]
-
-API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
-WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
+__all__ = ["run_router"]
 
 logger = logging.getLogger(__name__)
+
+_SPARE_FILES = 1024
+"""For clients that wait, idle connections, and the process itself."""
 
 
 def run_router(
@@ -46,7 +46,10 @@ def run_router(
             f"{API_KEY_VARIABLE}), or listen on 127.0.0.1"
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _allow_many_connections(config.max_in_flight)
+    room = _room_for(config.max_in_flight)
+    if room < config.max_in_flight:
+        logger.warning("%d requests at a time, not %d: for more, raise `ulimit -n`", room, config.max_in_flight)
+        config = config.model_copy(update={"max_in_flight": room})
     app = create_app(workers, config)
     # What has been imported stays; the collector need not look at it again and again.
     gc.collect()
@@ -56,15 +59,22 @@ def run_router(
         serving.serve(app, listener, "router", http=protocol_for(config.max_header_bytes, app.begin), grace_s=grace_s)
 
 
-def _allow_many_connections(requests: int) -> None:
-    """Raises the limit on open files as far as this process may: each request takes two."""
+def _room_for(requests: int) -> int:
+    """Raises the limit on open files as far as this process may, and returns how many requests it is enough for.
+
+    Each takes two, of which the client's is open while it waits.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * requests + 1024
+    enough = wanted = 2 * requests + _SPARE_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY or files >= enough:
+        return requests
+    return max(1, (files - min(_SPARE_FILES, files // 4)) // 2)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ssl
 import time
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -32,6 +34,9 @@ _BUFFER = 256 * 1024
 
 _IDLE_S = 4.0
 """An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
+
+_FULL_S = 0.05
+"""Between two looks whether a file can be opened again."""
 
 NO_BODY = frozenset({204, 304})
 """Statuses of answers without a body, whatever their headers say."""
@@ -374,7 +379,8 @@ class Upstream:
         self.opening: set[_Opening] = set()
         """The requests that wait for a connection."""
         self._host = parts.hostname or ""
-        self._tls = parts.scheme == "https"
+        # Made once: it takes long, and asyncio would make one for each connection.
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._connect_timeout_s = connect_timeout_s
         own = [(b"host", parts.netloc.rpartition("@")[2].encode())]
@@ -457,20 +463,32 @@ class Upstream:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection.
+        """A new connection. Where this process may open no more files, it waits until it may.
 
         Raises:
             ConnectError: it could not be made.
         """
+        while True:
+            try:
+                return await self._connect()
+            except ConnectError as error:
+                # It is not the server's fault, and soon over: there are requests in work.
+                if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                await asyncio.sleep(_FULL_S)
+
+    async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls or None
+                    lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError:
             raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise ConnectError(f"{self._host!r} cannot be a host's name: {error}") from error
         return connection
 
     def _trim(self) -> None:

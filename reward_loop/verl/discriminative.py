@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from typing import Any
 
 from reward_loop.client import classify
 from reward_loop.managers import NaiveRewardLoopManager
+from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.types import RewardSample
 
 __all__ = ["DiscriminativeRewardLoopManager", "compute_score"]
@@ -50,5 +52,11 @@ async def compute_score(
     extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
 ) -> dict[str, float]:
     """Return the logit of ``extra_info["reward_model_input"]``; of several, the last, as in verl."""
-    logits = await classify(reward_router_address, extra_info["reward_model_input"], model=model, timeout=None)
+    logits = await classify(
+        reward_router_address,
+        extra_info["reward_model_input"],
+        model=model,
+        timeout=None,
+        api_key_env=API_KEY_VARIABLE if os.environ.get(API_KEY_VARIABLE) else None,
+    )
     return {"score": logits[-1] if isinstance(logits, list) else logits}

@@ -12,7 +12,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 from reward_loop.verl.modes import PIPELINE_MODE, has_reward_queue
 from reward_loop.verl.options import reward_loop_options
-from reward_loop.verl.reward_model import reward_model_options
+from reward_loop.verl.reward_model import reachable, reward_model_options
 
 __all__ = ["TaskRunner"]
 
@@ -50,13 +50,16 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
             tq.init(config.transfer_queue)
             stack.callback(tq.close)
             address = colocated = None
+            node = _address_of_node()
             model = reward_model_options(config)
+            if model is not None:
+                model = reachable(model, node)
             if model is not None and model.placement == "colocated":
                 colocated = stack.enter_context(ColocatedRewardModel(model))
             elif model is not None:
                 address = stack.enter_context(serve_reward_model(model)).reward_router_address
             if config.reward_loop.job is None:
-                config.reward_loop.job = stack.enter_context(serve_job(reward_loop_options(config), _address_of_node()))
+                config.reward_loop.job = stack.enter_context(serve_job(reward_loop_options(config), node))
             trainer_cls: Any = with_reward_loop(trainer_class)
             trainer = trainer_cls(config, address, colocated)
             self.trainer = trainer

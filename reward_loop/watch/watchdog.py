@@ -124,6 +124,7 @@ class _Watchdog:
                 self._look()
             except Exception:
                 logger.exception("the watchdog failed")
+                time.sleep(1)  # It may fail again at once: without a file descriptor, nobody who asks can be let in.
 
     def _listen(self) -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX)

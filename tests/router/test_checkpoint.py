@@ -25,7 +25,12 @@ def write_config(directory: Path, *architectures: str) -> Path:
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [("Qwen2ForCausalLM", "generative"), ("Qwen2ForSequenceClassification", "discriminative")],
+    [
+        ("Qwen2ForCausalLM", "generative"),
+        ("Qwen2ForSequenceClassification", "discriminative"),
+        ("InternLM2ForRewardModel", "discriminative"),
+        ("Qwen2ForProcessRewardModel", "discriminative"),
+    ],
 )
 def test_the_architecture_tells_the_kind(architecture: str, kind: str, tmp_path: Path) -> None:
     assert model_kind(write_config(tmp_path, architecture), "model_path") == kind

@@ -72,7 +72,7 @@ async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
         assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]
 
 
-@pytest.mark.parametrize("body", [b'{"text": ""}', b'{"input": []}', b'{"text": ["x", ""]}'])
+@pytest.mark.parametrize("body", [b'{"text": ""}', b'{"input": []}', b'{"text": ["x", ""]}', b'{"input_ids": [[]]}'])
 async def test_empty_texts_are_kept_from_sglang(body: bytes) -> None:
     sglang = SCORER.model_copy(update={"engine": "sglang"})
     async with WorkerPool([sglang], well) as pool:

@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from reward_loop.router import run
 from tests.gsm8k import ROOT
 from tests.router.serving import post, serving
 
@@ -63,6 +66,19 @@ async def exchange(url: str, *messages: bytes) -> bytes:
         came += await reader.read()
     writer.close()
     return came
+
+
+@pytest.mark.parametrize(
+    ("hard", "requests"), [(resource.RLIM_INFINITY, 16384), (65536, 16384), (4096, 1536), (256, 96)]
+)
+def test_no_more_requests_are_in_work_than_files_can_be_open(
+    hard: int, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(256, hard)]
+    monkeypatch.setattr(run, "resource", SimpleNamespace(**vars(resource)))
+    monkeypatch.setattr(run.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(run.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    assert run._room_for(16384) == requests
 
 
 def test_what_fails_at_its_start_is_not_served() -> None:

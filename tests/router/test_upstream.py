@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,8 +133,24 @@ async def test_a_stream_that_breaks_off_is_an_error_in_its_middle() -> None:
 
 
 async def test_nobody_there() -> None:
-    with pytest.raises(ConnectError):
-        await get(Upstream(refusing()))
+    for url in (refusing(), "http://a..b"):
+        with pytest.raises(ConnectError):
+            await get(Upstream(url))
+
+
+async def test_a_lack_of_file_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, refused = asyncio.get_running_loop().create_connection, []
+
+    async def once_refused(*args: Any, **options: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(*args, **options)
+
+    async with raw(saying(OK)) as upstream:
+        monkeypatch.setattr(upstream.loop, "create_connection", once_refused)
+        assert await get(upstream) == (200, b"ok")
+    assert refused
 
 
 async def test_connections_are_used_again_the_last_one_first() -> None:
@@ -152,6 +173,54 @@ async def test_connections_are_used_again_the_last_one_first() -> None:
         assert len(connections) == 2
         assert len(set(used[2:])) == 1
         assert last in (0, 1)
+
+
+async def test_tls_is_set_up_once_for_all_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = self_signed(tmp_path)
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    made = []
+    make = ssl.create_default_context
+
+    def counted(*args: Any, **options: Any) -> ssl.SSLContext:
+        made.append(1)  # It reads the certificates of all authorities, and nothing else runs meanwhile.
+        return make(*args, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    server = await asyncio.start_server(saying(OK, OK), sock=(listener := listen("127.0.0.1")), ssl=own)
+    async with server:
+        upstream = Upstream(url_of(listener).replace("http:", "https:"))
+        try:
+            assert await asyncio.gather(*(get(upstream) for _ in range(3))) == [(200, b"ok")] * 3
+            assert await get(upstream) == (200, b"ok")
+        finally:
+            upstream.close()
+    assert len(made) == 1
+
+
+def self_signed(directory: Path) -> Path:
+    """A key, and a certificate for 127.0.0.1, in one file."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path = directory / "certificate.pem"
+    path.write_bytes(key.private_bytes(pem, *plain) + certificate.public_bytes(pem))
+    return path
 
 
 async def test_a_connection_that_died_while_idle_is_no_error() -> None:

@@ -12,6 +12,7 @@ import torch
 from reward_loop.config import RewardModelConfig
 from reward_loop.router import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
+from reward_loop.verl.discriminative import compute_score
 from reward_loop.verl.workers import RewardWorker
 from tests.tiny_models import CHATML, IM_END
 from tests.verl.configs import settled
@@ -84,6 +85,13 @@ async def test_the_last_of_several_logits_counts(overrides: list[str]) -> None:
         judge.script(Logits((0.5, -1.0)))
         worker = RewardWorker(settled(*overrides), judge.address)
         assert (await worker.compute_score(rollout("2", raw_prompt=PROMPT)))["reward_score"] == -1.0
+
+
+async def test_a_router_with_a_key_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_LOOP_API_KEY", "secret")
+    async with FakeJudge() as judge:
+        await compute_score({"reward_model_input": TEXT}, judge.address)
+        assert judge.requests[0].headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(

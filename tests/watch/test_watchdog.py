@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,21 @@ async def test_it_answers_while_the_event_loop_is_blocked() -> None:
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
     assert "here" in [call["uid"] for call in answered["oldest"]]
     await asyncio.sleep(0)
+
+
+def test_a_watchdog_that_fails_at_once_each_time_does_not_spin() -> None:
+    class Ended(BaseException):
+        pass
+
+    class Failing(watchdog._Watchdog):
+        def __init__(self) -> None:
+            self.asked: list[float] = []
+
+        def _answer(self, listener: socket.socket) -> None:
+            self.asked.append(time.monotonic())
+            raise OSError("too many open files") if len(self.asked) == 1 else Ended
+
+    failing = Failing()
+    with socket.socket() as listener, pytest.raises(Ended):
+        failing._run(listener)
+    assert failing.asked[1] - failing.asked[0] > 0.9

@@ -14,6 +14,9 @@ __all__ = ["ModelKind", "model_kind"]
 ModelKind = Literal["generative", "discriminative"]
 """A language model that writes, or one with a classification head that gives logits."""
 
+_DISCRIMINATIVE = ("ForSequenceClassification", "RewardModel")
+"""How the names of their architectures end."""
+
 
 def model_kind(path: str | Path, option: str) -> ModelKind:
     """Reads the kind of a model from the ``architectures`` in its ``config.json``.
@@ -42,7 +45,7 @@ def model_kind(path: str | Path, option: str) -> ModelKind:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{option}: cannot read `architectures` from {config}: {problem}") from error
-    discriminative = any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
+    discriminative = any(str(name).endswith(_DISCRIMINATIVE) for name in architectures or ())
     return "discriminative" if discriminative else "generative"
 
 
