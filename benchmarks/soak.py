@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -41,6 +40,8 @@ from reward_loop.scoring.state import JobState  # noqa: E402
 
 CONCURRENCY = 256
 PERIOD_S = 4.0
+SETTLING_S = 30.0
+"""Seconds in which what is left must be gone: the watchdog may just be answering `reward-loop stuck`."""
 OWN = {0: "raises", 1: "none", 2: "nan", 3: "hangs"}
 """What the function does by itself, by the sample's number modulo 100."""
 
@@ -101,7 +102,10 @@ async def compute_score(extra_info: dict[str, Any], reward_router_address: str) 
 def left() -> dict[str, int]:
     """What this process holds."""
     gc.collect()
-    descriptors = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    descriptors = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
         "threads": threading.active_count(),
@@ -191,16 +195,26 @@ def problems(result: dict[str, Any], before: dict[str, int], after: dict[str, in
     return found
 
 
+class ShortMemory(JobState):
+    """A job whose limits count over a few seconds."""
+
+    def __init__(self, options: RewardLoopConfig) -> None:
+        super().__init__(options, period=PERIOD_S)
+
+
 def soak(samples: int) -> tuple[dict[str, Any], list[str]]:
     """Run it: the figures, and what is wrong."""
-    short = mock.patch("reward_loop.scoring.jobs.JobState", functools.partial(JobState, period=PERIOD_S))
+    short = mock.patch("reward_loop.scoring.jobs.JobState", ShortMemory)
     with short, tempfile.TemporaryDirectory() as records, running_judge() as address:
         asyncio.run(run(CONCURRENCY, address, f"{records}/first"))  # whatever is made once is made now
         before = left()
         result = asyncio.run(run(samples, address, f"{records}/second"))
-        after = left()
-    # The thread that writes records of a directory stays with it.
-    before["threads"] += 1
+        # The thread that writes records of a directory stays with it.
+        before["threads"] += 1
+        after, deadline = left(), time.monotonic() + SETTLING_S
+        while any(after[what] > before[what] for what in before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            after = left()
     return result, problems(result, before, after)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +54,10 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", 
 
 def main() -> None:
     """Run the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a model wrote is quoted in errors: lone surrogates too, and what the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
     _interrupt.handle()
     app()
 

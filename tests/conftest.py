@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.tiny_models import build_tiny_model
 
@@ -14,6 +15,10 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+# Hypothesis would mix in numbers and texts from the source of whatever modules this process has imported so far, which
+# depends on the tests that came before.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = providers.Constants
 
 # What a terminal or a CI service says of colours and widths would show in what commands print; and no test is to meet a
 # Ray that runs already.

@@ -30,6 +30,7 @@ class Judge:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "rollouts.csv").write_text("output,gts\n")
     (tmp_path / "reward.py").write_text(FUNCTION)
     (tmp_path / "lists.py").write_text("def compute_score(solution_strs): return [1 for _ in solution_strs]\n")
     monkeypatch.chdir(tmp_path)
@@ -109,6 +110,8 @@ def test_reward_kwargs_are_json_or_text(folder):
         (("score", "rollouts.jsonl", "--fn", "."), ". is a folder: name the file in it"),
         (("score", "rollouts.jsonl"), "name the function: file.py:name"),
         ((*MAPPED, "-o", "reward.py/out.jsonl"), "the output reward.py/out.jsonl has no folder"),
+        ((*MAPPED, "-o", "out.csv"), "out.csv: rollouts are JSONL, or parquet by the suffix .parquet, and not .csv"),
+        (("score", "rollouts.csv", "--fn", "reward.py"), "rollouts.csv: rollouts are JSONL, or parquet"),
         ((*MAPPED, "-o", "/dev/full", "--restart"), "the output must be a file of its own, and /dev/full is"),
         ((*SCORE[:2], "--manager", "composite"), "-O components.NAME.path=file.py:name"),
         ((*MAPPED, "--manager", "composite"), "-O components.form.path=rewards.py:form"),
@@ -184,6 +187,18 @@ def test_a_full_disk_behind_the_output_of_a_command_is_told(folder):
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_no_terminal_can_show_is_told_by_its_escape(folder):
+    (folder / "odd.jsonl").write_text(json.dumps({"solution_str": "\ud800\u2026"}) + "\n")
+    (folder / "odd.py").write_text("def compute_score(solution_str): raise ValueError(solution_str)\n")
+    main = "from reward_loop.cli import main; main()"
+    command = [sys.executable, "-c", main, "score", "odd.jsonl", "--fn", "odd.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert rb"raised ValueError: \ud800\u2026" in done.stdout
 
 
 def test_help_and_version():

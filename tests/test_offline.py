@@ -427,6 +427,30 @@ def test_arrays_and_objects_are_encoded():
     }
 
 
+def test_surrogates_in_parquet_are_their_escapes(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {"solution_str": "\ud800", "ground_truth": "4", "more": {"\udfff": ["\ud801"]}}
+    source, output = write_jsonl(tmp_path / "in.jsonl", [row]), tmp_path / "out.parquet"
+
+    def refuse(solution_str):
+        raise ValueError(solution_str)
+
+    score(source, output, refuse, config={"reward_loop": {"max_failed_share": 1}})
+    (scored,) = parquet.read_table(output).to_pylist()
+    assert scored["solution_str"] == "\\ud800"
+    assert scored["more"] == {"\\udfff": ["\\ud801"]}
+    assert "ValueError: \\ud800" in scored["error"]
+    assert json.loads(scored["reward_extra_info"])["reward_outcome"] == "failed"
+
+
+@pytest.mark.parametrize("empty", [{}, {"inner": {}}, [{}]])
+def test_objects_without_fields_in_parquet(tmp_path, empty):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = write_jsonl(tmp_path / "in.jsonl", [{**row, "extra_info": empty} for row in ROWS])
+    score(source, tmp_path / "out.parquet", lambda solution_str: 1.0)
+    assert len(parquet.read_table(tmp_path / "out.parquet")) == len(ROWS)
+
+
 @needs_gsm8k
 @pytest.mark.parametrize(
     ("model", "correct"),

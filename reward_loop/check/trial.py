@@ -211,7 +211,12 @@ class _Trial:
     async def rows(self, samples: Sequence[RewardSample], manager: Any = None) -> list[Row]:
         """What becomes of the samples: one after the other, or, of a function of lists, all together."""
         if not self.of_lists:
-            return [await self.run(sample, manager) for sample in samples]
+            rows = []
+            for sample in samples:
+                rows.append(await self.run(sample, manager))
+                if self.is_async:
+                    await asyncio.sleep(_TICK_S)  # else the delays by two calls would be taken for one
+            return rows
         group = f"group {next(self._groups)}" if self.of_groups else None
         together = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
         return list(await asyncio.gather(*(self.run(sample, manager) for sample in together)))

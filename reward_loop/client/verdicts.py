@@ -7,8 +7,8 @@ A last verdict that cannot be read is none; no earlier one takes its place. Noth
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -138,7 +138,7 @@ class Json:
             where = ".".join(map(str, problem["loc"]))
             raise NoVerdictError(f"the JSON object does not fit: {where}: {problem['msg']}") from None
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
-        if not isinstance(score, int | float) or not math.isfinite(score):
+        if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
             raise NoVerdictError(f"its {self._field!r} is {shorten(score)}, which is no number")
         return checked, float(score)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -12,6 +11,7 @@ from reward_loop.errors import InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
 from reward_loop.scoring.call import describe, failed_after
+from reward_loop.scoring.normalise import is_finite
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["GDPORewardLoopManager"]
@@ -58,4 +58,4 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Real) and is_finite(value)

@@ -1,8 +1,7 @@
-"""Rewards whose parts belong to tokens or turns: checked before they reach a trainer."""
+"""What is checked before a reward reaches a trainer: that it is finite, and so are its parts for tokens or turns."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -10,16 +9,21 @@ from typing import Any
 from reward_loop._text import shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.scoring.call import describe, failed_after
+from reward_loop.scoring.normalise import is_finite
 from reward_loop.types import PART_KEYS, RewardResult, RewardSample
 
 __all__ = ["check_parts"]
 
 
 def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
-    """Return the result, or a failed one where its parts are no finite numbers, or not one for each token.
+    """Return the result, or a failed one where score or parts are no finite numbers, or parts not one for each token.
 
-    How many turns a response has is known to the trainer alone, which checks the others.
+    A manager may have made a score of several, each of them finite. How many turns a response has is known to the
+    trainer alone, which checks that.
     """
+    if result.score is not None and not is_finite(result.score):
+        problem = f"its score is {result.score:g}, which is not finite in float32"
+        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
     if PART_KEYS.isdisjoint(result.extra_info):
         return result
     for name in PART_KEYS & result.extra_info.keys():
@@ -37,4 +41,4 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
 def _are_numbers(parts: Any) -> bool:
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         return False
-    return all(isinstance(part, Real) and math.isfinite(part) for part in parts)
+    return all(isinstance(part, Real) and is_finite(part) for part in parts)

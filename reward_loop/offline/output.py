@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -61,6 +62,7 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
             results = [_results(row, result_of) for row, _ in zip(rows, range(count), strict=False)]
             for result in results:
                 result["reward_extra_info"] = to_json(result["reward_extra_info"]).decode()
+                result["error"] = _encodable(result["error"])
             arrays = {name: pa.array([r[name] for r in results], type=types[name]) for name in RESULT_COLUMNS}
             table = pa.table({**_renamed(columns), **arrays})
             writer = writer or pq.ParquetWriter(output, table.schema)
@@ -81,15 +83,33 @@ def _tables(source: Path, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
     rows = [row.columns for row in read_rows(source)]
     names = dict.fromkeys(name for columns in rows for name in columns)
     if rows:
-        yield {name: _array(pa, [columns.get(name) for columns in rows]) for name in names}, len(rows)
+        yield {_encodable(name): _array(pa, [columns.get(name) for columns in rows]) for name in names}, len(rows)
 
 
 def _array(pa: Any, values: list[Any]) -> Any:
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        # JSON lets one field hold a number here and a list there; a parquet column does not.
-        return pa.array([None if value is None else to_json(value).decode() for value in values])
+    # JSON lets one field hold a number here and a list there, and an object without fields; a parquet column does not.
+    with contextlib.suppress(pa.ArrowException, OverflowError):
+        array = pa.array(_encodable(values))
+        if not _has_empty_struct(pa, array.type):
+            return array
+    return pa.array([None if value is None else to_json(value).decode() for value in values])
+
+
+def _has_empty_struct(pa: Any, kind: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return not kind.num_fields or any(_has_empty_struct(pa, kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_list(kind) and _has_empty_struct(pa, kind.value_type)
+
+
+def _encodable(value: Any) -> Any:
+    """Write lone surrogates, which JSON may hold and UTF-8 does not, as their escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return value
 
 
 def _results(row: Row, result_of: ResultOf) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample
 
-__all__ = ["Fields", "Row", "check_input", "count_rows", "is_parquet", "read_rows"]
+__all__ = ["Fields", "Row", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
 
+_OTHER_FORMATS = frozenset(
+    {".arrow", ".bz2", ".csv", ".feather", ".gz", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"}
+)
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
 _MISSING = object()
 
@@ -37,16 +40,27 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() in (".parquet", ".pq")
 
 
-def check_input(path: Path) -> None:
-    """Refuse what is no file.
+def check_format(path: Path) -> None:
+    """Refuse a suffix that promises another format.
 
     Raises:
-        ConfigError: there is nothing at that path, or a folder, a pipe or a device.
+        ConfigError: it does.
+    """
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise ConfigError(f"{path}: rollouts are JSONL, or parquet by the suffix .parquet, and not {path.suffix}")
+
+
+def check_input(path: Path) -> None:
+    """Refuse what is no file of rollouts.
+
+    Raises:
+        ConfigError: there is nothing at that path, or a folder, a pipe or a device; or its suffix is of another format.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file of rollouts, but a {'folder' if path.is_dir() else 'pipe or device'}")
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
+    check_format(path)
 
 
 def count_rows(path: Path) -> int:

@@ -15,7 +15,7 @@ from reward_loop._interrupt import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.journal import Journal
 from reward_loop.offline.output import write_output
-from reward_loop.offline.rows import Fields, Row, check_input, read_rows
+from reward_loop.offline.rows import Fields, Row, check_format, check_input, read_rows
 from reward_loop.types import Outcome, Reward
 
 __all__ = ["Summary", "partial_of", "score_file"]
@@ -106,6 +106,7 @@ def score_file(
         RewardLoopError: the run was stopped, by a policy or by the bound on failures. Completed rows are kept.
     """
     check_input(source)
+    check_format(output)
     if output.exists() and not output.is_file():
         raise ConfigError(f"the output must be a file of its own, and {output} is a folder or a device")
     if output.exists() and output.samefile(source):

@@ -37,11 +37,11 @@ __all__ = ["Report", "main"]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_STACK_SECONDS = 0.5
-"""How long a worker past its deadline has, at most, to begin to write down where it is. On a busy machine, it may not
-run at once."""
-_WRITING_SECONDS = 0.02
-"""How long it has to write that."""
+_STACK_SECONDS = 2.0
+"""How long a worker past its deadline has, at most, to write down where it is. On a busy machine, it may not run at
+once."""
+_LOOK_SECONDS = 0.02
+"""How often it is looked whether it has."""
 _MEMORY_SECONDS = 0.05
 """How often memory is measured."""
 _LINGER_SECONDS = 2.0
@@ -139,7 +139,7 @@ class _ForkServer:
         """Until something must be done that no descriptor announces."""
         times = [child.kill_at for child in self._alive.values() if child.kill_at is not None]
         if times:
-            times.append(time.monotonic() + _WRITING_SECONDS)  # to see whether their stacks are there
+            times.append(time.monotonic() + _LOOK_SECONDS)  # to see whether their stacks are there
         times += [child.report_by for child in self._dead]
         if self._max_memory_mb is not None and self._alive:
             times.append(time.monotonic() + _MEMORY_SECONDS)
@@ -202,12 +202,8 @@ class _ForkServer:
         """Kill the workers that have been given up, once they have written down where they are."""
         now = time.monotonic()
         for child in self._alive.values():
-            if child.kill_at is None:
-                continue
-            if now >= child.kill_at:
+            if child.kill_at is not None and (now >= child.kill_at or _has_written(child.stack_fd)):
                 _kill(child.pid)
-            elif os.fstat(child.stack_fd).st_size:
-                child.kill_at = min(child.kill_at, now + _WRITING_SECONDS)
 
     def _watch_memory(self) -> None:
         # The resident memory that is its own, rather than RLIMIT_AS: torch, thread stacks and JIT compilers reserve
@@ -254,13 +250,25 @@ def _send_report(child: _Child) -> None:
     os.close(child.stack_fd)
 
 
+_OURS = f'"{Path(__file__).parent}{os.sep}'
+"""What the lines of this package have in a stack; those of the user's code come first."""
+
+
+def _written(fd: int) -> str:
+    return os.pread(fd, 1 << 16, 0).decode(errors="replace")
+
+
+def _has_written(fd: int) -> bool:
+    """Whether the user's part is there as a whole, or as much of a deep stack as `faulthandler` writes."""
+    text = _written(fd)
+    return _OURS in text or text.endswith("  ...\n")
+
+
 def _read_stack(fd: int) -> str:
     """The user's part of what `faulthandler` wrote, innermost line first."""
-    text = os.pread(fd, 1 << 16, 0).decode(errors="replace")
-    ours = f'"{Path(__file__).parent}{os.sep}'
     lines: list[str] = []
-    for line in re.findall(r"^ +File .*$", text, flags=re.MULTILINE):
-        if ours in line:
+    for line in re.findall(r"^ +File .*$", _written(fd), flags=re.MULTILINE):
+        if _OURS in line:
             break
         lines.append(line)
     return "\n".join(lines[:_STACK_LINES])

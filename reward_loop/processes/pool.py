@@ -152,12 +152,14 @@ class WorkerProcesses:
     def _start(self) -> _Worker:
         with self._lock:
             ours, theirs = socket.socketpair()
-            with theirs:
+            with theirs, contextlib.ExitStack() as unless_started:
+                unless_started.callback(ours.close)
                 if self._server is None or not self._server.fork(theirs):
                     self._end_server()
                     self._server = _ForkServerProcess(self.max_memory_mb)
                     self._end = weakref.finalize(self, _end, self._server, self._idle)
                     self._server.fork(theirs)
+                unless_started.pop_all()
         return _Worker(ours, self._setup)
 
     def _forget(self) -> None:

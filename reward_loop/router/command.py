@@ -109,6 +109,9 @@ def route(
     try:
         config = parse(RouterConfig, options, "options")
         workers = [parse_worker(spec) for spec in worker]
+        for number, one in enumerate(workers):
+            if one.url in [other.url for other in workers[:number]]:
+                raise ConfigError(f"--worker {one.url}: it is given twice; name all its models in one")
         try:
             listener = listen(host, port)
         except OSError as error:

@@ -9,10 +9,14 @@ from pydantic import Field, field_validator
 
 from reward_loop.config import Config
 
-__all__ = ["Engine", "Kind", "PolicyName", "RouterConfig", "WorkerConfig"]
+__all__ = ["Engine", "Kind", "PolicyName", "RequestKind", "RouterConfig", "WorkerConfig"]
 
 Kind = Literal["generative", "discriminative"]
 """Whether a server writes (chat, completions), or gives numbers (classify, score, embeddings)."""
+
+RequestKind = Literal["generative", "discriminative", "reranking"]
+"""What a request asks for. Discriminative servers rerank, and so do generative ones of SGLang, by the next token's
+probability."""
 
 Engine = Literal["vllm", "sglang", "transformers", "external"]
 
@@ -42,7 +46,8 @@ class WorkerConfig(Config):
     @classmethod
     def _is_an_origin(cls, url: str) -> str:
         url = url.rstrip("/")
-        if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?", url):
+        found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
+        if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
         return url
 

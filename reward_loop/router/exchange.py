@@ -109,29 +109,21 @@ class Exchange:
             ClientLeftError: the client left before its end.
             Refusal: it is longer than the limit.
         """
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            body: bytes = message.get("body", b"")
-            self._check_length(len(body), limit)
-            return body
         self.set_timer()
         self.reading = True
-        parts = []
+        parts: list[bytes] = []
         length = 0
         while True:
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeftError
             parts.append(message.get("body", b""))
             length += len(parts[-1])
-            self._check_length(length, limit)
+            if length > limit:
+                raise Refusal(413, f"the body is longer than {limit} bytes", close=True)
             if not message.get("more_body"):
                 self.reading = False
                 return b"".join(parts)
-            message = await self._receive()
-
-    def _check_length(self, length: int, limit: int) -> None:
-        if length > limit:
-            raise Refusal(413, f"the body is longer than {limit} bytes", close=True)
 
     async def pass_on(self, answer: Answer) -> None:
         """Sends a server's answer to the client, part by part as it comes.

@@ -40,7 +40,8 @@ __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_ROUTER_ANSWERS_WITHIN_S = 2.0
+_ROUTER_ANSWERS_WITHIN_S = 15.0
+"""It may have to wait for a processor while models are loaded. A server that it is not told of gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
 from types import TracebackType
 from typing import Self
 
 from reward_loop.errors import ServerError
-from reward_loop.router.config import Kind, RouterConfig, WorkerConfig
-from reward_loop.router.policies import policy_for
+from reward_loop.router.config import RequestKind, RouterConfig, WorkerConfig
+from reward_loop.router.policies import Policy, policy_for
 from reward_loop.router.upstream import ConnectError, Upstream
 from reward_loop.router.worker import Worker, WorkerState
 
@@ -46,10 +47,11 @@ class AsleepError(ServerError):
 class Group:
     """The servers that can answer the same requests."""
 
-    __slots__ = ("members", "ready", "trials")
+    __slots__ = ("members", "policy", "ready", "trials")
 
-    def __init__(self, members: list[Worker]) -> None:
+    def __init__(self, members: list[Worker], policy: Policy) -> None:
         self.members = members
+        self.policy = policy
         awake = [worker for worker in members if not worker.resting]
         self.ready = [worker for worker in awake if worker.state is WorkerState.UP]
         self.trials = [worker for worker in awake if worker.state is WorkerState.TRIAL]
@@ -76,14 +78,17 @@ class WorkerPool:
     ) -> None:
         self._config = config or RouterConfig()
         self._check = check
-        self.policy = policy_for(self._config)
         self.workers: list[Worker] = []
         self.models: frozenset[str] = frozenset()
         """All that are known."""
         self.several_models = False
         """Whether it matters which model a request names."""
         self._initial = list(workers)
-        self._groups: dict[tuple[str | None, Kind | None], Group] = {}
+        self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
+        # One for each group: models that are asked alternately would always meet every other server of a common turn.
+        self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
+            lambda: policy_for(self._config)
+        )
         self._changed = asyncio.Event()
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
@@ -108,29 +113,35 @@ class WorkerPool:
         """Whether a request would find a server at once."""
         return any(worker.state in (WorkerState.UP, WorkerState.TRIAL) for worker in self.workers)
 
-    def group(self, model: str | None = None, kind: Kind | None = None) -> Group:
+    def group(self, model: str | None = None, kind: RequestKind | None = None) -> Group:
         """The servers that can answer a model's requests of a kind; ``None`` stands for any."""
         if model is not None and model not in self.models:
             model = ""  # Only servers whose models are not known can have it.
         group = self._groups.get((model, kind))
         if group is None:
             members = [worker for worker in self.workers if worker.can_answer(model, kind)]
-            group = self._groups[model, kind] = Group(members)
+            group = self._groups[model, kind] = Group(members, self._policies[model, kind])
         return group
 
     def pick(self, group: Group, key: int = 0, avoid: Container[Worker] = ()) -> Worker | None:
         """A server that takes a request now, if there is one, other than those to avoid."""
         for worker in group.trials:
-            if worker not in avoid and (not worker.in_flight or time.monotonic() > worker.trial_until):
+            if worker in avoid:
+                continue
+            if not worker.in_flight:
+                worker.trial_until = time.monotonic() + _TRIAL_S
+                return worker
+            if time.monotonic() > worker.trial_until:
+                self._set_state(worker, WorkerState.UP)
                 return worker
         ready = [worker for worker in group.ready if worker not in avoid] if avoid else group.ready
         if ready:
-            return self.policy.choose(ready, key)
+            return group.policy.choose(ready, key)
         # Better one that is on trial than none.
         return next((worker for worker in group.trials if worker not in avoid), None)
 
     async def acquire(
-        self, model: str | None = None, kind: Kind | None = None, key: int = 0, avoid: Container[Worker] = ()
+        self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Worker] = ()
     ) -> Worker:
         """A server for a request, one to avoid only if there is no other; waits while all are down.
 

@@ -64,6 +64,8 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._idle_since = 0.0
+        self._parting = False
+        """After the last answer, while the client still sends."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,6 +73,8 @@ class _Protocol(HttpToolsProtocol):
         self._set_timer(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
+        if self._parting:
+            return None
         if self._in_head:
             self._head_bytes += len(data)
         try:
@@ -100,6 +104,14 @@ class _Protocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # It is a trailer.
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -183,7 +195,20 @@ class _Protocol(HttpToolsProtocol):
         refusal = Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
         headers, body = refusal.render()
         self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
-        self.transport.close()
+        if self._served is None or self._served.response_complete:
+            self.part()
+        else:
+            self.transport.close()
+
+    def part(self) -> None:
+        """Ends the connection of a client that still sends. What comes is thrown away, until the client closes it
+        or time is up.
+
+        Closed here at once, it would be reset, and the client might lose its answer (RFC 9112, 9.6).
+        """
+        self._parting = True
+        if not self.transport.is_closing():
+            self.transport.write_eof()
 
 
 class _Cycle(RequestResponseCycle):
@@ -297,10 +322,11 @@ class _Cycle(RequestResponseCycle):
 
     def _start(self, status: int, headers: Any) -> None:
         self.response_started = True
-        self.waiting_for_100_continue = False
         head = _status_line(status) + to_wire(headers, _CONNECTION)
-        if find(headers, b"connection") == b"close":
+        # A client that was not told to send its body may send it or not.
+        if find(headers, b"connection") == b"close" or (self.waiting_for_100_continue and self.more_body):
             self.keep_alive = False
+        self.waiting_for_100_continue = False
         if self.method == "HEAD" or status in NO_BODY:
             pass
         elif (length := find(headers, b"content-length")) is None:
@@ -333,7 +359,10 @@ class _Cycle(RequestResponseCycle):
         self.response_complete = True
         self.body = b""
         if not self.keep_alive:
-            self.transport.close()
+            if self.more_body:
+                self._protocol.part()
+            else:
+                self.transport.close()
         self.on_response()
 
 

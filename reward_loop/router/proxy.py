@@ -72,7 +72,7 @@ class Proxy:
         self._forwarder = Forwarder(pool, self.budget, config)
         self.loop = asyncio.get_running_loop()
         self._pool = pool
-        self._key = pool.policy.key
+        self._key = pool.group().policy.key
         self._timeout_s = config.request_timeout_s
         self._max_body_bytes = config.max_body_bytes
         self._max_header_bytes = config.max_header_bytes

@@ -6,13 +6,13 @@ from typing import Any
 
 import orjson
 
-from reward_loop.router.config import Kind
+from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.pool import Group, WorkerPool
 from reward_loop.router.refusal import Refusal
 
 __all__ = ["KIND_OF_PATH", "Route", "merged_models", "route"]
 
-KIND_OF_PATH: dict[str, Kind] = {
+KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/chat/completions": "generative",
     "/v1/completions": "generative",
     "/v1/responses": "generative",
@@ -23,9 +23,9 @@ KIND_OF_PATH: dict[str, Kind] = {
     "/pooling": "discriminative",
     "/v1/pooling": "discriminative",
     "/score": "discriminative",
-    "/v1/score": "discriminative",
+    "/v1/score": "reranking",
     "/rerank": "discriminative",
-    "/v1/rerank": "discriminative",
+    "/v1/rerank": "reranking",
     "/v2/rerank": "discriminative",
     "/v1/embeddings": "discriminative",
 }
@@ -33,7 +33,7 @@ KIND_OF_PATH: dict[str, Kind] = {
 
 _TEXT_FIELDS = ("text", "input")
 
-Route = tuple[str | None, Kind | None]
+Route = tuple[str | None, RequestKind | None]
 """A model and a kind; ``None`` stands for any."""
 
 
@@ -48,13 +48,13 @@ def route(pool: WorkerPool, path: str, body: bytes) -> Route:
     if not group.members:
         if not pool.workers:
             raise Refusal(503, "there is no reward model server")
-        raise Refusal(400, f"{path} needs a {kind} server; there are: {_served(pool)}")
-    if body and (pool.several_models or (kind == "discriminative" and _minds_empty_text(group))):
+        raise Refusal(400, f"{path} needs a {_needed(kind)} server; there are: {_served(pool)}")
+    if body and (pool.several_models or _minds_empty_text(kind, group)):
         return _route_by_body(pool, path, kind, body)
     return None, kind
 
 
-def _route_by_body(pool: WorkerPool, path: str, kind: Kind | None, body: bytes) -> Route:
+def _route_by_body(pool: WorkerPool, path: str, kind: RequestKind | None, body: bytes) -> Route:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -73,8 +73,8 @@ def _route_by_body(pool: WorkerPool, path: str, kind: Kind | None, body: bytes) 
         model = None
     group = pool.group(model, kind)
     if not group.members:
-        raise Refusal(400, f"{path} needs a {kind} server, and {model!r} is not; there are: {_served(pool)}")
-    if kind == "discriminative" and _minds_empty_text(group) and _has_empty_text(fields):
+        raise Refusal(400, f"{path} needs a {_needed(kind)} server, and {model!r} is not; there are: {_served(pool)}")
+    if _minds_empty_text(kind, group) and _has_empty_text(fields):
         raise Refusal(400, "an empty text can end the server that it is for")
     return model, kind
 
@@ -89,8 +89,14 @@ def merged_models(pool: WorkerPool) -> dict[str, Any]:
     return {"object": "list", "data": list(cards.values())}
 
 
-def _minds_empty_text(group: Group) -> bool:
-    return any(w.config.engine == "sglang" and w.config.kind == "discriminative" for w in group.members)
+def _needed(kind: RequestKind | None) -> Kind:
+    return "generative" if kind == "generative" else "discriminative"
+
+
+def _minds_empty_text(kind: RequestKind | None, group: Group) -> bool:
+    return kind in ("discriminative", "reranking") and any(
+        worker.config.engine == "sglang" and worker.config.kind == "discriminative" for worker in group.members
+    )
 
 
 def _has_empty_text(fields: Any) -> bool:

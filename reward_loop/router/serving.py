@@ -60,12 +60,17 @@ def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptool
         name: what it is called in the line that says so.
         http: uvicorn's protocol.
         grace_s: for how many seconds they may.
+
+    Raises:
+        SystemExit: the app failed at its start; the log says why.
     """
     print(f"{name} listens on {url_of(listener)}", flush=True)
     config = uvicorn.Config(
         app,
         loop="uvloop",
         http=http,
+        # What fails at its start would otherwise be taken for an app that has none, and served.
+        lifespan="on",
         ws="none",
         access_log=False,
         proxy_headers=False,

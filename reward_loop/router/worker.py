@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from reward_loop.router.config import Kind, WorkerConfig
+from reward_loop.router.config import RequestKind, WorkerConfig
 from reward_loop.router.stats import WorkerStats
 from reward_loop.router.upstream import Upstream
 
@@ -84,8 +84,11 @@ class Worker:
         if status:
             self.stats.count(status, seconds)
 
-    def can_answer(self, model: str | None, kind: Kind | None) -> bool:
+    def can_answer(self, model: str | None, kind: RequestKind | None) -> bool:
         """Whether it serves a model and a kind of request, as far as is known; ``None`` stands for any."""
-        return (model is None or not self.models or model in self.models) and (
-            kind is None or self.config.kind in (None, kind)
-        )
+        if model is not None and self.models and model not in self.models:
+            return False
+        own = self.config.kind
+        if kind == "reranking":
+            return own != "generative" or self.config.engine in ("sglang", "external")
+        return kind is None or own in (None, kind)

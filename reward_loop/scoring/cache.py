@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +22,8 @@ from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 
 __all__ = ["Cache"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,14 +64,14 @@ class Cache:
     async def once(self, key: bytes | None, call: Callable[[], Awaitable[T]]) -> T:
         """Make the call, or wait for an equal one that is in flight.
 
-        It is cancelled when all who wait for it are.
+        It is in flight until its score is in the file, and is cancelled when all who wait for it are.
         """
         if key is None:
             return await call()
         shared = self._in_flight.get(key)
         if shared is None or shared.task.get_loop() is not asyncio.get_running_loop():
             shared = self._in_flight[key] = _Shared(asyncio.ensure_future(call()))
-            shared.task.add_done_callback(lambda task: self._in_flight.pop(key, None))
+            shared.task.add_done_callback(lambda task: self._forget(key, shared))
         shared.waiting += 1
         try:
             result: T = await asyncio.shield(shared.task)
@@ -75,8 +79,12 @@ class Cache:
         finally:
             shared.waiting -= 1
             if not shared.waiting and not shared.task.done():
-                self._in_flight.pop(key, None)
+                self._forget(key, shared)
                 shared.task.cancel()
+
+    def _forget(self, key: bytes, shared: _Shared) -> None:
+        if self._in_flight.get(key) is shared:  # and not one that was made since it was cancelled
+            del self._in_flight[key]
 
     async def get(self, key: bytes | None) -> tuple[float, dict[str, Any]] | None:
         """Return score and extra info of an earlier call."""
@@ -106,28 +114,48 @@ class _Shared:
 
 
 class _Store:
-    """A table in a SQLite file, used from one thread. Other processes may use the file at the same time."""
+    """A table in a SQLite file, used from one thread. Other processes may use the file at the same time.
+
+    A disk that is full is told once, and costs what would have been kept, but no sample.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = DaemonThreads(1)
+        self._failed = False
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
-            self._database.execute("PRAGMA journal_mode=WAL")
+            self._use_wal()
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"reward_loop.cache.path={path}: {error}") from error
 
+    def _use_wal(self) -> None:
+        # Where another process is at the same, SQLite does not wait, whatever its timeout is.
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
     async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
         text = await self._thread.run(lambda: self._read(key))
         if text is None:
             return None
-        score, extra_info = orjson.loads(text)
+        try:
+            score, extra_info = orjson.loads(text)
+        except ValueError:  # it is spoilt; the next `put` replaces it
+            return None
         return score, extra_info
 
     async def put(self, key: bytes, text: bytes) -> None:
@@ -139,8 +167,15 @@ class _Store:
         return None if row is None else row[0]
 
     def _write(self, key: bytes, text: bytes) -> None:
-        with self._lock, self._told():
-            self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, text))
+        try:
+            with self._lock:
+                self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, text))
+        except sqlite3.Error as error:
+            if not self._failed:
+                logger.warning("scores are not kept: reward_loop.cache.path=%s: %s", self._path, error)
+            self._failed = True
+        else:
+            self._failed = False
 
     @contextlib.contextmanager
     def _told(self) -> Any:

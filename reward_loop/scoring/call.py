@@ -182,10 +182,15 @@ class ScoringFunction:
         known = await cache.get(key)
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
-        result = self._result(sample, await cache.once(key, lambda: self._call(arguments, share)))
-        if result.score is not None:
-            await cache.put(key, result.score, result.extra_info)
-        return result
+
+        async def call() -> Ended:
+            ended = await self._call(arguments, share)
+            result = self._result(sample, ended)
+            if result.score is not None:
+                await cache.put(key, result.score, result.extra_info)
+            return ended
+
+        return self._result(sample, await cache.once(key, call))
 
     def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
         if ended.exception is None and ended.cut_short is None and not ended.described:
@@ -351,12 +356,19 @@ class ScoringFunction:
                     self._leave(call, self.timeout)
             else:
                 ended = await self._run_sync(arguments, limits)
+        except asyncio.CancelledError:
+            limits.give_up()
+            raise
         except TimeoutError as error:
             assert self.timeout is not None
+            limits.give_up()
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
             return Ended(None, None, self.timeout, cut_short=late, waited=limits.waited(time.monotonic()))
         except RewardCrashedError as error:
             return Ended(None, None, 0.0, cut_short=error)
+        except (OSError, RuntimeError) as error:
+            # What the function raises is data: this is the system, which has no more descriptors, processes or threads.
+            return _not_called(RewardCrashedError(f"could not be called: {type(error).__name__}: {error}"))
         finally:
             current_limits.reset(token)
             if limits.leases:

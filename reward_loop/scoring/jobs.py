@@ -6,6 +6,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 from reward_loop.config import RewardLoopConfig
@@ -79,12 +80,19 @@ def _each(do: Callable[[JobState | RemoteJob], Coroutine[Any, Any, Any]], name: 
         for job in list(_jobs[loop].values()) if loop.is_running() else ():
             if name not in (None, job.name):
                 continue
-            done = asyncio.run_coroutine_threadsafe(do(job), loop)
+            doing = do(job)
+            try:
+                done = asyncio.run_coroutine_threadsafe(doing, loop)
+            except RuntimeError:  # the loop has just been closed, and the job has ended with it
+                doing.close()
+                continue
             try:
                 yield job, done.result(max(0.0, until - time.monotonic())), None
             except TimeoutError:
                 done.cancel()
                 yield job, None, "its event loop is blocked, or does not come to answer"
+            except CancelledError:  # the loop is about to end
+                continue
             except (ConfigError, JobServiceError) as error:
                 yield job, None, str(error)
 

@@ -26,7 +26,7 @@ class CallLimits:
         loop: where places are asked for.
     """
 
-    __slots__ = ("_depth", "_since", "_total", "job", "leases", "loop", "share")
+    __slots__ = ("_asking", "_depth", "_given_up", "_since", "_total", "job", "leases", "loop", "share")
 
     def __init__(self, job: Job, share: str, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
@@ -36,6 +36,8 @@ class CallLimits:
         self._depth = 0
         self._since = 0.0
         self._total = 0.0
+        self._asking: set[asyncio.Task[Any]] | None = None  # likewise
+        self._given_up = False
 
     def waited(self, now: float) -> float:
         """How many seconds, up to `time.monotonic` ``now``, at least one part of the call waited for a limit."""
@@ -63,6 +65,32 @@ class CallLimits:
         """Give back what a call holds that is given up: it may never come to do so itself."""
         for lease in list(self.leases or ()):
             lease.end(None)
+
+    def give_up(self) -> None:
+        """Nobody waits for the call any more. Threads that it runs in cannot be killed, but get no more places."""
+        self._given_up = True
+        for task in self._asking or ():
+            task.cancel()
+
+    async def enter_for_thread(self, name: str, tokens: float) -> Lease:
+        """As `enter`, in a task of its own, for a thread that waits for it.
+
+        Raises:
+            LimitError: besides, the call has been given up.
+        """
+        if self._asking is None:
+            self._asking = set()
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
+        try:
+            if self._given_up:
+                raise asyncio.CancelledError
+            return await enter(self, name, tokens)
+        except asyncio.CancelledError:
+            raise LimitError("the call that asked for a place within a limit is over") from None
+        finally:
+            self._asking.discard(task)
 
 
 current_limits: contextvars.ContextVar[CallLimits | None] = contextvars.ContextVar("reward_call_limits", default=None)

@@ -55,7 +55,7 @@ class limit:
         call = current_limits.get()
         if call is None:
             return self._hold(Lease(None, None))
-        entering = enter(call, self._name, self._tokens)
+        entering = call.enter_for_thread(self._name, self._tokens)
         return self._hold(asyncio.run_coroutine_threadsafe(entering, call.loop).result())
 
     def __exit__(

@@ -10,7 +10,7 @@ from typing import Any
 
 from reward_loop._text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError
-from reward_loop.processes.ended import Ended
+from reward_loop.processes.ended import Ended, describe_exception
 from reward_loop.scoring.call import ScoringFunction, copied, describe, failed_after, not_called, to_result
 from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.signature import Target, resolve
@@ -133,7 +133,7 @@ class ListScoringFunction:
         ended = Ended(item, None, called.seconds, "", called.attempts, called.wait_seconds, called.queue_seconds)
         if not isinstance(item, BaseException):
             return to_result(item, sample, self.name, ended)
-        failure = RewardFunctionError(f"{describe(sample)}: {self.name} gave {type(item).__name__}: {item}")
+        failure = RewardFunctionError(f"{describe(sample)}: {self.name} gave {describe_exception(item)}")
         failure.__cause__ = item
         return failed_after(called, failure)
 

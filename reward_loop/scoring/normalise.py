@@ -12,7 +12,10 @@ from reward_loop._text import listing, shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.types import RESERVED_KEYS
 
-__all__ = ["normalise"]
+__all__ = ["is_finite", "normalise"]
+
+_MAX = (2 - 2**-23) * 2.0**127
+"""The greatest number in float32, in which trainers keep rewards: beyond it they would be infinite."""
 
 _ACCEPTED = "a number, a bool, a dict with `score`, a tuple (score, prompt, explanation), or None (unscored)"
 
@@ -28,19 +31,35 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
     """
     if returned is None:
         return None, {}
-    if type(returned) is float and math.isfinite(returned):  # most are: what follows asks abstract classes
+    if type(returned) is float and -_MAX <= returned <= _MAX:  # most are: what follows asks abstract classes
         return returned, {"acc": returned}
-    if isinstance(returned, Mapping):
-        return _from_mapping(returned)
-    if isinstance(returned, tuple):
-        if len(returned) != 3:
-            raise InvalidScoreError(
-                f"returned a tuple of {len(returned)}, {shorten(returned)}, not (score, prompt, explanation)"
-            )
-        score, prompt, explanation = returned
-        return _score(_scalar(score), returned), {"prompt": prompt, "explanation": explanation}
-    value = _scalar(returned)
-    return _score(value, returned), {"acc": value}
+    try:
+        if isinstance(returned, Mapping):
+            return _from_mapping(returned)
+        if isinstance(returned, tuple):
+            return _from_tuple(returned)
+        value = _scalar(returned)
+        return _score(value, returned), {"acc": value}
+    except InvalidScoreError:
+        raise
+    except Exception as error:  # of a tensor on a device that is lost, say
+        raise InvalidScoreError(
+            f"returned a {type(returned).__name__} that cannot be read: {shorten(error)}"
+        ) from error
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a number is finite as trainers keep it, in float32."""
+    return bool(-_MAX <= number <= _MAX)
+
+
+def _from_tuple(returned: tuple[Any, ...]) -> tuple[float | None, dict[str, Any]]:
+    if len(returned) != 3:
+        raise InvalidScoreError(
+            f"returned a tuple of {len(returned)}, {shorten(returned)}, not (score, prompt, explanation)"
+        )
+    score, prompt, explanation = returned
+    return _score(_scalar(score), returned), {"prompt": prompt, "explanation": explanation}
 
 
 def _from_mapping(returned: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
@@ -74,10 +93,12 @@ def _score(value: Any, returned: Any) -> float | None:
         raise InvalidScoreError(f"returned {shorten(returned)}, whose score is a {type(value).__name__}{hint}")
     try:
         score = float(value)
-    except (OverflowError, ValueError):
+    except (OverflowError, ValueError):  # 10**400; Decimal("sNaN")
         score = math.inf
-    if not math.isfinite(score):
+    if not is_finite(score):
+        where = " in float32" if math.isfinite(score) else ""
         raise InvalidScoreError(
-            f"returned {shorten(returned)}, whose score is not finite; return None for a sample that cannot be scored"
+            f"returned {shorten(returned)}, whose score is not finite{where}; return None for a sample that cannot be "
+            "scored"
         )
     return score

@@ -11,7 +11,7 @@ import orjson
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, JobServiceError, LimitError, TooManyFailuresError
 from reward_loop.scoring.job import Place
-from reward_loop.scoring.wire import CONNECT_TIMEOUT_S, MAX_LINE, Lines, proof
+from reward_loop.scoring.wire import CONNECT_TIMEOUT_S, MAX_LINE, Lines, notice_death, proof
 
 __all__ = ["RemoteJob"]
 
@@ -134,7 +134,10 @@ class RemoteJob:
     async def _connect(self) -> Lines:
         if self._lines is not None:
             return self._lines
-        return await asyncio.shield(self._open())
+        lines = await asyncio.shield(self._open())
+        if self._lines is not lines:  # it has ended meanwhile: nobody would answer
+            raise self._lost or self._unreachable("it has gone")
+        return lines
 
     def _open(self) -> asyncio.Future[Lines]:
         if self._connected is None or (self._connected.done() and self._lines is None):
@@ -148,6 +151,7 @@ class RemoteJob:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(*self._address, limit=MAX_LINE)
+                notice_death(writer)
                 nonce = (await reader.readline()).decode().strip()
                 writer.write(proof(self._token, nonce).encode() + b"\n")
                 first = orjson.loads(await reader.readline() or b"[]")

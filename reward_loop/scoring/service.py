@@ -16,7 +16,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooManyFailuresError
 from reward_loop.scoring.limiter import PERIOD_S, Ticket
 from reward_loop.scoring.state import JobState
-from reward_loop.scoring.wire import CONNECT_TIMEOUT_S, MAX_LINE, Lines, proof
+from reward_loop.scoring.wire import CONNECT_TIMEOUT_S, MAX_LINE, Lines, notice_death, proof
 
 __all__ = ["JobService", "serve_job"]
 
@@ -61,6 +61,7 @@ class JobService:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = _Client(self, Lines(writer))
         try:
+            notice_death(writer)
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 nonce = secrets.token_hex(16)
                 writer.write(nonce.encode() + b"\n")

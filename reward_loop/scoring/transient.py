@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def retry_after(error: BaseException) -> float | None:
     """The seconds after which the service asked to be called again, if it did: a number, or a date."""
     for cause in _causes(error):
         own = getattr(cause, "retry_after", None)
-        if isinstance(own, int | float) and not isinstance(own, bool):
+        if isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own):
             return max(0.0, float(own))
         response = getattr(cause, "response", None)
         for headers in (getattr(cause, "headers", None), getattr(response, "headers", None)):

@@ -19,17 +19,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import socket
 from typing import Any
 
 import orjson
 
-__all__ = ["CONNECT_TIMEOUT_S", "MAX_LINE", "Lines", "proof"]
+__all__ = ["CONNECT_TIMEOUT_S", "MAX_LINE", "Lines", "notice_death", "proof"]
 
 CONNECT_TIMEOUT_S = 30.0
 """Seconds within which a worker must reach the service; after that its calls are not made, and the run stops."""
 
 MAX_LINE = 2**24
 """Bytes of a line, at most."""
+
+
+PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
+"""A peer that is silent for so long is probed by the kernel, so often, before its connection counts as ended."""
 
 
 class Lines:
@@ -50,6 +55,18 @@ class Lines:
         if not self._writer.is_closing():
             self._writer.write(b"[" + b",".join(self._messages) + b"]\n")
         self._messages.clear()
+
+
+def notice_death(writer: asyncio.StreamWriter) -> None:
+    """Have a connection end within about a minute where the peer's node is gone, which does not close it."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    # The same where something was sent that is not acknowledged: there are no probes then.
+    patience_ms = (PROBE_AFTER_S + PROBE_EVERY_S * PROBES) * 1000
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
 
 
 def proof(token: str, nonce: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -41,8 +42,9 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.reset(self._token)
         del _in_work[self]
+        with contextlib.suppress(ValueError):  # the garbage collector ends coroutines outside of their contexts
+            _current.reset(self._token)
 
     @property
     def seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -110,10 +111,10 @@ class _Watchdog:
         self.pid = os.getpid()
         self.bound_s = bound_s
         self._logged = time.monotonic()
-        threading.Thread(target=self._run, name="reward-watchdog", daemon=True).start()
+        # Here, so that the process can be asked from now on.
+        threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
-    def _run(self) -> None:
-        listener = self._listen()
+    def _run(self, listener: socket.socket | None) -> None:
         while True:
             try:
                 if listener is None:
@@ -148,13 +149,20 @@ class _Watchdog:
             )
             if uid not in (os.getuid(), 0):
                 return
-            question, *arguments = json.loads(questions.readline())
-            answer, refusal = None, None
             try:
-                answer = answers[question](*arguments)
-            except ConfigError as error:
-                refusal = str(error)
-            connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
+                question, *arguments = json.loads(questions.readline())
+            except (OSError, ValueError):
+                return  # whoever it was did not ask
+            answer, refusal = None, None
+            if question in answers:
+                try:
+                    answer = answers[question](*arguments)
+                except ConfigError as error:
+                    refusal = str(error)
+            else:
+                refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
+            with contextlib.suppress(OSError):  # who asked does not wait any more
+                connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
         bound, now = self.bound_s, time.monotonic()

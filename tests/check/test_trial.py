@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
+from reward_loop.check import trial
 from reward_loop.check.trial import Report, check
 from reward_loop.config import parse
 
@@ -92,6 +94,19 @@ async def test_a_function_that_blocks_the_loop_is_found() -> None:
     _, findings = await found(blocking, max_lag_s=0.1)
     assert findings["event loop"][0] == "problem"
     assert "to_thread" in findings["event loop"][1]
+
+
+async def test_delays_by_several_calls_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(trial, "time", types.SimpleNamespace(perf_counter=lambda: now))
+
+    async def blocking(solution_str: str) -> float:
+        nonlocal now
+        now += 3.0
+        return float(len(solution_str) % 7)
+
+    _, findings = await found(blocking, max_lag_s=1.0)
+    assert "blocks the event loop for 2.99 s" in findings["event loop"][1]
 
 
 @pytest.mark.parametrize("blank", ["", "x" * 1_000_000])

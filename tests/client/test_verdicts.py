@@ -140,8 +140,9 @@ def test_the_score_may_have_another_name_and_must_be_a_number() -> None:
         grade: int | Literal["none"]
 
     assert Json(Graded, score="grade").read('{"grade": 3}') == ({"grade": 3}, 3.0)
-    with pytest.raises(NoVerdictError, match="no number"):
-        Json(Graded, score="grade").read('{"grade": "none"}')
+    for grade in ('"none"', "1" + "0" * 400):
+        with pytest.raises(NoVerdictError, match="no number"):
+            Json(Graded, score="grade").read(f'{{"grade": {grade}}}')
 
 
 def test_a_schema_can_be_enforced_by_the_server() -> None:

@@ -143,6 +143,13 @@ async def test_each_component_has_its_own_policy(make, text, outcome, option):
     assert inherited["reward_extra_info"]["Judge/outcome"] == outcome
 
 
+async def test_a_sum_that_is_not_finite_is_a_failure(make):
+    manager = make({"form": {"weight": 2e38}, "length": {"name": "Judge", "weight": 2e38}})
+    info = (await run(manager, "44444"))["reward_extra_info"]
+    assert info["reward_outcome"] == "failed"
+    assert info["reward_error"] == "sample u1 (data source 'math'): its score is 1e+39, which is not finite in float32"
+
+
 async def test_a_component_may_stop_the_run(make):
     with pytest.raises(RewardFunctionError, match=r"sample u1.*Judge.compute_score.*ConnectionError: judge h:1"):
         await run(make({"form": {}, "Judge": {"on_failed": "raise"}}), "down")

@@ -33,6 +33,7 @@ async def test_they_pass(parts, length):
         ({"turn_level_scores": 1.0}, "turn_level_scores must be a list"),
         ({"turn_level_scores": [1, float("nan")]}, "finite numbers"),
         ({"turn_level_scores": [1, None]}, "finite numbers"),
+        ({"turn_level_scores": [1, 1e39]}, "finite numbers"),
     ],
 )
 async def test_others_are_failures(parts, message):

@@ -1,4 +1,5 @@
 import asyncio
+import faulthandler
 import functools
 import gc
 import os
@@ -22,7 +23,7 @@ from reward_loop import (
     isolated,
     load_function,
 )
-from reward_loop.processes import pool
+from reward_loop.processes import forkserver, pool
 from reward_loop.processes.ended import Call
 from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import left_open
@@ -111,6 +112,26 @@ async def test_a_call_past_its_deadline_is_killed_once_and_leaves_its_slot(one, 
     (pid,) = path.read_text().split()  # it was not tried again
     assert not is_alive(pid)
     assert (await one(sample("works"))).score == 1.0
+
+
+def test_a_stack_is_waited_for_until_it_is_whole():
+    def deep(depth):
+        if depth:
+            deep(depth - 1)
+        else:
+            faulthandler.dump_traceback(stack, all_threads=False)
+
+    with open(os.memfd_create("stack"), "wb", buffering=0) as stack:
+        lines = ["Stack (most recent call first):", '  File "a.py", line 2 in hangs', "  File "]
+        stack.write("\n".join(lines).encode())
+        assert not forkserver._has_written(stack.fileno())
+        stack.write(f'"{forkserver.__file__}", line 5 in call\n'.encode())
+        assert forkserver._has_written(stack.fileno())
+        assert forkserver._read_stack(stack.fileno()) == lines[1]
+        os.ftruncate(stack.fileno(), 0)
+        stack.seek(0)
+        deep(200)
+        assert forkserver._has_written(stack.fileno())
 
 
 async def test_the_interpreters_lock_does_not_protect_it(one):

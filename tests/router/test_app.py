@@ -25,7 +25,8 @@ async def test_several_models_at_one_address() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_failed_request_is_tried_on_another_server(status: int) -> None:
-    async with routed(model_server("m", status=status), model_server("m")) as (url, urls, session):
+    pause = [(b"retry-after", b"30")] if status == 429 else []
+    async with routed(model_server("m", status=status, headers=pause), model_server("m")) as (url, urls, session):
         assert [await post(url, CHAT, b"{}") for _ in range(4)] == [(200, b"m")] * 4
         first = (await listed(session))[0]
     assert first["url"] == urls[0]

@@ -147,6 +147,7 @@ async def test_classify_takes_messages_and_counts_tokens(scorer: Client) -> None
         ({"max_tokens": 10_000}, 400, "maximum context length is 512"),
         ({"stream": True}, 400, "does not stream"),
         ({"top_logprobs": 3}, 400, "chosen tokens"),
+        ({"seed": 2**63}, 400, "seed"),
         ({"model": "other"}, 404, "The model `other` does not exist"),
     ],
 )

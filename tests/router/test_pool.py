@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -110,6 +111,30 @@ async def test_a_worker_that_was_down_gets_one_request_at_a_time_until_one_succe
         pool.succeeded(first)
         assert first in [await pool.acquire() for _ in range(2)]
         assert first.state is WorkerState.UP
+
+
+async def test_a_worker_whose_trial_takes_long_gets_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_loop.router.pool._TRIAL_S", -1.0)
+    async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
+        first = await pool.acquire()
+        await pool.acquire()
+        pool.eject(first, "connection reset")
+        await until(lambda: first.state is WorkerState.TRIAL)
+        assert await pool.acquire() is first
+        first.in_flight = 1
+        shares = Counter([(await pool.acquire()).url for _ in range(20)])
+    assert max(shares.values()) <= 11
+
+
+async def test_models_that_are_asked_alternately_take_turns_each() -> None:
+    async def well(worker: Worker) -> None:
+        pass
+
+    workers = [WorkerConfig(url=f"http://h:{number}", models=(model,)) for number, model in enumerate("abab", 1)]
+    async with WorkerPool(workers, well) as pool:
+        await until(lambda: {worker.state for worker in pool.workers} == {WorkerState.UP})
+        asked = {(await pool.acquire(model)).url for model in "abab"}
+    assert len(asked) == 4
 
 
 async def test_failures_in_a_row_take_a_worker_out_and_one_on_trial_at_once() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,20 @@ async def test_a_later_run_serves_the_same_address_and_what_came_in_between(stub
             assert second.pid != first.pid
 
 
+async def test_a_death_is_noticed_by_whoever_reaps_it(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waitid = os.waitid
+
+    def late(*child: Any) -> Any:
+        waitid(*child)
+        server._process.poll()  # As `Popen.send_signal` does; if the server dies just then, it reaps it.
+        return waitid(*child)
+
+    monkeypatch.setattr(os, "waitid", late)
+    async with stub() as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert "was ended by SIGKILL" in str(await server.wait())
+
+
 async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match="the stub exited with status 3 before it was ready") as raised:
         await stub(env={"STUB_EXIT": "3"}).__aenter__()
@@ -70,6 +86,21 @@ async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm
         await process.__aenter__()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+async def test_one_that_has_just_ended_when_it_is_stopped(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, waitid = threading.Event(), os.waitid
+
+    def late(*args: Any) -> Any:
+        assert look.wait(60)
+        return waitid(*args)
+
+    monkeypatch.setattr(os, "waitid", late)  # where its thread waits for its end
+    async with asyncio.timeout(60), stub() as process:
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        asyncio.get_running_loop().call_soon(look.set)  # no sooner than it has been told to stop
+    assert str(await process.wait()).startswith(f"the stub (pid {process.pid}) was ended by SIGKILL.")
 
 
 async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:

@@ -24,6 +24,7 @@ class Server:
         self.begun: list[Any] = []
         self.called: list[tuple[str, bytes]] = []
         self.left: list[Any] = []
+        self.app: Any = self._echo
         self.received = 0
         """Bytes, of all connections."""
 
@@ -35,6 +36,9 @@ class Server:
         return True
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+    async def _echo(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
         while more:
             message = await receive()
@@ -87,6 +91,16 @@ async def test_a_request_that_comes_in_one_piece_may_be_served_in_callbacks() ->
     assert not server.called
 
 
+async def test_trailers_are_no_headers() -> None:
+    server = Server()
+    head = b"POST /1 HTTP/1.1\r\nX-Own: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with connected(server) as (_, writer):
+        writer.write(head + b"2\r\nok\r\n0\r\nX-Own: 2\r\nX-Late: 3\r\n\r\n")
+        await until(lambda: server.begun)
+    assert server.begun[0].body == b"ok"
+    assert server.begun[0].headers == [(b"x-own", b"1"), (b"transfer-encoding", b"chunked")]
+
+
 async def test_one_that_comes_in_pieces_and_one_that_is_not_taken_are_for_the_app() -> None:
     server = Server(takes=lambda client: client.path != "/app")
     async with connected(server) as (reader, writer):
@@ -107,6 +121,40 @@ async def test_requests_that_do_not_wait_for_each_other_are_served_in_their_orde
             assert len(server.begun) == number + 1
             server.answer(number, b"fine%d" % number)
             await reader.readuntil(b"fine%d" % number)
+
+
+REFUSED = b"POST /1 HTTP/1.1\r\nContent-Length: 900000\r\n\r\n"
+LONG_HEAD = b"GET / HTTP/1.1\r\nx: " + b"y" * 2000
+
+
+@pytest.mark.parametrize(("sent", "status"), [(REFUSED, 413), (LONG_HEAD, 431)])
+async def test_who_is_refused_while_it_sends_is_not_cut_off(sent: bytes, status: int) -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    server = Server(takes=lambda client: False)
+    server.app = refuse
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+        # Reset, it might lose the answer, if it had not read it yet.
+        writer.write(b"y" * 900_000)
+        await until(lambda: server.received == len(sent) + 900_000)
+
+
+async def test_a_body_that_was_not_asked_for_is_not_waited_for() -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    server = Server(takes=lambda client: False)
+    server.app = refuse
+    async with connected(server) as (reader, writer):
+        writer.write(b"POST /1 HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        # The client need not send it now, and its next request would be taken for it.
+        assert (await reader.read()).endswith(b"connection: close\r\n\r\n")
 
 
 async def test_who_serves_a_client_hears_when_it_leaves() -> None:

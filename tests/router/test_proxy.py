@@ -232,11 +232,12 @@ async def silent(scope: Any, receive: Any, send: Any) -> None:
         pass
 
 
-async def test_a_client_that_does_not_send_its_body_gets_a_408() -> None:
+@pytest.mark.parametrize("begun", [b"", b"1"])
+async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> None:
     async with serving(silent) as worker, proxied(worker, timeout_s=0.1) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n1")
+        writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n" + begun)
         async with asyncio.timeout(30):
             answer = await reader.read()
         writer.close()

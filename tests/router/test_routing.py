@@ -58,6 +58,20 @@ async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
         assert (await refusal(pool, CHAT, b""))[0] == 503
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
+async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
+    ranker = JUDGE.model_copy(update={"engine": "sglang"})
+    async with WorkerPool([ranker], well) as pool:
+        assert pool.group(*route(pool, path, b"{}")).members == pool.workers
+        assert (await refusal(pool, CLASSIFY, b"{}"))[0] == 400
+    async with WorkerPool([ranker, SCORER], well) as pool:
+        for worker, body in zip(pool.workers, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
+            assert pool.group(*route(pool, path, body)).members == [worker]
+        assert "names no model" in (await refusal(pool, path, b"{}"))[1]
+    async with WorkerPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
+        assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]
+
+
 @pytest.mark.parametrize("body", [b'{"text": ""}', b'{"input": []}', b'{"text": ["x", ""]}'])
 async def test_empty_texts_are_kept_from_sglang(body: bytes) -> None:
     sglang = SCORER.model_copy(update={"engine": "sglang"})

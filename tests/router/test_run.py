@@ -65,6 +65,21 @@ async def exchange(url: str, *messages: bytes) -> bytes:
     return came
 
 
+def test_what_fails_at_its_start_is_not_served() -> None:
+    program = """
+from reward_loop.router.serving import serve
+from reward_loop.router.sockets import listen
+
+async def app(scope, receive, send):
+    raise RuntimeError("no room")
+
+serve(app, listen("127.0.0.1"), "the app")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert ended.returncode not in (0, None)
+    assert "RuntimeError: no room" in ended.stderr
+
+
 async def test_the_wire() -> None:
     async with serving(echo) as worker:
         with routing("--worker", worker, "--max-header-kb", "2") as (url, process):

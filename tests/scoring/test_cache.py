@@ -1,13 +1,17 @@
 import asyncio
+import contextlib
 import functools
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
 
 from reward_loop import ConfigError, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.scoring import cache
 
 SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
 
@@ -135,6 +139,52 @@ def test_a_file_that_cannot_be_opened(tmp_path):
     (tmp_path / "scores.db").write_text("no database, but rather more than a few bytes of text" * 100)
     with pytest.raises(ConfigError, match=r"reward_loop.cache.path=.*scores.db"):
         cached(Judge(), tmp_path / "scores.db")
+
+
+def test_a_file_that_another_process_is_making_is_waited_for(tmp_path, monkeypatch):
+    with contextlib.closing(sqlite3.connect(tmp_path / "scores.db", isolation_level=None)) as other:
+        other.execute("CREATE TABLE scores (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
+        other.execute("BEGIN IMMEDIATE")
+        pauses = []
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            other.execute("ROLLBACK")
+
+        monkeypatch.setattr(cache, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        cached(Judge(), tmp_path / "scores.db")
+    assert len(pauses) == 1
+
+
+async def test_a_call_that_comes_while_the_score_is_being_kept_is_not_made_again(tmp_path):
+    judge = Judge()
+    function = cached(judge, tmp_path / "scores.db")
+    for text in map(str, range(20)):
+        results = []
+        for _ in range(20):  # they come turn by turn, before, while and after the first is made and kept
+            results.append(asyncio.create_task(function(RewardSample(text))))
+            await asyncio.sleep(0)
+        await asyncio.gather(*results)
+    assert judge.calls == 20
+
+
+async def test_a_full_disk_costs_what_would_be_kept_and_no_sample(tmp_path, caplog):
+    function = cached(Judge({"score": 1.0, "long": "x" * 5000}), tmp_path / "scores.db")
+    function._cache._store._database.execute("PRAGMA max_page_count=2")
+    for text in "abc":
+        assert (await function(RewardSample(text))).outcome is Outcome.SCORED
+    assert caplog.text.count("scores are not kept: ") == 1
+    assert "database or disk is full" in caplog.text
+
+
+async def test_a_spoilt_score_is_made_again(tmp_path):
+    judge = Judge()
+    function = cached(judge, tmp_path / "scores.db")
+    await function(SAMPLE)
+    with contextlib.closing(sqlite3.connect(tmp_path / "scores.db", isolation_level=None)) as other:
+        other.execute("UPDATE scores SET value = ?", (b'[1.0, {"a',))
+    assert [(await function(SAMPLE)).score, (await function(SAMPLE)).score] == [1.0, 1.0]
+    assert judge.calls == 2
 
 
 PROCESS = """

@@ -470,3 +470,26 @@ async def test_timeouts_and_task_groups_of_the_function():
     function = ScoringFunction(compute_score)
     results = await asyncio.gather(*(function(RewardSample("")) for _ in range(3)))
     assert [result.score for result in results] == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("isolation", "starts", "error"),
+    [
+        ("thread", "threading.Thread.start", RuntimeError("can't start new thread")),
+        ("process", "subprocess.Popen", OSError(24, "Too many open files")),
+    ],
+)
+async def test_a_system_that_has_no_more_threads_or_processes(monkeypatch, isolation, starts, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    function = ScoringFunction(plain, isolation=isolation)
+    with monkeypatch.context() as patch:
+        patch.setattr(starts, refuse)
+        result = await function(SAMPLE)
+    assert result.outcome is Outcome.FAILED
+    assert result.error == (
+        f"sample u7 (data source 'math'): plain (test_call.py) could not be called: {type(error).__name__}: {error}"
+    )
+    assert (await function(SAMPLE)).score == 1
+    await asyncio.to_thread(function.close)

@@ -197,8 +197,8 @@ def alarmed(solution_str):
         raise InterruptedError
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.3 if solution_str == "rings" else 60)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3 if solution_str == "rings" else 60)
         with reward_loop.limit("judge"):
             return 1
     except InterruptedError:

@@ -1,9 +1,11 @@
 import asyncio
+import socket
 
 import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop.config import RewardLoopConfig
+from reward_loop.scoring import jobs
 from reward_loop.scoring.jobs import SharedFailureBound, job_of
 from reward_loop.scoring.remote import RemoteJob
 from reward_loop.scoring.service import JobService, serve_job
@@ -233,6 +235,51 @@ async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     await job.close()
 
 
+async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
+    connection = socket.socket()
+
+    class Writer:
+        """A connection that has closed already."""
+
+        def get_extra_info(self, name):
+            return connection
+
+        def write(self, data):
+            pass
+
+        def is_closing(self):
+            return True
+
+        def close(self):
+            connection.close()
+
+    async def connect(host, port, limit):
+        reader = asyncio.StreamReader()
+        reader.feed_data(b'nonce\n[["limited",{"judge":null}]]\n')
+        reader.feed_eof()
+        return reader, Writer()
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    job = RemoteJob("127.0.0.1:1:token")
+    async with asyncio.timeout(60):
+        with pytest.raises(JobServiceError, match="it has gone"):
+            await job.enter("judge", 0, "train")
+
+
+async def test_a_node_that_is_gone_is_noticed_from_both_sides():
+    service = JobService(options(max_concurrent=1))
+    job = RemoteJob(await service.start())
+    (await job.enter("judge", 0, "train")).leave()
+    ((client, _),) = service._clients.items()
+    for lines in (job._lines, client.lines):
+        connection = lines._writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    await job.close()
+    await service.stop()
+
+
 async def test_nobody_gets_in_without_the_token():
     service = JobService(options(max_concurrent=1))
     address = await service.start()
@@ -255,6 +302,28 @@ def test_a_job_address_that_is_none():
 async def test_one_job_for_all_functions_of_the_same_options():
     assert job_of(options(max_concurrent=1)) is job_of(options(max_concurrent=1))
     assert job_of(options(max_concurrent=1)) is not job_of(options(max_concurrent=2))
+
+
+async def test_a_loop_that_ends_meanwhile_has_no_jobs_to_tell_of(monkeypatch):
+    class Closed:
+        def is_running(self):
+            return True
+
+        def call_soon_threadsafe(self, *_):
+            raise RuntimeError("Event loop is closed")
+
+    class Ending:
+        name = "ending"
+
+        async def status(self):
+            raise asyncio.CancelledError
+
+    job_of(options(max_concurrent=1))
+    closed = Closed()
+    monkeypatch.setitem(jobs._jobs, closed, {"closed": Ending()})
+    monkeypatch.setitem(jobs._jobs[asyncio.get_running_loop()], "ending", Ending())
+    (told,) = await asyncio.to_thread(jobs._limits)
+    assert (told["limits"]["judge"]["max_in_flight"], told["error"]) == (1, None)
 
 
 def test_the_service_in_a_thread():

@@ -13,6 +13,7 @@ import reward_loop
 from reward_loop import (
     ConfigError,
     JobServiceError,
+    LimitError,
     Outcome,
     RewardLoopConfig,
     RewardSample,
@@ -214,11 +215,52 @@ async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
         return 1
 
     limits = {"judge": {"max_concurrent": 1}, "default": {"max_concurrent": 1}}
-    function, _ = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
-    hung, fine = await asyncio.gather(function(RewardSample("hang")), function(RewardSample("4")))
+    function, config = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
+    hanging = asyncio.create_task(function(RewardSample("hang")))
+    async with asyncio.timeout(60):
+        while not job_of(config).status()["limits"]["judge"]["in_flight"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    function.timeout = 60
+    assert (await function(RewardSample("4"))).score == 1
     release.set()
-    assert isinstance(hung.exception, RewardTimeoutError)
-    assert fine.score == 1
+    assert isinstance((await hanging).exception, RewardTimeoutError)
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
+    came, go_on, over = threading.Event(), threading.Event(), threading.Event()
+    refused = []
+
+    def judge():
+        came.set()
+        go_on.wait()
+        try:
+            with reward_loop.limit("judge"):
+                refused.append("it was let in")
+        except LimitError as error:
+            refused.append(str(error))
+        over.set()
+
+    function, config = scoring(judge, limits={"judge": {"max_concurrent": 1}})
+
+    def waiting():
+        return job_of(config).status()["limits"]["judge"]["waiting"]
+
+    place = await job_of(config).enter("judge", 0, "train")
+    call = asyncio.create_task(function(SAMPLE))
+    assert await asyncio.to_thread(came.wait, 60)
+    if not comes_late:
+        go_on.set()
+        async with asyncio.timeout(60):
+            while not waiting():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.wait([call])
+    go_on.set()
+    assert await asyncio.to_thread(over.wait, 60)
+    assert refused == ["the call that asked for a place within a limit is over"]
+    assert waiting() == 0
+    place.leave()
 
 
 async def test_a_name_that_is_not_configured():

@@ -75,6 +75,16 @@ async def test_each_sample_has_its_own_outcome():
     assert "without `score`" in results[4].error
 
 
+async def test_an_exception_that_cannot_be_printed_is_a_failure_as_any():
+    class Odd(Exception):
+        def __str__(self):
+            raise ValueError
+
+    results = await ListScoringFunction(lambda solution_strs: [Odd(), 1])(SAMPLES)
+    assert [result.outcome for result in results] == [Outcome.FAILED, Outcome.SCORED]
+    assert "gave Odd: (its message cannot be printed)" in results[0].error
+
+
 @pytest.mark.parametrize("returned", [[1], [1, 2, 3], 1.0, "ab", {"score": [1, 2]}, None])
 async def test_another_number_of_scores_fails_all(returned):
     results = await ListScoringFunction(lambda solution_strs: returned)(SAMPLES)

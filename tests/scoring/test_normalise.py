@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reward_loop import InvalidScoreError
 from reward_loop.scoring import normalise
 
-finite = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
+finite = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False, width=32) | st.booleans()
 
 
 @given(finite)
@@ -55,6 +55,21 @@ def test_torch_scalars():
     assert normalise({"score": torch.tensor(1)}) == (1.0, {"score": 1})
 
 
+class Lost:
+    """As a tensor on a device that has failed."""
+
+    shape = ()
+
+    def item(self):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize("returned", [Lost(), {"score": Lost()}, (Lost(), "p", "e")])
+def test_a_number_that_cannot_be_read(returned):
+    with pytest.raises(InvalidScoreError, match=r"that cannot be read: RuntimeError\('CUDA error"):
+        normalise(returned)
+
+
 def test_none_is_unscored():
     assert normalise(None) == (None, {})
     assert normalise({"score": None, "reason": "unparsed"}) == (None, {"score": None, "reason": "unparsed"})
@@ -75,6 +90,8 @@ def test_a_tuple_has_prompt_and_explanation():
         (float("nan"), "not finite; return None"),
         (float("-inf"), "not finite"),
         (10**400, "not finite"),
+        (3.5e38, "not finite in float32; return None"),
+        ({"score": -1e39}, "not finite in float32"),
         ({"acc": 1}, "a dict without `score`.*its keys are acc"),
         ({"score": "high"}, "whose score is a str"),
         ({"score": math.nan}, "not finite"),

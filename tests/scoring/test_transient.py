@@ -115,6 +115,7 @@ def test_an_error_met_while_handling_another_is_not_taken_for_it():
         (APIStatusError(429, **{"retry-after-ms": "250", "retry-after": "1"}), 0.25),
         (raised_from(APIStatusError(429, **{"retry-after": "2"})), 2),
         (TransientError("later", retry_after=3), 3),
+        (TransientError("never", retry_after=float("inf")), None),
         (aiohttp_status(429, **{"Retry-After": "soon"}), None),
         (aiohttp_status(429), None),
         (ValueError(), None),

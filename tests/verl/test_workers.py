@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from typer.testing import CliRunner
 
-from reward_loop.cli import app
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.scoring.service import serve_job
@@ -329,18 +329,30 @@ async def test_limits_of_all_workers_are_changed_from_outside(cluster: None, pol
     function, flag = tmp_path / "f.py", tmp_path / "flag"
     function.write_text(WAITS)
 
-    async def limits(*arguments: str) -> list[dict[str, Any]]:
-        done = await asyncio.to_thread(CliRunner().invoke, app, ["limits", *arguments, "--json", "--timeout", "60"])
-        found = [job for job in json.loads(done.stdout) if address.startswith(job["job"] + ":")]
-        return [job for job in found if "judge" in job["states"][0]["limits"]]
+    async def limits(*arguments: str) -> dict[str, Any]:
+        # In a process of its own, as Ray prints here what workers have to say; and of these workers alone.
+        command = [sys.executable, "-c", "from reward_loop.cli import main; main()", "limits", *arguments]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [*command, *pids, "--json", "--timeout", "60"],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+        # There is none before the first sample has come to a worker, nor limits where no worker had the time to answer.
+        (job,) = json.loads(done.stdout or "[{}]")
+        return job
 
-    async def until(in_flight: int, waiting: int) -> list[str]:
+    async def until(in_flight: int, waiting: int) -> None:
         async with asyncio.timeout(300):
             while True:
-                for job in await limits():
-                    judge = job["states"][0]["limits"]["judge"]
-                    if (judge["in_flight"], judge["waiting"]) == (in_flight, waiting):
-                        return [part for pid in job["processes"] for part in ("--pid", str(pid))]
+                job = await limits()
+                judge = job["states"][0].get("limits", {}).get("judge") if job else None
+                if judge and (judge["in_flight"], judge["waiting"]) == (in_flight, waiting):
+                    assert address.startswith(job["job"] + ":")
+                    assert len(job["processes"]) == 2
+                    return
 
     with serve_job(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
         config = settled(
@@ -353,10 +365,11 @@ async def test_limits_of_all_workers_are_changed_from_outside(cluster: None, pol
         )
         workers = RewardWorkers(config, None)
         workers.wait_until_ready()
+        found = [await handle.__ray_call__.remote(lambda worker: os.getpid()) for handle in workers.handles]
+        pids = [part for pid in found for part in ("--pid", str(pid))]
         calls = [asyncio.ensure_future(workers.client.compute_score.remote(rollout("x"))) for _ in range(4)]
-        pids = await until(in_flight=1, waiting=3)
-        assert len(pids) == 4, "both workers are asked"
-        await limits("judge", "max_concurrent=3", *pids)
+        await until(in_flight=1, waiting=3)
+        assert await limits("judge", "max_concurrent=3")
         await until(in_flight=3, waiting=1)
         flag.touch()
         assert [reward["reward_score"] for reward in await asyncio.gather(*calls)] == [1.0] * 4

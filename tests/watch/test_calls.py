@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -68,6 +70,22 @@ async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[Call]]) ->
     await started.wait()
     task.cancel()
     await asyncio.wait([task])
+    assert new() == []
+
+
+def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[Call]]) -> None:
+    @types.coroutine
+    def waiting() -> Generator[None, None, None]:
+        yield
+
+    async def work() -> None:
+        with Call(RewardSample("a"), "f"):
+            await waiting()
+
+    coroutine = work()
+    contextvars.copy_context().run(coroutine.send, None)
+    assert len(new()) == 1
+    coroutine.close()  # as the garbage collector does
     assert new() == []
 
 

@@ -5,14 +5,15 @@ import logging
 import os
 import queue
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from reward_loop import RewardSample
-from reward_loop.watch import Call, watch
+from reward_loop import ConfigError, RewardSample
+from reward_loop.watch import Call, watch, watchdog
 from reward_loop.watch.watchdog import ask, processes
 from tests.gsm8k import ROOT
 
@@ -40,7 +41,8 @@ def _no_bound() -> object:
 
 
 @pytest.mark.usefixtures("_no_bound")
-def test_what_is_too_old_is_logged_with_its_names() -> None:
+def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
     messages: queue.Queue[str] = queue.Queue()
 
     class Heard(logging.Handler):
@@ -54,7 +56,8 @@ def test_what_is_too_old_is_logged_with_its_names() -> None:
         with Call(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
             call.ask("POST http://judge/v1/chat/completions")
             watch(0.01)
-            message = messages.get(timeout=60)
+            while "sample q7" not in (message := messages.get(timeout=60)):
+                pass  # it was not old enough yet, and others were
     finally:
         logger.removeHandler(heard)
     assert re.match(r"\d+ samples have been in work for more than 0\.01 s; the oldest:\n", message)
@@ -85,6 +88,17 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
     assert process.pid not in processes()
     with pytest.raises(OSError, match="refused"):
         ask(process.pid)
+
+
+def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
+    watch(60)
+    for said in (b"", b"nonsense\n", b'["report"]\n'):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{watchdog._name(os.getpid())}")
+            connection.sendall(said)
+    with pytest.raises(ConfigError, match="knows nothing of the weather"):
+        ask(os.getpid(), 60, "the weather")  # after all of them
+    assert "watchdog" not in caplog.text
 
 
 async def test_it_answers_while_the_event_loop_is_blocked() -> None:

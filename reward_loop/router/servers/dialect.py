@@ -64,7 +64,7 @@ class ChatRequest(Body):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     logprobs: bool = False
     top_logprobs: int | None = None
     stream: bool = False

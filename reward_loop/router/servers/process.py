@@ -201,7 +201,7 @@ class ServerProcess:
         try:
             with anyio.CancelScope(shield=True):
                 if not exited.done():
-                    process.send_signal(signal.SIGTERM)
+                    _signal(process, signal.SIGTERM)
                     await asyncio.wait([exited], timeout=self._stop_timeout_s)
                 if not exited.done():
                     with contextlib.suppress(ProcessLookupError):
@@ -210,7 +210,7 @@ class ServerProcess:
         finally:
             # Reached without an exit only if the waiting was broken off, by a second Ctrl-C for example.
             if not exited.done():
-                process.kill()
+                _signal(process, signal.SIGKILL)
             lifeline.cut()
 
     def _log_lines(self) -> list[str]:
@@ -226,9 +226,18 @@ class ServerProcess:
         return "\n".join([f"The end of its log {self.log_path}:", *(f"    {line}" for line in lines)])
 
 
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    # Popen's own method first looks whether it has ended, and reaps it then, in the place of the thread that waits.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
     # While it is not reaped, its number cannot be another process's. What it leaves behind ends with it.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    # `Popen` may have reaped it already: it looks whether a process lives before it sends a signal.
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
