@@ -145,6 +145,7 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.verl.workers import RewardWorker, settle_gc
+    from reward_loop.watch import records
 
     thresholds = gc.get_threshold()
     texts = answers()
@@ -177,7 +178,9 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
                 best[name] = max(best.get(name, 0.0), await score(worker.compute_score, name.startswith("ours")))
         return best
 
-    return asyncio.run(measure())
+    best = asyncio.run(measure())
+    records(folder / "records").flush()  # else the last of them are written while the folder is removed
+    return best
 
 
 class Judge:

@@ -11,6 +11,9 @@ import orjson
 
 __all__ = ["encode", "to_json"]
 
+_MAX_BITS = 14_000
+"""Of an integer, about 4,200 digits: Python neither writes nor reads more than 4,300 as decimals."""
+
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -23,12 +26,17 @@ def encode(value: Any) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode as one line of strict UTF-8 JSON: arrays become lists, NaN and infinities null, the unknown its text."""
+    """Encode as one line of strict UTF-8 JSON: arrays become lists, NaN and infinities null, the unknown its text.
+
+    An integer of more than 4,200 digits becomes text as well, hexadecimal.
+    """
     # A lone surrogate has no UTF-8; backslashreplace writes it as the JSON escape that it came from.
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from aiohttp import web
 
@@ -150,10 +150,12 @@ class FakeJudge:
             seed: of its random choices.
 
         Raises:
-            ConfigError: the probabilities of the faults are negative, or more than 1 together.
+            ConfigError: the probabilities of the faults are negative, or more than 1 together; or one is no fault.
         """
         if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
             raise ConfigError(f"faults: probabilities from 0 to 1, and no more than 1 together; got {dict(faults)}")
+        for fault in faults or ():
+            _known(fault)
         self.requests: list[Received] = []
         """All requests so far, but those to ``/health`` and ``/v1/models``."""
         self.model = model
@@ -177,8 +179,12 @@ class FakeJudge:
         return f"{self._url}/v1"
 
     def script(self, *behaviours: Behaviour | str) -> None:
-        """Have the next requests, in the order in which they arrive, met so; text stands for an `Answer`."""
-        self._script.extend(Answer(given) if isinstance(given, str) else given for given in behaviours)
+        """Have the next requests, in the order in which they arrive, met so; text stands for an `Answer`.
+
+        Raises:
+            ConfigError: one is no behaviour.
+        """
+        self._script.extend([_known(Answer(given) if isinstance(given, str) else given) for given in behaviours])
 
     def __enter__(self) -> Self:
         self._url = self._stack.enter_context(in_background(self._serve, name="fake-judge"))
@@ -203,8 +209,9 @@ class FakeJudge:
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", self._receive)
-        # Handlers are cancelled when their client leaves, so that a test can see whether it did.
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        # Handlers are cancelled when their client leaves, so that a test can see whether it did; and at the end, where
+        # a shutdown_timeout of 0 would wait for a stall for ever.
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await runner.setup()
         try:
             listener = listen("127.0.0.1")
@@ -292,6 +299,13 @@ class FakeJudge:
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": getattr(done, "finish_reason", "stop")}
         return answer | {"object": "chat.completion", "choices": [] if isinstance(done, NoChoices) else [choice]}
+
+
+def _known(behaviour: Any) -> Behaviour:
+    if isinstance(behaviour, Behaviour):
+        return behaviour
+    names = ", ".join(kind.__name__ for kind in get_args(Behaviour))
+    raise ConfigError(f"a fake judge can be told {names}, as in Status(503) or Drop(); got {behaviour!r}")
 
 
 async def _health(_: web.Request) -> web.Response:

@@ -427,6 +427,29 @@ def test_arrays_and_objects_are_encoded():
     }
 
 
+def test_what_cannot_be_written_down_costs_the_row_its_extra_info_alone(tmp_path):
+    class Odd:
+        def __str__(self):
+            raise LookupError("no text")
+
+    circle = {}
+    circle["itself"] = circle
+    found = iter([Odd(), circle, 10**5000])
+
+    def judge():
+        return {"score": 1.0, "found": next(found)}
+
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS[:3]), tmp_path / "out.jsonl"
+    score(source, output, judge, concurrency=1)
+    rows = read_jsonl(output)
+    assert [(row["score"], row["outcome"]) for row in rows] == [(1.0, "scored")] * 3
+    infos = [row["reward_extra_info"] for row in rows]
+    assert infos[0]["record_error"] == "LookupError: no text"
+    assert infos[1]["record_error"].startswith("RecursionError: ")
+    assert infos[1]["reward_attempts"] == 1
+    assert infos[2]["found"] == hex(10**5000)
+
+
 def test_surrogates_in_parquet_are_their_escapes(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     row = {"solution_str": "\ud800", "ground_truth": "4", "more": {"\udfff": ["\ud801"]}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import time
 from collections import Counter
 from typing import Any
 
@@ -93,3 +95,26 @@ async def test_it_stops_while_a_request_stalls() -> None:
                 assert (await response.json())["data"][0]["id"] == "fake-judge"
         with pytest.raises(aiohttp.ClientConnectionError):
             await session.get(f"http://{judge.address}/health")
+
+
+@pytest.mark.parametrize("behaviour", [503, Drop, None])
+def test_what_it_cannot_be_told(behaviour: Any) -> None:
+    judge = FakeJudge()
+    with pytest.raises(ConfigError, match=r"as in Status\(503\) or Drop\(\); got"):
+        judge.script("fine", behaviour)
+    with pytest.raises(ConfigError, match="a fake judge can be told Answer, Logits"):
+        FakeJudge(faults={behaviour: 0.5})
+
+
+def test_it_ends_though_a_client_still_waits() -> None:
+    with socket.socket() as client:
+        with FakeJudge() as judge:
+            judge.script(Stall())
+            host, port = judge.address.split(":")
+            client.connect((host, int(port)))
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: judge\r\nContent-Length: 2\r\n\r\n{}")
+            while not judge.requests:
+                time.sleep(0.001)
+        (request,) = judge.requests
+        assert request.ended.wait(60)
+        assert request.abandoned

@@ -76,7 +76,7 @@ class _Batch:
 
     async def run(self, score: Score) -> None:
         try:
-            results = await score(list(self.members.values()))
+            results = dict(zip(self.members, await score(list(self.members.values())), strict=True))
         except BaseException as error:
             for member in self.members:
                 if not member.done():
@@ -87,6 +87,6 @@ class _Batch:
             if not isinstance(error, Exception):
                 raise
             return
-        for member, result in zip(self.members, results, strict=True):
+        for member, result in results.items():
             if not member.done():
                 member.set_result(result)

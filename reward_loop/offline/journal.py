@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from reward_loop._json import to_json
 from reward_loop.errors import ConfigError
-from reward_loop.types import Outcome
+from reward_loop.types import RESERVED_KEYS, Outcome
 
 __all__ = ["Journal"]
 
@@ -72,8 +72,14 @@ class Journal:
 
     def append(self, row: int, record: Mapping[str, Any]) -> None:
         """Write the record of a completed row."""
+        try:
+            line = to_json({"row": row, **record})
+        except Exception as error:  # a value whose str() raises, or one that holds itself
+            info = {key: value for key, value in record["reward_extra_info"].items() if key in RESERVED_KEYS}
+            info["record_error"] = f"{type(error).__name__}: {error}"
+            line = to_json({"row": row, **record, "reward_extra_info": info})
         offset = self._file.seek(0, 2)
-        self._write(to_json({"row": row, **record}))
+        self._write(line)
         self._offsets[row] = offset
 
     def forget_failed(self) -> None:

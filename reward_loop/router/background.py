@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -57,7 +58,8 @@ class _Background(Generic[T]):
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself, and closed the loop
+                self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
         if self._left.done():
             self._left.result()

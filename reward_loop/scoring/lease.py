@@ -26,7 +26,7 @@ class CallLimits:
         loop: where places are asked for.
     """
 
-    __slots__ = ("_asking", "_depth", "_given_up", "_since", "_total", "job", "leases", "loop", "share")
+    __slots__ = ("_asking", "_depth", "_since", "_total", "given_up", "job", "leases", "loop", "share")
 
     def __init__(self, job: Job, share: str, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
@@ -37,7 +37,7 @@ class CallLimits:
         self._since = 0.0
         self._total = 0.0
         self._asking: set[asyncio.Task[Any]] | None = None  # likewise
-        self._given_up = False
+        self.given_up = False
 
     def waited(self, now: float) -> float:
         """How many seconds, up to `time.monotonic` ``now``, at least one part of the call waited for a limit."""
@@ -67,28 +67,22 @@ class CallLimits:
             lease.end(None)
 
     def give_up(self) -> None:
-        """Nobody waits for the call any more. Threads that it runs in cannot be killed, but get no more places."""
-        self._given_up = True
+        """Nobody waits for the call any more. Where it runs on, as threads do, it gets no more places."""
+        self.given_up = True
         for task in self._asking or ():
             task.cancel()
 
     async def enter_for_thread(self, name: str, tokens: float) -> Lease:
-        """As `enter`, in a task of its own, for a thread that waits for it.
-
-        Raises:
-            LimitError: besides, the call has been given up.
-        """
+        """As `enter`, in a task of its own, for a thread that waits for it."""
         if self._asking is None:
             self._asking = set()
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
         try:
-            if self._given_up:
-                raise asyncio.CancelledError
             return await enter(self, name, tokens)
         except asyncio.CancelledError:
-            raise LimitError("the call that asked for a place within a limit is over") from None
+            raise LimitError(_OVER) from None
         finally:
             self._asking.discard(task)
 
@@ -194,13 +188,19 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
+_OVER = "the call that asked for a place within a limit is over"
+
+
 async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
     """Wait for a place within a limit, on the loop of the call.
 
     Raises:
-        LimitError: there is no such limit, this call can never fit it, or its turn did not come in time.
+        LimitError: there is no such limit, this call can never fit it, its turn did not come in time, or nobody waits
+            for the call any more.
         JobServiceError: whoever keeps the limits for all workers cannot be reached.
     """
+    if call.given_up:
+        raise LimitError(_OVER)
     place = None
     if _is_limited(call.job, name):
         call.begin_wait()

@@ -95,6 +95,19 @@ async def test_an_error_reaches_all():
             await task
 
 
+@pytest.mark.parametrize("given", [1, 3])
+async def test_another_number_of_results_is_an_error_of_all(given):
+    async def broken(samples):
+        return [RewardResult(Outcome.SCORED, 1.0)] * given
+
+    collector = SampleCollector(broken)
+    tasks = [start(collector, i) for i in range(2)]
+    async with asyncio.timeout(60):
+        for task in tasks:
+            with pytest.raises(ValueError, match="argument"):
+                await task
+
+
 def test_it_outlives_a_loop():
     scorer = Scorer()
     collector = SampleCollector(scorer)

@@ -5,9 +5,11 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
+from reward_loop.router import background
 from reward_loop.router.background import in_background
 
 
@@ -43,6 +45,31 @@ def test_what_entering_and_leaving_raise_is_raised_here() -> None:
         raise AssertionError("not reached")
     with pytest.raises(ValueError, match="at exit"), in_background(lambda: failing("exit"), name="x"):
         pass
+
+
+def test_what_entering_raises_is_raised_also_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, joined = threading.Event(), threading.Event()
+    run = background._Background._run
+
+    def closing(self: Any) -> None:
+        run(self)
+        closed.set()
+        assert joined.wait(60)
+
+    @asynccontextmanager
+    async def failing() -> AsyncIterator[None]:
+        raise ValueError("at entry")
+        yield
+
+    monkeypatch.setattr(background._Background, "_run", closing)
+    made = background._Background(failing, "x")
+    join = made._thread.join
+    monkeypatch.setattr(made._thread, "join", lambda: (joined.set(), join()))
+    with pytest.raises(ValueError, match="at entry"):
+        made.start()
+    assert closed.wait(60)
+    made.stop()
+    assert not made._thread.is_alive()
 
 
 def test_the_interpreters_exit_leaves_it() -> None:

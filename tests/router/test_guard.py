@@ -24,8 +24,11 @@ child = [sys.executable, "-c", "import time; time.sleep(1000)"]
 # One that stays in the group, as vLLM's engine cores do, and one with a session of its own.
 pids = [os.getpid(), subprocess.Popen(child).pid, subprocess.Popen(child, start_new_session=True).pid]
 print(json.dumps(pids), flush=True)
-sys.stdin.readline() if sys.argv[1] == "exit" else time.sleep(1000)
-sys.exit(7)
+if sys.argv[1] == "exit":
+    sys.stdin.readline()
+    sys.exit(7)
+while True:  # Python notices a signal that comes just before a sleep begins only when that is over
+    time.sleep(0.1)
 """
 
 

@@ -205,6 +205,7 @@ def test_a_synchronous_program_gets_an_address_and_says_when_the_model_sleeps(co
         pass
 
 
+# They wait in short steps: Python notices a signal that comes just before a sleep begins only when that is over.
 PARENT = """
 import asyncio, json, sys, time
 from reward_loop.config import RewardModelConfig
@@ -217,7 +218,8 @@ config = RewardModelConfig(model_path=model_path, log_dir=log_dir, replicas=2)
 async def run():
     async with RewardModelManager(config) as models:
         print(json.dumps(list(models.pids().values())), flush=True)
-        await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(0.1)
 
 if how == "async":
     asyncio.run(run())
@@ -233,7 +235,8 @@ else:
     print(json.dumps(list(made[0].pids().values())), flush=True)
     if how == "exit":
         sys.exit(0)
-    time.sleep(1000)
+    while True:
+        time.sleep(0.1)
 """
 
 

@@ -128,7 +128,8 @@ async def main():
     options = {"engine": "sglang", "enable_sleep_mode": True, "start_timeout_s": 300}
     async with RewardModelManager(RewardModelConfig(model_path=model_path, **options)):
         print(json.dumps([child.pid for child in psutil.Process().children(recursive=True)]), flush=True)
-        await asyncio.Event().wait()
+        while True:  # Python notices a signal that comes just before the loop begins to wait only when that is over
+            await asyncio.sleep(0.1)
 
 asyncio.run(main())
 """

@@ -263,6 +263,24 @@ async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
     place.leave()
 
 
+async def test_an_async_call_that_swallows_its_end_gets_no_place():
+    refused = asyncio.get_running_loop().create_future()
+
+    async def judge():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                async with reward_loop.limit("judge"):
+                    refused.set_result("it was let in")
+            except LimitError as error:
+                refused.set_result(str(error))
+
+    function, _ = scoring(judge, limits={"judge": {"max_concurrent": 1}}, timeout=0.01)
+    assert isinstance((await function(SAMPLE)).exception, RewardTimeoutError)
+    assert await asyncio.wait_for(refused, 60) == "the call that asked for a place within a limit is over"
+
+
 async def test_a_name_that_is_not_configured():
     async def judge():
         async with reward_loop.limit("jugde"):

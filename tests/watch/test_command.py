@@ -26,8 +26,8 @@ def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
     watch(60)
     with Call(RewardSample("x", uid="q[7]", data_source="gsm8k"), "compute_score (judge.py)") as call:
         call.ask("POST http://judge/v1/chat/completions")
-        done = runner.invoke(app, ["stuck", str(os.getpid()), "--threads"])
-        data = runner.invoke(app, ["stuck", str(os.getpid()), "--json"])
+        done = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--threads"])
+        data = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--json"])
     assert done.exit_code == 0, done.output
     assert f"process {os.getpid()}: " in done.output
     assert re.search(r"\d+ samples in work", done.output)
