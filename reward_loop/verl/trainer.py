@@ -23,6 +23,7 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
+from reward_loop.verl.filtering import keep_groups_without_metric
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.modes import stall_timeout
 from reward_loop.verl.options import without_reward
@@ -103,6 +104,7 @@ class RewardLoopTrainer(PPOTrainer):
         switch_estimator(config)
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
+        keep_groups_without_metric(self.replay_buffer)
         # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
         Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
 
