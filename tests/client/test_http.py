@@ -81,8 +81,8 @@ async def test_a_refused_connection_is_transient() -> None:
 async def test_the_deadline_closes_the_connection() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())
-        with pytest.raises(RequestError, match=r"no answer within 2 s"):
-            await chat_complete(judge.address, "?", timeout=2)  # it must have come there by then
+        with pytest.raises(RequestError, match=r"no answer within 5 s"):
+            await chat_complete(judge.address, "?", timeout=5)  # it must have come there by then
         assert await asyncio.to_thread(judge.requests[0].ended.wait, 30)
         assert judge.requests[0].abandoned
 

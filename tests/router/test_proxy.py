@@ -255,7 +255,7 @@ async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> N
 
 
 async def test_a_worker_that_is_too_slow_gives_a_504_that_names_it() -> None:
-    async with serving(silent) as worker, proxied(worker, timeout_s=1) as url:
+    async with serving(silent) as worker, proxied(worker, timeout_s=3) as url:
         status, body = await post(url)
     assert status == 504
     assert worker.encode() in body

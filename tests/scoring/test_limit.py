@@ -166,7 +166,7 @@ async def test_validation_and_training_take_turns(name, remote):
 @pytest.mark.parametrize("inside", [True, False])
 async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
     # All wait until the place is given back, after more than their deadline.
-    timeout = 1.5
+    timeout = 3.0
 
     async def judge():
         if inside:
