@@ -99,14 +99,20 @@ async def test_leaving_ends_the_probes() -> None:
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("watch")]
 
 
+async def on_trial(pool: WorkerPool) -> Worker:
+    """Of two servers, the first, which was down and has its first request since."""
+    first = await pool.acquire()
+    await pool.acquire()
+    pool.eject(first, "connection reset")
+    await until(lambda: first.state is WorkerState.TRIAL)
+    assert await pool.acquire() is first
+    first.in_flight = 1
+    return first
+
+
 async def test_a_worker_that_was_down_gets_one_request_at_a_time_until_one_succeeds() -> None:
     async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
-        first = await pool.acquire()
-        await pool.acquire()
-        pool.eject(first, "connection reset")
-        await until(lambda: first.state is WorkerState.TRIAL)
-        assert await pool.acquire() is first
-        first.in_flight = 1
+        first = await on_trial(pool)
         assert first not in [await pool.acquire() for _ in range(4)]
         pool.succeeded(first)
         assert first in [await pool.acquire() for _ in range(2)]
@@ -116,12 +122,7 @@ async def test_a_worker_that_was_down_gets_one_request_at_a_time_until_one_succe
 async def test_a_worker_whose_trial_takes_long_gets_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reward_loop.router.pool._TRIAL_S", -1.0)
     async with WorkerPool(WORKERS[:2], Health(*URLS)) as pool:
-        first = await pool.acquire()
-        await pool.acquire()
-        pool.eject(first, "connection reset")
-        await until(lambda: first.state is WorkerState.TRIAL)
-        assert await pool.acquire() is first
-        first.in_flight = 1
+        await on_trial(pool)
         shares = Counter([(await pool.acquire()).url for _ in range(20)])
     assert max(shares.values()) <= 11
 

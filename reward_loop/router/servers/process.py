@@ -235,7 +235,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
     # While it is not reaped, its number cannot be another process's. What it leaves behind ends with it.
-    # `Popen` may have reaped it already: it looks whether a process lives before it sends a signal.
+    # Other code of this process may have reaped it, such as a handler of SIGCHLD; its end is noticed all the same.
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError, PermissionError):
