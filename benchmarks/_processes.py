@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop._lifeline import follow
+from reward_loop._util.parent_death_pipe import follow
 from reward_loop.processes.pool import usable_cores
 
 __all__ = ["measure_process_efficiency"]

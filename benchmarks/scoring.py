@@ -36,8 +36,8 @@ sys.path.insert(0, str(ROOT))
 import reward_loop  # noqa: E402
 from benchmarks._processes import measure_process_efficiency  # noqa: E402
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
-from reward_loop.scoring.jobs import job_of  # noqa: E402
-from reward_loop.scoring.service import serve_job  # noqa: E402
+from reward_loop.limits.server import serve_job  # noqa: E402
+from reward_loop.limits.shared import job_of  # noqa: E402
 
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
 SAMPLES = 4096
@@ -123,7 +123,7 @@ def configuration(folder: Path, name: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-    from reward_loop.verl.options import settle
+    from reward_loop.verl.resolve import settle
 
     overrides = [
         f"hydra.searchpath=[file://{verl_config_dir()}]",
@@ -144,8 +144,8 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
     """The samples a second of both workers: the best of some rounds."""
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
+    from reward_loop.records import records
     from reward_loop.verl.workers import RewardWorker, settle_gc
-    from reward_loop.watch import records
 
     thresholds = gc.get_threshold()
     texts = answers()

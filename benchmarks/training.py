@@ -17,7 +17,7 @@ from examples.arithmetic.demo import Training
 from reward_loop.agent.latency import parse_latency
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
-from reward_loop.verl.modes import PIPELINE_MODE
+from reward_loop.verl.mode_options import PIPELINE_MODE
 from tests.tiny_models import build_tiny_model
 from tests.verl.runs import write_data
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from reward_loop.agent import BlockingRewardAgent, RewardAgent
     from reward_loop.config import RewardLoopConfig
     from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, register
-    from reward_loop.router import RewardModelManager
     from reward_loop.scoring import ScoringFunction, isolated, limit, load_function
+    from reward_loop.serving import RewardModelManager
 
 __version__ = "0.1.0"
 
@@ -90,7 +90,7 @@ _LAZY = {
     "RewardAgent": "reward_loop.agent",
     "RewardLoopConfig": "reward_loop.config",
     "RewardLoopManagerBase": "reward_loop.managers",
-    "RewardModelManager": "reward_loop.router",
+    "RewardModelManager": "reward_loop.serving",
     "ScoringFunction": "reward_loop.scoring",
     "isolated": "reward_loop.scoring",
     "limit": "reward_loop.scoring",

@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from reward_loop import __version__, _interrupt
+from reward_loop import __version__
+from reward_loop._util import signals
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.limits.command import limits
 from reward_loop.offline.command import score
+from reward_loop.records.command import stuck
 from reward_loop.router.command import route
-from reward_loop.watch.command import stuck
-from reward_loop.watch.limits import limits
 
 __all__ = ["app", "main"]
 
@@ -58,7 +59,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # What a model wrote is quoted in errors: lone surrogates too, and what the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
-    _interrupt.handle()
+    signals.handle()
     app()
 
 

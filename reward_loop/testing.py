@@ -29,9 +29,9 @@ from typing import Any, Self, get_args
 
 from aiohttp import web
 
+from reward_loop._util.background_loop import in_background
+from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router.background import in_background
-from reward_loop.router.sockets import listen, url_of
 
 __all__ = [
     "Answer",

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reward_loop import __version__, cli
-from reward_loop._options import json_or_text
+from reward_loop._util.cli_options import json_or_text
 
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
 FUNCTION = """
@@ -274,7 +274,7 @@ def score_with(folder, source, same_seconds):
     """Yield a ``reward-loop score`` that runs, with the function in ``source``."""
     (folder / "function.py").write_text(source)
     handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    patience = f"from reward_loop import _interrupt; _interrupt._SAME_SECONDS = {same_seconds}"
+    patience = f"from reward_loop._util import signals; signals._SAME_SECONDS = {same_seconds}"
     command = [sys.executable, "-c", f"{handle}; {patience}; from reward_loop.cli import main; main()"]
     command += ["score", "rollouts.jsonl", "--fn", "function.py", "-f", "solution_str=output"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -31,7 +31,7 @@ from reward_loop.config import (
     RewardModelConfig,
 )
 from tests.gsm8k import ROOT
-from tests.watch.test_limits import Jobs, asked
+from tests.limits.test_command import Jobs, asked
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -194,7 +194,7 @@ def test_training_commands_are_accepted(
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
     from reward_loop.verl.main_ppo import _check_function
-    from reward_loop.verl.options import settle
+    from reward_loop.verl.resolve import settle
 
     write_named(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -256,7 +256,7 @@ def test_the_options_are_those_of_the_code() -> None:
         assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
     assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
     pytest.importorskip("verl")
-    from reward_loop.verl.modes import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
+    from reward_loop.verl.mode_options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
     for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
         assert between("docs/verl.md", f"options {group}") == options(config, group)
@@ -264,7 +264,7 @@ def test_the_options_are_those_of_the_code() -> None:
 
 def test_the_moved_keys_are_those_of_the_code() -> None:
     pytest.importorskip("verl")
-    from reward_loop.verl.options import _MOVED, _UNUSED
+    from reward_loop.verl.resolve import _MOVED, _UNUSED
 
     rows = [("You write", "It becomes"), ("---", "---"), *((f"`{old}`", f"`{new}`") for old, new in _MOVED.items())]
     assert between("docs/verl.md", "moved keys") == table(rows)
@@ -288,7 +288,7 @@ def test_the_forms_that_the_page_names_load(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_the_judge_that_the_page_shows_gets_an_answer(tmp_path: Path, tiny_discriminative_model: Path) -> None:
-    from reward_loop.router import serve_reward_model
+    from reward_loop.serving import serve_reward_model
 
     write_named("docs/verl.md", tmp_path)
     judge = ScoringFunction(load_function(f"{tmp_path}/judge.py"))

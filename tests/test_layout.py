@@ -15,9 +15,9 @@ from tests.gsm8k import ROOT
 PACKAGE = ROOT / "reward_loop"
 
 VERL = ["verl"]
-RAY = ["verl", "agent/ray_agent.py", "router/servers/ray_server.py"]
+RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py"]
 """Where Ray may be imported: in parts that start actors."""
-MODELS = ["verl", "router/servers"]
+MODELS = ["verl", "serving"]
 """Where torch and transformers may be imported."""
 
 HOMES = {
@@ -109,9 +109,9 @@ def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
     early_modules = (
         "__init__",
         "main_ppo",
-        "options",
+        "resolve",
         "defaults",
-        "modes",
+        "mode_options",
         "reward_model",
         "cpu/__init__",
         "cpu/preload",

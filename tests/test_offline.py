@@ -17,7 +17,7 @@ from reward_loop import (
     TooManyFailuresError,
     load_function,
 )
-from reward_loop._json import to_json
+from reward_loop._util.json import to_json
 from reward_loop.offline import Fields, Journal, Row, count_rows, read_rows, score_file
 from reward_loop.offline.output import RESULT_COLUMNS
 from tests.gsm8k import DATA, ROOT, needs_gsm8k

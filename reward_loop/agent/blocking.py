@@ -33,7 +33,7 @@ class BlockingRewardAgent:
 
     def __enter__(self) -> Self:
         # Imported here: the package that it lives in brings aiohttp and FastAPI along.
-        from reward_loop.router.background import in_background
+        from reward_loop._util.background_loop import in_background
 
         self._stack.enter_context(in_background(lambda: self._agent, name="reward-agent"))
         self._loop = self._agent._loop

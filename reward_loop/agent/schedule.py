@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from reward_loop._text import did_you_mean
+from reward_loop._util.text import did_you_mean
 from reward_loop.errors import ConfigError
 
 __all__ = ["MODES", "Action", "Generate", "Prepare", "Schedule", "Train", "Wait"]

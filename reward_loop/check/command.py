@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop import _options
-from reward_loop._interrupt import run
-from reward_loop._json import encode
-from reward_loop._text import duration, shorten
+from reward_loop._util import cli_options
+from reward_loop._util.json import encode
+from reward_loop._util.signals import run
+from reward_loop._util.text import duration, shorten
 from reward_loop.offline import Fields, check_input, read_rows
 
 if TYPE_CHECKING:
-    from reward_loop.check.trial import Report
+    from reward_loop.check.dry_run import Report
 
 __all__ = ["command"]
 
@@ -38,14 +38,14 @@ def command(
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="How many of them, from the first.")] = 8,
-    field: _options.FieldPaths = None,
-    data_source: _options.DataSource = None,
-    reward_kwarg: _options.RewardKwargs = None,
-    manager: _options.Manager = "naive",
-    router_address: _options.RouterAddress = None,
+    field: cli_options.FieldPaths = None,
+    data_source: cli_options.DataSource = None,
+    reward_kwarg: cli_options.RewardKwargs = None,
+    manager: cli_options.Manager = "naive",
+    router_address: cli_options.RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many calls are tried at a time.")] = 16,
-    timeout: _options.Timeout = 300,
-    option: _options.MoreOptions = None,
+    timeout: cli_options.Timeout = 300,
+    option: cli_options.MoreOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Try a reward function before a run.
@@ -69,18 +69,18 @@ def command(
     the function cannot be called at all, 2 wrong usage, 130 Ctrl-C.
     """
     # Here, so that the other commands start without them.
-    from reward_loop.check.trial import check
+    from reward_loop.check.dry_run import check
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.offline.scorer import load_scorer
 
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    given = _options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: _options.json_or_text(value) for key, value in given.items()}
-    more = _options.nested(_options.pairs(option, "--option"), "--option")
+    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
+    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
     options = parse(RewardLoopConfig, {"timeout": timeout or None, **more}, "reward_loop")
     scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
     check_input(data)
-    fields = Fields(_options.pairs(field, "--field"), data_source=data_source, requires=scorer.requires)
+    fields = Fields(cli_options.pairs(field, "--field"), data_source=data_source, requires=scorer.requires)
     samples = [fields.to_sample(row) for row in islice(read_rows(data), rows)]
     with err.status("loading") as status:
         report = run(

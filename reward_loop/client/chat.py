@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_loop._text import shorten
+from reward_loop._util.text import shorten
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.scoring.lease import current_lease
-from reward_loop.watch import current
+from reward_loop.limits.lease import current_lease
+from reward_loop.records import current
 
 __all__ = ["Reply", "Usage", "chat_complete", "messages_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop._text import shorten
+from reward_loop._util.text import shorten
 from reward_loop.client.chat import usage_of
 from reward_loop.client.http import post
 from reward_loop.errors import RequestError

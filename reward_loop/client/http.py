@@ -12,10 +12,10 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import orjson
 
-from reward_loop._json import encode
-from reward_loop._retry_after import retry_after_seconds
+from reward_loop._util.json import encode
+from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.watch import current
+from reward_loop.records import current
 
 __all__ = ["post", "shared_session", "url_of"]
 

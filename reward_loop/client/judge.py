@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._text import listing
+from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, chat_complete
 from reward_loop.client.verdicts import NoVerdictError, Verdict
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.watch import current
+from reward_loop.records import current
 
 __all__ = ["Judge", "Judgement"]
 

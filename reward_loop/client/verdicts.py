@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from reward_loop._text import listing, shorten
+from reward_loop._util.text import listing, shorten
 from reward_loop.errors import ConfigError
 
 __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Verdict"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.batch import BatchRewardLoopManager
 from reward_loop.managers.composite import CompositeRewardLoopManager
@@ -13,7 +14,6 @@ from reward_loop.managers.prime import PrimeRewardLoopManager
 from reward_loop.managers.rate_limited import RateLimitedRewardLoopManager
 from reward_loop.managers.registry import get, register
 from reward_loop.managers.remote import RemoteRewardLoopManager
-from reward_loop.scoring.failures import FailureBound
 
 __all__ = [
     "BatchRewardLoopManager",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
-from reward_loop._text import shorten
+from reward_loop._util.text import shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.limits.shared import failure_bound
 from reward_loop.managers.decoding import ResponseDecoder
-from reward_loop.managers.parts import check_parts
 from reward_loop.managers.policy import apply_policy
+from reward_loop.records import Call, record, records, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.jobs import failure_bound
+from reward_loop.scoring.dense_rewards import check_parts
 from reward_loop.types import Reward, RewardResult, RewardSample
-from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
 

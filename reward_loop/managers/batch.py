@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reward_loop.managers.base import RewardLoopManagerBase
-from reward_loop.managers.collect import SampleCollector
+from reward_loop.managers.batcher import SampleCollector
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.types import RewardResult, RewardSample

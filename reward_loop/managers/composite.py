@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from reward_loop._text import did_you_mean, listing
+from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import ComponentConfig, Config, RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ConfigError, InvalidScoreError
+from reward_loop.limits.permit import DEFAULT
+from reward_loop.limits.shared import failure_bound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
 from reward_loop.scoring.call import describe, failed_after
-from reward_loop.scoring.job import DEFAULT
-from reward_loop.scoring.jobs import failure_bound
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]

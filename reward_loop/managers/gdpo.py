@@ -6,7 +6,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from reward_loop._text import listing, shorten
+from reward_loop._util.text import listing, shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from reward_loop._text import listing
+from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError, IncompleteGroupError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
-from reward_loop.managers.collect import SampleCollector
+from reward_loop.managers.batcher import SampleCollector
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.scoring.call import ended_badly

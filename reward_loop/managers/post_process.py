@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
+from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
-from reward_loop.scoring.failures import FailureBound
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult
 
 __all__ = ["PostProcess", "is_scored"]

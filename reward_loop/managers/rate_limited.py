@@ -9,9 +9,9 @@ from pydantic import Field
 
 from reward_loop.config import Config, LimitConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
+from reward_loop.limits.permit import DEFAULT
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
-from reward_loop.scoring.job import DEFAULT
 
 __all__ = ["RateLimitedConfig", "RateLimitedRewardLoopManager"]
 

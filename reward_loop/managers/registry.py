@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from reward_loop._text import did_you_mean, listing
+from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.scoring.load import load_object
 

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from reward_loop import _options
-from reward_loop._text import duration
+from reward_loop._util import cli_options
+from reward_loop._util.text import duration
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
 from reward_loop.offline.run import partial_of
@@ -49,13 +49,13 @@ def score(
             "--output", "-o", help="JSONL, or parquet by its suffix. Default: FILE with .scored before its suffix."
         ),
     ] = None,
-    field: _options.FieldPaths = None,
-    data_source: _options.DataSource = None,
-    reward_kwarg: _options.RewardKwargs = None,
-    manager: _options.Manager = "naive",
-    router_address: _options.RouterAddress = None,
+    field: cli_options.FieldPaths = None,
+    data_source: cli_options.DataSource = None,
+    reward_kwarg: cli_options.RewardKwargs = None,
+    manager: cli_options.Manager = "naive",
+    router_address: cli_options.RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
-    timeout: _options.Timeout = 300,
+    timeout: cli_options.Timeout = 300,
     isolation: Annotated[
         str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
     ] = "thread",
@@ -73,7 +73,7 @@ def score(
     max_failed_share: Annotated[
         float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
-    option: _options.MoreOptions = None,
+    option: cli_options.MoreOptions = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
     ] = False,
@@ -104,9 +104,9 @@ def score(
 
     check_input(file)
     target = output or file.with_name(f"{file.stem}.scored{file.suffix}")
-    paths = _options.pairs(field, "--field")
-    arguments = _options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: _options.json_or_text(value) for key, value in arguments.items()}
+    paths = cli_options.pairs(field, "--field")
+    arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in arguments.items()}
     options = {
         "timeout": timeout or None,
         "max_threads": concurrency,
@@ -117,7 +117,7 @@ def score(
         "on_unscored": on_unscored,
         "default_score": default_score,
         "max_failed_share": max_failed_share,
-        **_options.nested(_options.pairs(option, "--option"), "--option"),
+        **cli_options.nested(cli_options.pairs(option, "--option"), "--option"),
     }
     config = parse(RewardLoopConfig, options, "reward_loop")
     scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from reward_loop._json import to_json
+from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
 from reward_loop.types import RESERVED_KEYS, Outcome
 

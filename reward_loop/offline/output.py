@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reward_loop._json import to_json
+from reward_loop._util.json import to_json
 from reward_loop.offline.parquet import import_parquet, read_batches
 from reward_loop.offline.rows import Row, is_parquet, read_rows
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reward_loop._text import did_you_mean, listing, shorten
+from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reward_loop._interrupt import run
+from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.journal import Journal
 from reward_loop.offline.output import write_output

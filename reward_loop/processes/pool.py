@@ -23,10 +23,10 @@ from typing import Any
 
 import cloudpickle
 
-from reward_loop._lifeline import Lifeline
+from reward_loop._util.parent_death_pipe import Lifeline
 from reward_loop.errors import FunctionLoadError, RewardCrashedError
-from reward_loop.processes.ended import Call, Ended
 from reward_loop.processes.forkserver import Report
+from reward_loop.processes.invocation import Call, Ended
 from reward_loop.processes.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
 
 __all__ = ["WorkerProcesses", "usable_cores"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reward_loop.processes.ended import Call, Ended, describe_exception
+from reward_loop.processes.invocation import Call, Ended, describe_exception
 
 __all__ = [
     "CALL",

@@ -1,19 +1,15 @@
-"""A reward model at one address: its servers, and the router in front of them."""
+"""The router: one address in front of the servers of a reward model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
-if TYPE_CHECKING:
-    from reward_loop.router.manager import RewardModelManager, ServedRewardModel, serve_reward_model
-
-__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
+_MOVED = ("RewardModelManager", "ServedRewardModel", "serve_reward_model")
 
 
 def __getattr__(name: str) -> Any:
-    # The router's own process is up sooner without the manager.
-    if name in __all__:
-        from reward_loop.router import manager
-
-        return getattr(manager, name)
+    """Names that moved to :mod:`reward_loop.serving` stay available here."""
+    if name in _MOVED:
+        return getattr(importlib.import_module("reward_loop.serving"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import orjson
 
+from reward_loop._util import server_process
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router import serving
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, RouterConfig, WorkerConfig
 from reward_loop.router.run import run_router
 
@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="from a request's arrival to the end of its answer (default: %(default)g)",
     )
-    serving.add_arguments(parser)
+    server_process.add_arguments(parser)
     args = parser.parse_args(argv)
-    serving.follow_lifeline(args)
+    server_process.follow_lifeline(args)
     options = {
         "request_timeout_s": args.request_timeout,
         "api_key": os.environ.get(API_KEY_VARIABLE) or None,
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(RouterConfig, options, "router")
         workers = [parse(WorkerConfig, orjson.loads(worker), "--worker") for worker in args.worker]
-        run_router(workers, config, serving.open_listener(args))
+        run_router(workers, config, server_process.open_listener(args))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

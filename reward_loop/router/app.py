@@ -8,14 +8,14 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from reward_loop.router.backend import Worker
 from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.exchange import Receive, Scope, Send
 from reward_loop.router.headers import RawHeader, find
 from reward_loop.router.health import check_health
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Client, Proxy
-from reward_loop.router.refusal import Refusal
-from reward_loop.router.worker import Worker
+from reward_loop.router.request import Receive, Scope, Send
+from reward_loop.router.router_error import Refusal
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

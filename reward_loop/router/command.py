@@ -87,9 +87,9 @@ def route(
     [cyan]/metrics[/] is for Prometheus. SIGTERM stops it when the requests in
     work are finished.
     """
+    from reward_loop._util.sockets import listen
     from reward_loop.router.config import RouterConfig
     from reward_loop.router.run import run_router
-    from reward_loop.router.sockets import listen
 
     options = {
         "policy": policy,

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import Response
 
+from reward_loop.router.backend import Worker
 from reward_loop.router.config import WorkerConfig
 from reward_loop.router.metrics import CONTENT_TYPE, render
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
-from reward_loop.router.worker import Worker
 
 __all__ = ["control_plane"]
 

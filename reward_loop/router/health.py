@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 
 from reward_loop.errors import ServerError
+from reward_loop.router.backend import Worker
+from reward_loop.router.http_client import UpstreamError
 from reward_loop.router.pool import AsleepError
-from reward_loop.router.upstream import UpstreamError
-from reward_loop.router.worker import Worker
 
 __all__ = ["UnhealthyError", "check_health"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from reward_loop.router.refusal import Refusal
+from reward_loop.router.router_error import Refusal
 
 __all__ = ["Gate", "RetryBudget"]
 

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.stats import LATENCY_BOUNDS_S
-from reward_loop.router.worker import Worker, WorkerState
 
 __all__ = ["CONTENT_TYPE", "render"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
+from reward_loop.router.backend import Worker
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import RawHeader, find
-from reward_loop.router.worker import Worker
 
 __all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "TwoChoices", "policy_for"]
 

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Self
 
 from reward_loop.errors import ServerError
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.config import RequestKind, RouterConfig, WorkerConfig
+from reward_loop.router.http_client import ConnectError, Upstream
 from reward_loop.router.policies import Policy, policy_for
-from reward_loop.router.upstream import ConnectError, Upstream
-from reward_loop.router.worker import Worker, WorkerState
 
 __all__ = ["AllRestError", "AsleepError", "Group", "NoWorkerError", "WorkerPool"]
 

@@ -20,11 +20,11 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from reward_loop.router.exchange import Receive, Scope, Send
 from reward_loop.router.headers import RawHeader, find, to_wire
+from reward_loop.router.http_client import NO_BODY
 from reward_loop.router.proxy import Client
-from reward_loop.router.refusal import Refusal
-from reward_loop.router.upstream import NO_BODY
+from reward_loop.router.request import Receive, Scope, Send
+from reward_loop.router.router_error import Refusal
 
 __all__ = ["protocol_for"]
 

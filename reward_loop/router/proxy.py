@@ -10,16 +10,16 @@ from typing import Protocol
 
 import orjson
 
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.exchange import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
-from reward_loop.router.forward import WORTH_A_RETRY, Attempt, Forwarder, Request
 from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
+from reward_loop.router.http_client import NO_BODY, Answer, Sending, StaleError, UpstreamError
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.pool import WorkerPool
-from reward_loop.router.refusal import Refusal
+from reward_loop.router.request import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
+from reward_loop.router.retries import WORTH_A_RETRY, Attempt, Forwarder, Request
+from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import merged_models, route
-from reward_loop.router.upstream import NO_BODY, Answer, Sending, StaleError, UpstreamError
-from reward_loop.router.worker import Worker, WorkerState
 
 __all__ = ["Client", "Proxy"]
 

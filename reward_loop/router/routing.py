@@ -8,7 +8,7 @@ import orjson
 
 from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.pool import Group, WorkerPool
-from reward_loop.router.refusal import Refusal
+from reward_loop.router.router_error import Refusal
 
 __all__ = ["KIND_OF_PATH", "Route", "merged_models", "route"]
 

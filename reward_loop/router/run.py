@@ -11,12 +11,12 @@ import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from reward_loop._util import server_process
+from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router import serving
 from reward_loop.router.app import create_app
 from reward_loop.router.config import API_KEY_VARIABLE, RouterConfig, WorkerConfig
 from reward_loop.router.protocol import protocol_for
-from reward_loop.router.sockets import is_loopback, url_of
 
 __all__ = ["run_router"]
 
@@ -56,7 +56,9 @@ def run_router(
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with _ending_well():
-        serving.serve(app, listener, "router", http=protocol_for(config.max_header_bytes, app.begin), grace_s=grace_s)
+        server_process.serve(
+            app, listener, "router", http=protocol_for(config.max_header_bytes, app.begin), grace_s=grace_s
+        )
 
 
 def _room_for(requests: int) -> int:

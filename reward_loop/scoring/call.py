@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from reward_loop._util.transient import is_refusal, is_transient, retry_after
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
@@ -22,20 +23,19 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
-from reward_loop.processes.ended import Call, Ended, describe_exception
+from reward_loop.limits.isolated import within_reach
+from reward_loop.limits.lease import CallLimits, current_limits
+from reward_loop.limits.permit import DEFAULT, RETRY, Job
+from reward_loop.limits.shared import job_of
+from reward_loop.processes.invocation import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
-from reward_loop.scoring.far import within_reach
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.job import DEFAULT, RETRY, Job
-from reward_loop.scoring.jobs import job_of
-from reward_loop.scoring.lease import CallLimits, current_limits
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
-from reward_loop.scoring.transient import is_refusal, is_transient, retry_after
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["ScoringFunction"]

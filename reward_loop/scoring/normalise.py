@@ -8,7 +8,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from reward_loop._text import listing, shorten
+from reward_loop._util.text import listing, shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.types import RESERVED_KEYS
 

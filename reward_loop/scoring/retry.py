@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from reward_loop._util.transient import is_transient, retry_after
 from reward_loop.config import RetryConfig
-from reward_loop.scoring.transient import is_transient, retry_after
 
 __all__ = ["Retry"]
 

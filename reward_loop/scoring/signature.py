@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reward_loop._text import did_you_mean, listing
+from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 
 __all__ = ["LOGGED", "PROVIDED", "Target", "resolve"]

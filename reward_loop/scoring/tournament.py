@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
-from reward_loop._text import shorten
+from reward_loop._util.text import shorten
 
 __all__ = ["ranking", "tournament"]
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 from ray.util.placement_group import PlacementGroup
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.router.manager import ServedRewardModel, serve_reward_model
-from reward_loop.router.servers.ray_server import SharedGpus
+from reward_loop.serving.manager import ServedRewardModel, serve_reward_model
+from reward_loop.serving.ray_server import SharedGpus
 
 __all__ = ["ColocatedRewardModel"]
 

@@ -17,18 +17,18 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from reward_loop._text import did_you_mean, listing
+from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import scoring_function
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
-from reward_loop.router.servers.checkpoint import model_kind
-from reward_loop.router.servers.models import served_models
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
+from reward_loop.serving.checkpoint import model_kind
+from reward_loop.serving.models import served_models
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-from reward_loop.verl.options import reward_loop_options, settle
+from reward_loop.verl.resolve import reward_loop_options, settle
 from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 
 VERL_VERSION = "0.9.1"

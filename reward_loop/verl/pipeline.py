@@ -30,13 +30,13 @@ from verl.utils.debug import marked_timer
 from reward_loop.agent.schedule import Action, Generate, Prepare, Schedule, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
-from reward_loop.verl.batches import MASKS, copy, select, zero
-from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
-from reward_loop.verl.news import Listener
-from reward_loop.verl.patience import Patience
+from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.progress import Progress, Refills, StepTimes
+from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
-from reward_loop.verl.training import PipelineActorWorker, PipelineTrainingWorker
+from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
+from reward_loop.verl.worker_events import Listener
 
 __all__ = ["AGENT_LOOP_MANAGER", "MINI_BATCH_ESTIMATORS", "RewardPipelineTrainer"]
 

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import API_KEY_VARIABLE
-from reward_loop.router.servers.models import ENGINES
+from reward_loop.serving.models import ENGINES
 from reward_loop.verl.defaults import defaults
-from reward_loop.verl.modes import PIPELINE_MODE, pipeline_options
+from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 
 __all__ = ["check_reward_model", "reachable", "reward_model_options", "scores_by_model"]
 

@@ -10,8 +10,8 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from reward_loop.verl.modes import PIPELINE_MODE, has_reward_queue
-from reward_loop.verl.options import reward_loop_options
+from reward_loop.verl.mode_options import PIPELINE_MODE, has_reward_queue
+from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.reward_model import reachable, reward_model_options
 
 __all__ = ["TaskRunner"]
@@ -27,11 +27,11 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
 
-        from reward_loop.router.manager import serve_reward_model
-        from reward_loop.scoring.service import serve_job
+        from reward_loop.limits.server import serve_job
+        from reward_loop.serving.manager import serve_reward_model
         from reward_loop.verl.colocated import ColocatedRewardModel
         from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
-        from reward_loop.verl.separate import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
+        from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
         from reward_loop.verl.trainer import with_reward_loop
 
         configure_verl_logging()

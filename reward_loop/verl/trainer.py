@@ -21,14 +21,14 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward
-from reward_loop.verl.batches import MASKS, copy, select, zero
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.filtering import keep_groups_without_metric
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.modes import stall_timeout
-from reward_loop.verl.options import without_reward
-from reward_loop.verl.patience import Patience
-from reward_loop.verl.placement import has_parts, place
+from reward_loop.verl.mode_options import stall_timeout
+from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.resolve import without_reward
+from reward_loop.verl.token_rewards import has_parts, place
+from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]

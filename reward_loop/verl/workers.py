@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
+from reward_loop.limits.shared import failure_bound, job_of
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import last_row, uid_of
 from reward_loop.managers.policy import apply_policy
@@ -23,17 +24,16 @@ from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
+from reward_loop.records import Call, record, records, watch
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
-from reward_loop.scoring.jobs import failure_bound, job_of
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
-from reward_loop.verl.options import reward_loop_options
+from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.reward_model import reward_model_options, scores_by_model
-from reward_loop.watch import Call, record, records, watch
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 

@@ -10,9 +10,9 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.scoring.jobs import job_of
+from reward_loop.limits.shared import job_of
+from reward_loop.records import Call
 from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, NoChoices, Status
-from reward_loop.watch import Call
 
 
 async def test_a_reply() -> None:

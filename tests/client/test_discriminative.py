@@ -10,8 +10,8 @@ from reward_loop.client import classify, score
 from reward_loop.client.http import post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import RequestError
+from reward_loop.records import Call
 from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
-from reward_loop.watch import Call
 
 
 async def test_a_logit_or_the_logits() -> None:

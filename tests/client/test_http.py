@@ -12,10 +12,10 @@ from reward_loop import RewardSample
 from reward_loop.client import chat_complete
 from reward_loop.client.http import post, shared_session, url_of
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.records import Call, in_work
 from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
-from reward_loop.watch import Call, in_work
 from tests.gsm8k import ROOT
-from tests.router.serving import refusing, until
+from tests.servers import refusing, until
 
 
 @pytest.mark.parametrize(

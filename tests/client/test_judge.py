@@ -5,8 +5,8 @@ import pytest
 from reward_loop import RewardSample, ScoringFunction
 from reward_loop.client import Choice, Judge, Number
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.records import Call
 from reward_loop.testing import Answer, FakeJudge, Status
-from reward_loop.watch import Call
 
 TEMPLATE = 'Rate {{answer}} to {{ question }} like {"score": $1$}: end with `Score: N`.'
 

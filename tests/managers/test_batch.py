@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
+from reward_loop.limits.lease import current_limits
 from reward_loop.managers import BatchRewardLoopManager, scoring_function
-from reward_loop.scoring.lease import current_limits
 
 
 def manager(function, **options):

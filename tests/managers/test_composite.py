@@ -14,9 +14,9 @@ from reward_loop import (
     TooManyFailuresError,
     limit,
 )
+from reward_loop.limits.server import JobService
+from reward_loop.limits.shared import job_of
 from reward_loop.managers import CompositeRewardLoopManager
-from reward_loop.scoring.jobs import job_of
-from reward_loop.scoring.service import JobService
 
 SOURCE = """
 import asyncio

@@ -24,7 +24,7 @@ from reward_loop import (
     load_function,
 )
 from reward_loop.processes import forkserver, pool
-from reward_loop.processes.ended import Call
+from reward_loop.processes.invocation import Call
 from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
@@ -197,7 +197,7 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
     assert isinstance(result.exception, RewardFunctionError)
     assert f"act (misbehaving.py) {message}" in result.error
     assert f"in {does}" in result.error
-    assert "processes/ended.py" not in result.error
+    assert "processes/invocation.py" not in result.error
     assert isinstance(result.exception.__cause__, cause or type(None))
     assert (await one(sample("works"))).score == 1.0
 

@@ -7,7 +7,7 @@ import aiohttp
 import orjson
 import pytest
 
-from tests.router.serving import CHAT, listed, model_server, post, routed
+from tests.servers import CHAT, listed, model_server, post, routed
 
 pytestmark = pytest.mark.usefixtures("way")
 

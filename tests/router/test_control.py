@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from reward_loop.router import app, control
-from tests.router.serving import CHAT, listed, model_server, post, routed, serving
+from tests.servers import CHAT, listed, model_server, post, routed, serving
 
 
 def test_the_router_passes_on_the_paths_that_the_control_plane_has() -> None:

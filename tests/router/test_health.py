@@ -10,12 +10,12 @@ import orjson
 import pytest
 
 from reward_loop.router.app import create_app
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.config import RouterConfig, WorkerConfig
 from reward_loop.router.health import UnhealthyError, check_health
+from reward_loop.router.http_client import ConnectError, Upstream
 from reward_loop.router.pool import AsleepError
-from reward_loop.router.upstream import ConnectError, Upstream
-from reward_loop.router.worker import Worker, WorkerState
-from tests.router.serving import CHAT, listed, post, refusing, serving
+from tests.servers import CHAT, listed, post, refusing, serving
 
 
 def server(**answers: tuple[int, Any]) -> Any:

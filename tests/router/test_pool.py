@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.config import RouterConfig, WorkerConfig
 from reward_loop.router.pool import AllRestError, AsleepError, NoWorkerError, WorkerPool
-from reward_loop.router.worker import Worker, WorkerState
-from tests.router.serving import until
+from tests.servers import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
 WORKERS = [WorkerConfig(url=url) for url in URLS]

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from reward_loop.router.protocol import protocol_for
-from tests.router.serving import serving, until
+from tests.servers import serving, until
 
 WHOLE = b"POST /a%20b?q=1 HTTP/1.1\r\nHost: h\r\nX-Own: 1\r\nContent-Length: 2\r\n\r\nok"
 

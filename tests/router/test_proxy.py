@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
+from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import create_app
+from reward_loop.router.backend import Worker, WorkerState
 from reward_loop.router.config import RouterConfig, WorkerConfig
 from reward_loop.router.pool import WorkerPool
 from reward_loop.router.proxy import Proxy
-from reward_loop.router.sockets import listen, url_of
-from reward_loop.router.worker import Worker, WorkerState
-from tests.router.serving import post, refusing, resetting, served_by_router, serving, until
+from tests.servers import post, refusing, resetting, served_by_router, serving, until
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from reward_loop.router.backend import Worker
 from reward_loop.router.config import WorkerConfig
 from reward_loop.router.pool import WorkerPool
-from reward_loop.router.refusal import Refusal
+from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import merged_models, route
-from reward_loop.router.worker import Worker
 
 JUDGE = WorkerConfig(url="http://a:1", models=("judge",), kind="generative")
 SCORER = WorkerConfig(url="http://b:1", models=("scorer",), kind="discriminative")

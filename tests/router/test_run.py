@@ -19,7 +19,7 @@ import pytest
 
 from reward_loop.router import run
 from tests.gsm8k import ROOT
-from tests.router.serving import post, serving
+from tests.servers import post, serving
 
 MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 
@@ -83,8 +83,8 @@ def test_no_more_requests_are_in_work_than_files_can_be_open(
 
 def test_what_fails_at_its_start_is_not_served() -> None:
     program = """
-from reward_loop.router.serving import serve
-from reward_loop.router.sockets import listen
+from reward_loop._util.server_process import serve
+from reward_loop._util.sockets import listen
 
 async def app(scope, receive, send):
     raise RuntimeError("no room")

@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-from reward_loop.verl.options import settle
+from reward_loop.verl.resolve import settle
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:

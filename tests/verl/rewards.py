@@ -190,7 +190,7 @@ async def judged(
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20:
-        for pid in processes_with("reward_loop.router.servers.embedded", model):
+        for pid in processes_with("reward_loop.serving.embedded", model):
             _kill_once(pid, "killed-server")
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")

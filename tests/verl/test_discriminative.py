@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.router import serve_reward_model
+from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
 from reward_loop.verl.discriminative import compute_score
 from reward_loop.verl.workers import RewardWorker

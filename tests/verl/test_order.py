@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline
-from reward_loop.verl.modes import PipelineOptions
+from reward_loop.verl.mode_options import PipelineOptions
 from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
 from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError

@@ -1,116 +1,180 @@
-"""verl's trainer mode ``separate_async`` on a CPU: rollouts and training in different places, both at once, and a
-bounded queue between rollouts and judges."""
+"""verl's agent loop worker and trainer with a queue before the judges, without Ray."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from pathlib import Path
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-from tests.verl import rewards
-from tests.verl.checks import check_scores, expected_advantages
-from tests.verl.runs import Run, train
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.verl.judging_queue import JudgingQueue
+from reward_loop.verl.mode_options import REWARD_QUEUE
+from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
+from tests.verl.configs import settled
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.integration  # it imports verl
 
-STEPS = (1, 2, 3)
-QUEUE = "trainer.v1.separate_async.reward_queue"
-CAPACITY, IN_FLIGHT = 24, 16
-OFF_POLICY = 2
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """The first rollouts are judged only after so many have been generated that the queue is full; and some only after
-    the first step."""
-    directory = tmp_path_factory.mktemp("separate")
-    return train(
-        directory,
-        tiny_generative_model,
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=1",
-        f"{QUEUE}.capacity={CAPACITY}",
-        f"{QUEUE}.in_flight={IN_FLIGHT}",
-        f"trainer.v1.sampler.max_off_policy_threshold={OFF_POLICY}",
-        "trainer.v1.sampler.max_off_policy_strategy=wait",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        f"trainer.total_training_steps={len(STEPS)}",
-        "trainer.val_before_train=False",
-        f"reward_loop.log_dir={directory}/records",
-        function="Held",
-    )
+VERL = QueueAgentLoopWorker.__mro__[1]
 
 
-def test_generation_goes_on_while_judges_are_at_it_until_the_queue_is_full(run: Run) -> None:
-    assert run.returncode == 0, run.output[-8000:]
-    full = json.loads((run.directory / "queue.json").read_text())
-    assert full["reward_queue/size"] == CAPACITY
-    assert full["reward_queue/judging"] == IN_FLIGHT
-    # Two batches of 8 prompts had been handed to the rollout.
-    assert full["reward_queue/waiting_producers"] == (64 - CAPACITY - IN_FLIGHT) / 4
+def output(score: float | None = None, **extra: Any) -> SimpleNamespace:
+    return SimpleNamespace(reward_score=score, extra_fields=extra)
 
 
-def test_the_bounds_of_the_queue_hold_and_are_logged(run: Run) -> None:
-    figures = [queue_figures(run, step) for step in STEPS]
-    for step in figures:
-        assert step["capacity"] == CAPACITY
-        assert step["size"] + step["reserved"] <= CAPACITY
-        assert step["size"] <= step["largest_size"] <= CAPACITY
-        assert step["judging"] <= IN_FLIGHT
-        assert step["oldest_s"] >= 0
-    assert figures[0]["largest_size"] == CAPACITY
-    assert figures[0]["producer_wait_s"] > 0
-    assert figures[0]["oldest_s"] > 0
-    put, got = (sum(step[name] for step in figures) for name in ("put", "got"))
-    assert put - got == figures[-1]["size"]
-    assert len(STEPS) * 32 <= got <= put <= (len(STEPS) + 1) * 32
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker whose prompts have two rollouts that are generated at once, and whose judges wait for an event."""
+
+    async def run_prompt(self: Any, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool) -> None:
+        outputs = [output(min_global_steps=3), output(min_global_steps=3)]
+        arguments = {"uid": prompt["uid"], "global_steps": 4}
+        await asyncio.gather(
+            *(self._compute_score([one], {**arguments, "session_id": i}) for i, one in enumerate(outputs))
+        )
+
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+        self.judging.append(kwargs)
+        await self.judged.wait()
+
+    monkeypatch.setattr(VERL, "_run_prompt", run_prompt)
+    monkeypatch.setattr(VERL, "_compute_score", compute_score)
+    worker = object.__new__(QueueAgentLoopWorker)
+    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+    worker._queue = JudgingQueue(capacity=2, in_flight=1)
+    worker._places = {}
+    worker.judging, worker.judged = [], asyncio.Event()
+    return worker
 
 
-def test_every_rollout_is_scored_exactly_once(run: Run) -> None:
-    trained = {row["uid"].rsplit("_", 1)[0]: row for step in STEPS for row in run.rollouts(step)}
-    assert len(trained) == len(STEPS) * 32
-    assert max(Counter(record["uid"] for record in records(run)).values()) == 1
-    scored = {record["uid"]: record for record in records(run)}
-    for uid, row in trained.items():
-        number = rewards.number(row["output"])
-        expected = {0: "unscored", 1: "failed"}.get(number % 7, "scored")
-        assert scored[uid]["outcome"] == expected, scored[uid]["error"]
-        assert scored[uid]["score"] == (number % 100 / 100 if expected == "scored" else None)
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
-def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
-    for step in STEPS:
-        rollouts = run.rollouts(step)
-        check_scores(rollouts)
-        advantages = expected_advantages(rollouts)
-        assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
-        assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
-        failed = sum(rewards.number(row["output"]) % 7 == 1 for row in rollouts)
-        assert run.steps[step]["reward_loop/failed"] == failed
+def prompt(worker: Any, uid: str, *, validate: bool = False) -> asyncio.Task[None]:
+    return asyncio.create_task(worker._run_prompt({"uid": uid}, {}, trajectory={"validate": validate}))
 
 
-def test_staleness_is_logged_and_bounded(run: Run) -> None:
-    staleness = [run.steps[step]["training/off_policy/trajectory_staleness_worst/max"] for step in STEPS]
-    assert staleness[0] == 0
-    assert max(staleness) < OFF_POLICY
-    waiting = queue_figures(run, 1)
-    # Generated by the weights before the first update, and not judged after it.
-    assert (waiting["size"], waiting["judging"]) == (64 - 40 - IN_FLIGHT, IN_FLIGHT)
-    assert waiting["staleness_max"] == waiting["all_staleness_mean"] == 1
-    for step in STEPS:
-        figures = queue_figures(run, step)
-        assert 0 <= figures["staleness_max"] <= figures["all_staleness_max"] < OFF_POLICY
+async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(worker: Any) -> None:
+    prompts = [prompt(worker, uid) for uid in "abc"]
+    await turns()
+    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
+    figures = await worker.queue_metrics(5)
+    assert figures["reward_queue/size"] == 1
+    assert figures["reward_queue/all_staleness_max"] == 2
+    assert figures["reward_queue/waiting_producers"] == 2
+    worker.judged.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*prompts)
+    assert [call["uid"] for call in worker.judging] == list("aabbcc")
+    assert not any("__validate__" in call for call in worker.judging)
+    figures = await worker.queue_metrics(5)
+    assert (figures["reward_queue/size"], figures["reward_queue/reserved"], figures["reward_queue/put"]) == (0, 0, 4)
+    assert not worker._places
 
 
-def queue_figures(run: Run, step: int) -> dict[str, float]:
-    prefix = "reward_queue/"
-    return {name.removeprefix(prefix): v for name, v in run.steps[step].items() if name.startswith(prefix)}
+async def test_validation_goes_past_the_queue(worker: Any) -> None:
+    waiting = [prompt(worker, uid) for uid in "ab"]
+    await turns()
+    validation = prompt(worker, "v", validate=True)
+    await turns()
+    past = [call for call in worker.judging if call["uid"] == "v"]
+    assert [call["__validate__"] for call in past] == [True, True]
+    worker.judged.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(validation, *waiting)
 
 
-def records(run: Run) -> list[dict[str, Any]]:
-    files = (run.directory / "records").iterdir()
-    return [json.loads(line) for path in files for line in path.read_text().split("\n") if line]
+async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
+    worker.judged.set()
+    async with worker._queue.places(2) as worker._places["a"]:
+        await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})
+        assert worker._queue.metrics(4)["reward_queue/put"] == 0
+
+
+def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
+    assert _version([output(min_global_steps=5), output(min_global_steps=3), output()], {"global_steps": 9}) == 3
+    assert _version([output(min_global_steps=None)], {"global_steps": 9}) == 8
+
+
+def trainer(*overrides: str, by_group: bool) -> Any:
+    trainer = object.__new__(QueueSeparateAsyncTrainer)
+    trainer.config = settled("trainer.v1.trainer_mode=separate_async", *overrides)
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
+    return trainer
+
+
+def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_init_end", lambda self: begun.append(self))
+    bound = f"{REWARD_QUEUE}.in_flight=20"
+    with pytest.raises(ConfigError, match=f"{bound} does not work .* waits for all rollouts"):
+        trainer(bound, by_group=True).on_init_end()
+    assert not begun
+    trainer(bound, by_group=False).on_init_end()
+    trainer(by_group=True).on_init_end()
+    assert len(begun) == 2
+
+
+class Buffer:
+    """verl's replay buffer, as far as it throws groups out."""
+
+    def __init__(self) -> None:
+        self.finished_keys: dict[str, set[str]] = {"train": set(), "val": set()}
+        self.thrown: set[str] = set()
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        return last_debug_time
+
+    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> int:
+        self.thrown |= reasons[2]
+        return len(reasons[2])
+
+
+def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "_build_replay_buffer", lambda self: Buffer())
+    failing = trainer("data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2", by_group=False)
+    buffer = failing._build_replay_buffer()
+
+    def throw_out(*groups: str, partition: str = "train") -> int:
+        return buffer._evict_terminal_groups(1, partition, (set(), set(), set(groups), {}))
+
+    assert throw_out("a", "b") == 2
+    buffer.finished_keys["train"] = {"c"}
+    assert throw_out("d") == 1
+    assert throw_out("e", "f", "g") == 3
+    assert throw_out(partition="val") == 0
+    answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
+    asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
+    failing._agent_loop_workers = asked
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: [answers[ref] for ref in refs])
+    with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
+        throw_out("h")
+    assert buffer.thrown == set("abdefg")
+
+
+async def test_a_worker_remembers_why_a_rollout_failed(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_agent_loop(self: Any, sampling_params: dict, trajectory: dict, **kwargs: Any) -> None:
+        raise KeyError("tool")
+
+    monkeypatch.setattr(VERL, "_run_agent_loop", run_agent_loop)
+    worker._failure = ""
+    assert await worker.last_failure() == ""
+    with pytest.raises(KeyError):
+        await worker._run_agent_loop({}, {}, uid="a", session_id=1)
+    assert await worker.last_failure() == "a_1: KeyError: 'tool'"
+
+
+def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: list[str] = []
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in dead], refs))
+    waiting = trainer(by_group=False)
+    waiting._deaths = ["first", "second"]
+    waiting._raise_death()
+    dead.append("second")
+    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
+        waiting._raise_death()

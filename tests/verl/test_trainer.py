@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl import trainer
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
-from reward_loop.verl.placement import place
+from reward_loop.verl.token_rewards import place
 from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # imports verl

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
-from reward_loop.scoring.service import serve_job
-from reward_loop.verl.options import reward_loop_options
+from reward_loop.limits.server import serve_job
+from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
 from tests.verl.configs import settled

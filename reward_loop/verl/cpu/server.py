@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 
-from reward_loop.router.servers.batching import BatchingEngine, SamplingParams
+from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 
 __all__ = ["CPURolloutServer"]
 

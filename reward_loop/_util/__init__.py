@@ -1,0 +1,1 @@
+"""Small helpers that any part may import; each imports nothing of the package but errors and types."""

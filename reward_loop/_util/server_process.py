@@ -1,0 +1,85 @@
+"""What the command lines of our own server processes have in common: where they listen, and when they end."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from typing import Any
+
+import uvicorn
+
+from reward_loop._util.parent_death_pipe import follow
+from reward_loop._util.sockets import listen, url_of
+
+__all__ = ["add_arguments", "follow_lifeline", "open_listener", "run", "serve"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options ``--fd``, ``--host``, ``--port`` and ``--lifeline-fd``."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--fd", type=int, metavar="N", help="an inherited listening socket, instead of host and port")
+    parser.add_argument(
+        "--lifeline-fd", type=int, metavar="N", help="an inherited pipe; its end of file ends the process"
+    )
+
+
+def follow_lifeline(args: argparse.Namespace) -> None:
+    """Starts following ``--lifeline-fd``, if given. To be called before anything slow."""
+    if args.lifeline_fd is not None:
+        follow(args.lifeline_fd)
+
+
+def run(app: Any, args: argparse.Namespace, name: str) -> None:
+    """Serves an ASGI app until SIGTERM or SIGINT.
+
+    Raises:
+        SystemExit: the address cannot be bound; the message names it.
+    """
+    serve(app, open_listener(args), name)
+
+
+def open_listener(args: argparse.Namespace) -> socket.socket:
+    """The socket that the options name.
+
+    Raises:
+        SystemExit: the address cannot be bound; the message names it.
+    """
+    try:
+        return listen(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
+    except OSError as error:
+        raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
+
+
+def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5) -> None:
+    """Serves an ASGI app until SIGTERM or SIGINT; then requests that are in work may still end.
+
+    Args:
+        app: the app.
+        listener: where it listens.
+        name: what it is called in the line that says so.
+        http: uvicorn's protocol.
+        grace_s: for how many seconds they may.
+
+    Raises:
+        SystemExit: the app failed at its start; the log says why.
+    """
+    print(f"{name} listens on {url_of(listener)}", flush=True)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=http,
+        # What fails at its start would otherwise be taken for an app that has none, and served.
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        proxy_headers=False,
+        # The router passes on those of the workers.
+        server_header=False,
+        date_header=False,
+        backlog=4096,
+        # Longer than any client keeps an idle connection, so that it is the client who closes it.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=grace_s,
+    )
+    uvicorn.Server(config).run(sockets=[listener])

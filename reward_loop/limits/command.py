@@ -1,0 +1,175 @@
+"""``reward-loop limits``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from reward_loop._util.cli_options import json_or_text, pairs
+from reward_loop._util.json import encode
+from reward_loop._util.text import did_you_mean, listing
+from reward_loop.errors import ConfigError
+from reward_loop.records.watchdog import ask, processes, why
+
+__all__ = ["limits"]
+
+
+def limits(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A limit; by default all are shown.", show_default=False)
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OPTION=VALUE",
+            help="What to change, e.g. [cyan]max_concurrent=64[/]; [cyan]null[/] takes a bound away.",
+            show_default=False,
+        ),
+    ] = None,
+    pid: Annotated[
+        list[int] | None,
+        typer.Option(help="Processes of the job; by default all of this user's on this machine. Repeatable."),
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="Add a limit that the job does not have.")] = False,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the answer of a process.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the limits as JSON.")] = False,
+) -> None:
+    """Show the limits of running jobs, or change one.
+
+    Every process that scores samples is asked, as by [cyan]reward-loop
+    stuck[/]. A change holds for the whole job, all its workers on all nodes,
+    from now to its end: it is not written into any configuration, and is lost
+    when the run is resumed.
+
+    [bold]Examples[/]
+
+      reward-loop limits
+
+      reward-loop limits judge max_concurrent=64 requests_per_minute=600
+
+    The options are those of reward_loop.limits.NAME: max_concurrent,
+    requests_per_minute, tokens_per_minute, estimated_tokens_per_request,
+    adaptive, max_wait.
+
+    Exit codes: 0 done, 1 nobody answers, or the change is refused, 2 wrong
+    usage.
+    """
+    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    if name is not None and "=" in name:
+        raise typer.BadParameter(f"name the limit first: reward-loop limits NAME {name}", param_hint="NAME")
+    wanted = {option: json_or_text(value) for option, value in pairs(changes, "OPTION=VALUE").items()}
+    if add and not wanted:
+        raise typer.BadParameter("give the limit a name and an option: NAME max_concurrent=8", param_hint="--add")
+    jobs: dict[str, _Job] = {}
+    for process in pid or processes():
+        try:
+            for state in ask(process, timeout, "limits"):
+                jobs.setdefault(state["job"], _Job(state["job"])).add(process, state)
+        except (OSError, ValueError) as error:
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
+    if not jobs:
+        raise ConfigError("no process that was asked has scored a sample")
+    having = [job for job in jobs.values() if add or name is None or name in job.limits]
+    if not having:
+        known = {limit for job in jobs.values() for limit in job.limits}
+        assert name is not None
+        raise ConfigError(
+            f"there is no limit {name!r}{did_you_mean(name, known) or '.'} There are: {listing(known)}. To add it, "
+            "give its options and --add"
+        )
+    if wanted:
+        assert name is not None
+        if len(having) > 1:
+            described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in having)
+            raise ConfigError(f"say by --pid which job is meant: {described}")
+        _change(having[0], name, wanted, timeout)
+    if as_json:
+        print(encode([{"job": job.name, "processes": job.pids, "states": job.states} for job in having]).decode())
+        return
+    for job in having:
+        _show(job, name, out)
+    if wanted:
+        options = " ".join(f"reward_loop.limits.{name}.{change}" for change in changes or ())
+        out.print(f"It holds until the job ends. For the next one, or this one resumed: {escape(options)}")
+
+
+class _Job:
+    """A job, as the processes that take part in it tell of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pids: list[int] = []
+        self.states: list[dict[str, Any]] = []
+        """One, or, in a process whose functions have different limits without a service, one for each of those."""
+
+    def add(self, pid: int, state: dict[str, Any]) -> None:
+        """Take in what a process says. The first that can answer for the job comes first, and speaks for all."""
+        if not self.pids or pid == self.pids[0]:
+            self.pids = [pid]
+            self.states.append(state)
+        elif self.states[0]["error"] is None:
+            self.pids.append(pid)
+        else:
+            self.pids.insert(0, pid)
+            self.states = [state]
+
+    @property
+    def limits(self) -> dict[str, dict[str, Any]]:
+        """All of them by name."""
+        return {name: limit for state in self.states for name, limit in state.get("limits", {}).items()}
+
+
+def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> None:
+    """Have a process of the job change a limit, and look at the job anew.
+
+    Raises:
+        ConfigError: it is refused, or no process of the job answers.
+    """
+    for pid in job.pids:
+        try:
+            ask(pid, timeout, "configure", job.name, name, changes)
+            job.states = [state for state in ask(pid, timeout, "limits") if state["job"] == job.name]
+        except OSError:
+            continue
+        return
+    raise ConfigError(f"no process of the job {job.name} answers any more")
+
+
+def _show(job: _Job, name: str | None, out: Console) -> None:
+    pids = ", ".join(map(str, job.pids))
+    out.print(f"[bold]job {escape(job.name)}[/], {'process' if len(job.pids) == 1 else 'processes'} {pids}")
+    for state in job.states:
+        if state["error"] is not None:
+            out.print(f"[bold red]no answer:[/] {escape(state['error'])}", highlight=False)
+            continue
+        limits = {key: limit for key, limit in state["limits"].items() if name in (None, key)}
+        if limits:
+            table = Table("limit", box=None, pad_edge=False)
+            for column in ("in flight", "waiting", "requests a minute", "tokens a minute", "max_wait"):
+                table.add_column(column, justify="right")
+            for key, limit in limits.items():
+                found = " (adaptive)" if limit["adaptive"] else ""
+                table.add_row(
+                    escape(key),
+                    _of(limit["in_flight"], limit["max_in_flight"]) + found,
+                    str(limit["waiting"]),
+                    _of(limit["requests_last_minute"], limit["requests_per_minute"]),
+                    _of(limit["tokens_last_minute"], limit["tokens_per_minute"]),
+                    "any" if limit["max_wait"] is None else f"{limit['max_wait']:g} s",
+                )
+            out.print(table, highlight=False)
+        else:
+            out.print("no limits", highlight=False)
+        if state["cost"] or state["tokens"]:
+            out.print(f"used in all: {state['tokens']:g} tokens, cost {state['cost']:g}", highlight=False)
+        if state["spent"]:
+            out.print(escape(state["spent"]), highlight=False)
+    out.print()
+
+
+def _of(used: float, limit: float | None) -> str:
+    return f"{used:g}" if limit is None else f"{used:g} of {limit:g}"

@@ -1,0 +1,76 @@
+"""``reward-loop stuck``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from reward_loop._util.json import encode
+from reward_loop.records.watchdog import ask, processes, why
+
+__all__ = ["stuck"]
+
+
+def stuck(
+    pid: Annotated[
+        list[int] | None,
+        typer.Argument(metavar="PID", help="Processes to ask; by default all of this user's on this machine."),
+    ] = None,
+    threads: Annotated[bool, typer.Option("--threads", help="Also show where the threads of a process are.")] = False,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the answer of a process.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+) -> None:
+    """Ask running jobs which samples have been in work longest.
+
+    Every process that scores samples answers, such as the reward workers of a
+    verl run on this machine, also while its event loop is blocked: how many
+    samples are in work, and of the oldest their names, functions, times, and
+    the servers that they wait for (those that were asked with
+    reward_loop.client). Run it on each node of a job.
+
+    Exit codes: 0 all have answered, 1 one has not, or there is none.
+    """
+    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    answers, silent = [], 0
+    for process in pid or processes():
+        try:
+            answers.append(ask(process, timeout))
+        except (OSError, ValueError) as error:
+            silent += 1
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
+    if as_json:
+        print(encode(answers).decode())
+    else:
+        for answer in answers:
+            _show(answer, out, threads)
+    if not answers and not silent:
+        err.print("no process of this user on this machine scores samples")
+    if silent or not answers:
+        raise typer.Exit(1)
+
+
+def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
+    out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}", highlight=False)
+    out.print(f"{answer['in_work']} samples in work", highlight=False)
+    if answer["oldest"]:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("seconds", justify="right")
+        for column in ("sample", "data source", "function", "waits for"):
+            table.add_column(column, overflow="fold")
+        for call in answer["oldest"]:
+            table.add_row(
+                f"{call['seconds']:.1f}",
+                escape(call["uid"] or ""),
+                escape(call["data_source"]),
+                escape(call["function"]),
+                escape(", ".join(call["asking"])),
+            )
+        out.print(table, highlight=False)
+    if threads:
+        for name, lines in answer["threads"].items():
+            out.print(f"{escape(name)}:\n  " + escape("\n  ".join(lines)), highlight=False)
+    out.print()

@@ -1,0 +1,202 @@
+"""A thread that names what has been in work for too long, and tells those who ask."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reward_loop.errors import ConfigError
+from reward_loop.records.active import in_work
+
+__all__ = ["answers", "ask", "processes", "report", "watch", "why"]
+
+logger = logging.getLogger(__name__)
+
+_LISTED = 20
+_LOGGED = 3
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a peer
+_TALK_S = 5.0
+"""Seconds that a client may take to ask, or to take its answer."""
+
+
+def watch(bound_s: float | None) -> None:
+    """Start the watchdog of this process, or set its bound anew.
+
+    Every ``bound_s`` seconds it logs how many samples have been in work for longer than that, and names the oldest.
+    It answers `ask` in any case. It is a thread, so that it also works while an event loop is blocked.
+
+    Args:
+        bound_s: seconds, or ``None`` to log nothing.
+    """
+    with _lock:
+        global _watchdog
+        if _watchdog is None or _watchdog.pid != os.getpid():  # a fork has the variable, and not the thread
+            _watchdog = _Watchdog(bound_s)
+        else:
+            _watchdog.bound_s = bound_s
+
+
+def report() -> dict[str, Any]:
+    """What this process is at: the oldest calls, and where its threads are."""
+    calls = in_work()
+    return {
+        "pid": os.getpid(),
+        # Not sys.argv: Ray gives its workers titles that say what they do.
+        "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
+        "in_work": len(calls),
+        "oldest": [call.describe() for call in calls[:_LISTED]],
+        "threads": dict(_stacks()),
+    }
+
+
+def processes() -> list[int]:
+    """Those processes of this user, on this machine, that answer `ask`."""
+    prefix = f"@{_name('')}"
+    found = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    return sorted(int(name.removeprefix(prefix)) for name in found if name.startswith(prefix))
+
+
+answers: dict[str, Callable[..., Any]] = {"report": report}
+"""What processes can be asked: a function for each question. It is called in the watchdog's thread."""
+
+
+def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: Any) -> Any:
+    """Ask another process: for its `report`, or another of its `answers`.
+
+    Raises:
+        OSError: there is no such process, or it does not answer, as code that keeps the interpreter to itself.
+        ConfigError: it refuses what is asked.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout)
+        connection.connect(f"\0{_name(pid)}")
+        connection.sendall(json.dumps([question, *arguments]).encode() + b"\n")
+        chunks = iter(lambda: connection.recv(65536), b"")
+        text = b"".join(chunks)
+    if not text:
+        raise ConnectionError("it closed the connection without an answer")
+    answer, refusal = json.loads(text)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return answer
+
+
+def why(error: Exception) -> str:
+    """Say why a process did not answer `ask`."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer: some code may be keeping Python's global lock"
+    if isinstance(error, ConnectionRefusedError):
+        return "there is no such process of this user, or it scores no samples"
+    return str(error)
+
+
+def _name(pid: int | str) -> str:
+    # In Linux' abstract namespace: there is no file that a killed process could leave behind.
+    return f"reward-loop/{os.getuid()}/{pid}"
+
+
+class _Watchdog:
+    def __init__(self, bound_s: float | None) -> None:
+        self.pid = os.getpid()
+        self.bound_s = bound_s
+        self._logged = time.monotonic()
+        # Here, so that the process can be asked from now on.
+        threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
+
+    def _run(self, listener: socket.socket | None) -> None:
+        while True:
+            try:
+                if listener is None:
+                    time.sleep(1)
+                else:
+                    self._answer(listener)
+                self._look()
+            except Exception:
+                logger.exception("the watchdog failed")
+                time.sleep(1)  # It may fail again at once: without a file descriptor, nobody who asks can be let in.
+
+    def _listen(self) -> socket.socket | None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.settimeout(1)
+        try:
+            listener.bind(f"\0{_name(self.pid)}")
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            logger.warning("`reward-loop stuck` cannot ask this process: %s", error)
+            return None
+        return listener
+
+    def _answer(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return
+        with connection, connection.makefile("rb") as questions:
+            connection.settimeout(_TALK_S)
+            _, uid, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if uid not in (os.getuid(), 0):
+                return
+            try:
+                question, *arguments = json.loads(questions.readline())
+            except (OSError, ValueError):
+                return  # whoever it was did not ask
+            answer, refusal = None, None
+            if question in answers:
+                try:
+                    answer = answers[question](*arguments)
+                except ConfigError as error:
+                    refusal = str(error)
+            else:
+                refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
+            with contextlib.suppress(OSError):  # who asked does not wait any more
+                connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
+
+    def _look(self) -> None:
+        bound, now = self.bound_s, time.monotonic()
+        if bound is None or now - self._logged < bound:
+            return
+        old = [call for call in in_work() if call.seconds > bound]
+        if not old:
+            return
+        self._logged = now
+        logger.warning(
+            "%d samples have been in work for more than %g s; the oldest:\n%s",
+            len(old),
+            bound,
+            "\n".join(f"  {_line(call.describe())}" for call in old[:_LOGGED]),
+        )
+
+
+def _line(call: dict[str, Any]) -> str:
+    source = f" (data source {call['data_source']!r})" if call["data_source"] else ""
+    asks = f", waits for {', '.join(call['asking'])}" if call["asking"] else ""
+    return f"{call['seconds']:.0f} s: sample {call['uid'] or 'without uid'}{source} in {call['function']}{asks}"
+
+
+def _stacks() -> Iterator[tuple[str, list[str]]]:
+    """The innermost lines of the threads that run user code: the main one, and those of sync reward functions."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if frame is None or not (thread is threading.main_thread() or thread.name.startswith("reward-function")):
+            continue
+        lines = [f"{part.filename}:{part.lineno} {part.name}" for part in traceback.extract_stack(frame)[-6:]]
+        yield f"{thread.name} ({thread.ident})", lines
+
+
+_watchdog: _Watchdog | None = None
+_lock = threading.Lock()

@@ -1,0 +1,160 @@
+"""How a request gets its answer: from one server, or from another if that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable
+from typing import NamedTuple
+
+from reward_loop._util.retry_after import retry_after_seconds
+from reward_loop.router.backend import Worker, WorkerState
+from reward_loop.router.config import RouterConfig
+from reward_loop.router.headers import find
+from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.limits import RetryBudget
+from reward_loop.router.pool import AllRestError, NoWorkerError, WorkerPool
+from reward_loop.router.request import Exchange
+from reward_loop.router.router_error import Refusal
+from reward_loop.router.routing import Route
+
+__all__ = ["WORTH_A_RETRY", "Attempt", "Forwarder", "Request"]
+
+logger = logging.getLogger(__name__)
+
+WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
+"""Statuses for which another server is tried."""
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+
+_PAUSE_S = 1.0
+"""For a 429 that does not say how long to wait."""
+_LONGEST_PAUSE_S = 60.0
+
+
+class Request(NamedTuple):
+    """What a server is sent, and which one."""
+
+    method: bytes
+    target: bytes
+    """Path and query."""
+    headers: bytes
+    """Header lines, without ``Host``."""
+    body: bytes
+    destination: Route
+    key: int
+    """For the policy."""
+
+
+class Attempt(NamedTuple):
+    """A request that a server has been given."""
+
+    worker: Worker
+    began: float
+    """The loop's time."""
+    answer: Awaitable[Answer]
+
+
+class Forwarder:
+    """Passes requests to servers, and their answers to clients.
+
+    What fails before an answer has begun is repeated on another server, or on the same one once it is back. If there is
+    none, whatever the server answered is passed on, errors included.
+
+    Args:
+        pool: the servers.
+        budget: of retries.
+        max_attempts: how many servers a request may fail on.
+    """
+
+    def __init__(self, pool: WorkerPool, budget: RetryBudget, config: RouterConfig) -> None:
+        self._pool = pool
+        self._budget = budget
+        self._max_attempts = config.max_attempts
+
+    async def forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
+        """Answers a request.
+
+        Args:
+            exchange: who asks.
+            request: what is asked.
+            attempt: if a server has been given it already.
+
+        Raises:
+            Refusal: there was no server, or it broke the connections to several.
+        """
+        pool = self._pool
+        loop = asyncio.get_running_loop()
+        failed: list[Worker] = []
+        attempts = 0
+        while True:
+            if attempt is None:
+                exchange.waits_for = None
+                group = pool.group(*request.destination)
+                worker = pool.pick(group, request.key, failed) or await self._wait(request, failed)
+                worker.begin()
+                attempt = Attempt(worker, loop.time(), worker.upstream.request(*request[:4]))
+            worker = attempt.worker
+            exchange.waits_for = worker.url
+            status = 0
+            try:
+                answer = await attempt.answer
+                status = answer.status
+                if status in WORTH_A_RETRY:
+                    attempts += 1
+                    if not self._may_retry(worker, answer, request, [*failed, worker], attempts):
+                        return await exchange.pass_on(answer)
+                    answer.close()
+                else:
+                    if worker.failures or worker.state is not WorkerState.UP:
+                        pool.succeeded(worker)
+                    return await exchange.pass_on(answer)
+            except (ConnectError, BrokenError) as error:
+                worker.stats.broken += 1
+                pool.eject(worker, f"{type(error).__name__}: {error}")
+                if exchange.started:
+                    logger.warning("%s: the answer of %s broke off: %s", exchange.name, worker.url, error)
+                    return None
+                attempts += isinstance(error, BrokenError)
+                if attempts >= self._max_attempts:
+                    raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
+            finally:
+                worker.end(status, loop.time() - attempt.began)
+            worker.stats.retries += 1
+            failed.append(worker)
+            attempt = None
+            await self._back_off(exchange, len(failed))
+
+    async def _wait(self, request: Request, failed: list[Worker]) -> Worker:
+        try:
+            return await self._pool.acquire(*request.destination, request.key, failed)
+        except NoWorkerError as error:
+            raise Refusal(503, str(error)) from error
+        except AllRestError as error:
+            raise Refusal(429, str(error), retry_after_s=error.seconds) from error
+
+    def _may_retry(self, worker: Worker, answer: Answer, request: Request, failed: list[Worker], attempts: int) -> bool:
+        """Takes note of a failure that a server has answered with; whether to try another one."""
+        pause = find(answer.headers, b"retry-after")
+        if answer.status == 429 or (answer.status == 503 and pause):
+            self._pool.rest(worker, _pause(pause))
+        else:
+            self._pool.failed(worker, f"status {answer.status}")
+        if attempts >= self._max_attempts:
+            return False
+        other = self._pool.pick(self._pool.group(*request.destination), 0, failed)
+        return other is not None and self._budget.spend()
+
+    async def _back_off(self, exchange: Exchange, failures: int) -> None:
+        # The first time another server is tried at once.
+        if failures > 1:
+            longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+            await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
+
+
+def _pause(retry_after: bytes | None) -> float:
+    """How long a server rests that has too much to do."""
+    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
+    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)

@@ -1,0 +1,55 @@
+"""``python -m reward_loop.serving.embedded --model PATH``: serves a small transformers model in vLLM's dialect.
+
+It answers ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and ``/v1/models``
+and ``/health`` for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from reward_loop._util import server_process
+from reward_loop.errors import ConfigError
+from reward_loop.serving.checkpoint import ModelKind, model_kind
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM; returns the exit status."""
+    args = _parser().parse_args(argv)
+    server_process.follow_lifeline(args)
+    try:
+        kind: ModelKind = model_kind(args.model, "--model")
+        if args.kind not in ("auto", kind):
+            raise ConfigError(f"--kind {args.kind}: the model in {args.model} is {kind}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Imports torch, which takes seconds: only after the options are known to be right.
+    from reward_loop.serving.embedded.app import create_app, load_model
+
+    name = args.served_model_name or args.model
+    model = load_model(
+        args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
+    )
+    server_process.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="PATH", help="a model directory")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: the path)")
+    parser.add_argument("--kind", choices=["auto", "generative", "discriminative"], default="auto")
+    parser.add_argument("--max-batch-size", type=int, default=64, metavar="N")
+    parser.add_argument("--max-wait-ms", type=float, default=3.0, metavar="MS")
+    parser.add_argument("--enable-sleep-mode", action="store_true", help="open /sleep, /wake_up and /is_sleeping")
+    server_process.add_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""The embedded reward model server: a transformers model behind vLLM's HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import transformers
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from reward_loop.router.disconnect import stop_on_disconnect
+from reward_loop.serving.checkpoint import ModelKind
+from reward_loop.serving.embedded.batching import BatchingEngine, Generation, SamplingParams
+from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, Message, new_id, now
+
+__all__ = ["EmbeddedModel", "create_app", "load_model"]
+
+
+class EmbeddedModel:
+    """A model, its tokenizer, and the engine that runs it.
+
+    Args:
+        model: a transformers model in eval mode.
+        tokenizer: its tokenizer.
+        name: the name that requests call it by.
+        kind: which of the two families it belongs to.
+        load: reads the model once more, for :meth:`wake_up`.
+        engine_options: passed on to :class:`BatchingEngine`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        kind: ModelKind,
+        load: Callable[[], Any],
+        **engine_options: Any,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.tokenizer = tokenizer
+        self.config = model.config
+        self._model = model
+        self._load = load
+        self._answered = 0
+        self._asleep: AsyncExitStack | None = None
+        self._changing = asyncio.Lock()
+        self.engine = BatchingEngine(
+            model,
+            pad_token_id=model.config.get_text_config().pad_token_id,
+            eos_token_ids=_eos_token_ids(model, tokenizer),
+            **engine_options,
+        )
+
+    async def chat(self, body: ChatRequest) -> dict[str, Any]:
+        """Answers a chat request with ``n`` choices."""
+        self._require("generative", "/v1/chat/completions", body.model)
+        if body.stream:
+            raise ApiError(400, "this server does not stream: leave out `stream`", param="stream")
+        if body.top_logprobs:
+            raise ApiError(400, "this server gives the chosen tokens' logprobs only", param="top_logprobs")
+        prompt = self._render(body.messages, add_generation_prompt=True)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            repetition_penalty=body.repetition_penalty,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+        )
+        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
+        generations = await asyncio.gather(
+            *(self.engine.generate(prompt, replace(params, seed=seed)) for seed in seeds)
+        )
+        self._answered += 1
+        return {
+            "id": new_id("chatcmpl"),
+            "object": "chat.completion",
+            "created": now(),
+            "model": self.name,
+            "choices": [self._choice(index, generation, body) for index, generation in enumerate(generations)],
+            "usage": _usage(len(prompt), sum(len(generation.token_ids) for generation in generations)),
+        }
+
+    async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
+        """Answers a classification request, one entry of ``data`` for each input."""
+        self._require("discriminative", "/classify", body.model)
+        inputs = self._inputs(body)
+        data = []
+        for index, logits in enumerate(await asyncio.gather(*map(self.engine.classify, inputs))):
+            probs = logits if body.use_activation is False else self._activate(logits)
+            label = self.config.id2label.get(max(range(len(probs)), key=probs.__getitem__))
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        self._answered += 1
+        return {
+            "id": new_id("classify"),
+            "object": "list",
+            "created": now(),
+            "model": self.name,
+            "data": data,
+            "usage": _usage(sum(map(len, inputs)), 0),
+        }
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights are gone, and requests wait."""
+        return self._asleep is not None
+
+    async def sleep(self) -> None:
+        """Gives up the memory of the weights, once the running batch has ended. Requests wait until :meth:`wake_up`."""
+        async with self._changing:
+            if self._asleep is not None:
+                return
+            self._asleep = AsyncExitStack()
+            await self._asleep.enter_async_context(self.engine.exclusive())
+            for tensor in self._model.state_dict(keep_vars=True).values():
+                tensor.data = tensor.data.new_empty(0)
+            _note(f"asleep; answers so far: {self._answered}")
+
+    async def wake_up(self) -> None:
+        """Reads the weights once more, from where they came."""
+        async with self._changing:
+            if self._asleep is None:
+                return
+            weights = (await asyncio.to_thread(self._load)).state_dict()
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                tensor.data = weights[name]
+            _note(f"awake; answers so far: {self._answered}")
+            await self._asleep.aclose()
+            self._asleep = None
+
+    def _require(self, kind: ModelKind, path: str, model: str | None) -> None:
+        if self.kind != kind:
+            raise ApiError(404, f"the model `{self.name}` is {self.kind} and does not support {path}")
+        if model is not None and model != self.name:
+            raise ApiError(404, f"The model `{model}` does not exist; this server has `{self.name}`.", param="model")
+
+    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [message.as_dict() for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        # A template is a program of the model's author: whatever it raises is about these messages.
+        except Exception as error:
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _inputs(self, body: ClassifyRequest) -> list[list[int]]:
+        if body.messages is not None:
+            return [self._render(body.messages, add_generation_prompt=body.add_generation_prompt)]
+        given: Any = body.input
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return [
+            self.tokenizer(item, add_special_tokens=body.add_special_tokens)["input_ids"]
+            if isinstance(item, str)
+            else item
+            for item in items
+        ]
+
+    def _activate(self, logits: list[float]) -> list[float]:
+        problem = getattr(self.config, "problem_type", None)
+        if problem == "regression":
+            return logits
+        values = torch.tensor(logits)
+        if problem == "multi_label_classification" or len(logits) == 1:
+            return torch.sigmoid(values).tolist()
+        return torch.softmax(values, dim=-1).tolist()
+
+    def _choice(self, index: int, generation: Generation, body: ChatRequest) -> dict[str, Any]:
+        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        finish_reason, stop_reason = generation.finish_reason, None
+        # Stop strings are looked for in the finished text: the tokens after one are generated, and thrown away.
+        found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
+        if found:
+            end, stop_reason = min(found)
+            text, finish_reason = text[:end], "stop"
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": {"content": self._logprobs(generation)} if body.logprobs else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def _logprobs(self, generation: Generation) -> list[dict[str, Any]]:
+        tokens = [self.tokenizer.decode([token]) for token in generation.token_ids]
+        return [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, generation.logprobs, strict=True)
+        ]
+
+
+def load_model(path: str, *, name: str, kind: ModelKind, **engine_options: Any) -> EmbeddedModel:
+    """Loads a model directory in float32."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    auto = (
+        transformers.AutoModelForCausalLM if kind == "generative" else transformers.AutoModelForSequenceClassification
+    )
+
+    def load() -> Any:
+        return auto.from_pretrained(path, dtype=torch.float32).eval()
+
+    model = load()
+    text_config = model.config.get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = next(
+            (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
+        )
+    return EmbeddedModel(model, tokenizer, name=name, kind=kind, load=load, **engine_options)
+
+
+def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
+    """The server's ASGI app. The engine runs within the app's lifespan.
+
+    Args:
+        model: what it serves.
+        can_sleep: whether it has vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with model.engine:
+            yield
+
+    app = FastAPI(title="reward_loop embedded server", lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.code)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [f"{'.'.join(str(part) for part in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
+        return await api_error(request, ApiError(400, "; ".join(problems)))
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def no_route(request: Request, error: Exception) -> JSONResponse:
+        return await api_error(request, ApiError(404, f"there is no {request.method} {request.url.path}"))
+
+    @app.exception_handler(Exception)
+    async def internal(request: Request, error: Exception) -> JSONResponse:
+        return await api_error(request, ApiError(500, f"{type(error).__name__}: {error}"))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {
+            "id": model.name,
+            "object": "model",
+            "created": now(),
+            "owned_by": "reward_loop",
+            "root": model.config.name_or_path,
+            "max_model_len": model.engine.max_length,
+        }
+        return {"object": "list", "data": [card]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answer(request, lambda: model.chat(body))
+
+    @app.post("/classify")
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        return await _answer(request, lambda: model.classify(body))
+
+    if can_sleep:
+
+        @app.post("/sleep")
+        async def sleep() -> None:
+            await model.sleep()
+
+        @app.post("/wake_up")
+        async def wake_up() -> None:
+            await model.wake_up()
+
+        @app.get("/is_sleeping")
+        async def is_sleeping() -> dict[str, bool]:
+            return {"is_sleeping": model.asleep}
+
+    return app
+
+
+async def _answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    response: Response = Response(status_code=499)
+
+    async def answer() -> None:
+        nonlocal response
+        try:
+            response = JSONResponse(await work())
+        # What the engine refuses: too long, empty, an unknown token.
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    await stop_on_disconnect(request.receive, answer)
+    return response
+
+
+def _note(what: str) -> None:
+    """A line in the server's log."""
+    print(datetime.now(UTC).isoformat(timespec="milliseconds"), what, flush=True)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        ids.update([eos] if isinstance(eos, int) else eos or ())
+    return sorted(ids)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,276 @@
+"""A micro-batching engine around one transformers model.
+
+Requests arrive one at a time on the event loop, wait a few milliseconds for company, and run as one batch in a thread
+that belongs to the engine. Decoding is transformers' own ``generate``; what is added is the batching, and the delivery
+of each sequence as soon as it ends, while the rest of its batch goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
+
+__all__ = ["BatchingEngine", "ContextTooLong", "Generation", "SamplingParams"]
+
+
+class ContextTooLong(ValueError):
+    """Input and requested tokens together exceed what the model has positions for."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    token_ids: list[int]
+    params: SamplingParams | None
+    """``None`` asks for a classification."""
+    arrived: float
+    result: asyncio.Future[Any]
+
+    @property
+    def new_tokens(self) -> int:
+        return self.params.max_tokens if self.params else 0
+
+
+class BatchingEngine:
+    """Runs ``generate`` and ``classify`` requests on one model, in micro-batches.
+
+    An async context manager: a worker task and one thread live between entry and exit. At exit, waiting requests are
+    cancelled and a running batch is stopped at its next token.
+
+    Requests that sample from the same kind of distribution share a batch; the group with the oldest request goes
+    first. The engine takes the model over: its ``generation_config`` is replaced by a neutral one, so that a request's
+    sampling parameters are all there is. Weights may be changed in place inside :meth:`exclusive`.
+
+    Args:
+        model: a transformers ``*ForCausalLM`` or ``*ForSequenceClassification`` in eval mode. A decoder with a
+            classification head needs ``config.pad_token_id == pad_token_id``: transformers finds its last token by it.
+        pad_token_id: fills up shorter rows.
+        eos_token_ids: tokens that end a response.
+        max_batch_size: sequences in a batch, at most.
+        max_wait_s: seconds that a request waits for company while the model is idle, at most.
+        quiet_s: seconds without another request after which a batch runs before ``max_wait_s`` is over; ``None`` for
+            never.
+        max_batch_tokens: rows times length (input and new tokens) of a batch, at most. A single request that is
+            longer runs alone.
+        seed: seeds the random stream of the requests without a seed; by default it differs in every process.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        max_batch_size: int = 64,
+        max_wait_s: float = 0.003,
+        quiet_s: float | None = None,
+        max_batch_tokens: int = 32_768,
+        seed: int | None = None,
+    ) -> None:
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_batch_size = max_batch_size
+        self._max_wait_s = max_wait_s
+        self._quiet_s = max_wait_s if quiet_s is None else quiet_s
+        self._max_batch_tokens = max_batch_tokens
+        text_config = model.config.get_text_config()
+        self._vocab_size: int = text_config.vocab_size
+        self._max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._random = torch.Generator(model.device)
+        if seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(seed)
+        if model.can_generate():
+            model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
+        self._groups: dict[Hashable, deque[_Request]] = {}
+        self._running: list[_Request] = []
+        self._arrival = asyncio.Event()
+        self._model_lock = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._worker: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._worker = asyncio.create_task(self._work(), name="batching-engine")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        worker, self._worker = self._worker, None
+        thread, self._thread = self._thread, None
+        assert worker is not None
+        assert thread is not None
+        worker.cancel()
+        for request in [*self._running, *(r for group in self._groups.values() for r in group)]:
+            request.result.cancel()
+        self._groups.clear()
+        await asyncio.wait([worker])
+        await asyncio.to_thread(thread.shutdown)
+
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens, input and new ones together, the model has positions for; ``None`` if it does not say."""
+        return self._max_length
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
+        """Continues ``prompt_ids``.
+
+        Cancelling the call takes the request back: if it was waiting it never runs, and if it was running it no
+        longer holds up its batch. If the model raises, every request of the batch raises the same exception.
+
+        Raises:
+            ContextTooLong: the prompt and ``params.max_tokens`` do not fit into the model.
+            ValueError: the prompt is empty, or a token is unknown.
+        """
+        return await self._submit(params.distribution, prompt_ids, params)
+
+    async def classify(self, input_ids: list[int]) -> list[float]:
+        """The raw logits of a sequence classification model for ``input_ids``, one for each label.
+
+        Raises:
+            ContextTooLong: the input does not fit into the model.
+            ValueError: the input is empty, or a token is unknown.
+        """
+        return await self._submit(None, input_ids, None)
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Keeps the model idle inside the block: waits for the running batch, and holds back the next one."""
+        async with self._model_lock:
+            yield
+
+    async def _submit(self, group: Hashable, token_ids: list[int], params: SamplingParams | None) -> Any:
+        if self._worker is None:
+            raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
+        loop = asyncio.get_running_loop()
+        request = _Request(token_ids, params, loop.time(), loop.create_future())
+        self._check(request)
+        self._groups.setdefault(group, deque()).append(request)
+        self._arrival.set()
+        return await request.result
+
+    def _check(self, request: _Request) -> None:
+        ids, new = request.token_ids, request.new_tokens
+        if not ids:
+            raise ValueError("the input has no tokens")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise ValueError(f"token ids must be at least 0 and less than {self._vocab_size}")
+        if self._max_length is not None and len(ids) + new > self._max_length:
+            wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
+            raise ContextTooLong(f"this model's maximum context length is {self._max_length} tokens, not {wanted}")
+
+    async def _work(self) -> None:
+        while True:
+            group = await self._next_group()
+            async with self._model_lock:
+                self._running = self._take_batch(group)
+                if self._running:
+                    await self._run(self._running)
+                self._running = []
+
+    async def _next_group(self) -> deque[_Request]:
+        """Waits until the group with the oldest request has a full batch, or has waited long enough."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._arrival.clear()
+            self._drop_cancelled()
+            deadline = None
+            if self._groups:
+                group = min(self._groups.values(), key=lambda waiting: waiting[0].arrived)
+                deadline = min(group[0].arrived + self._max_wait_s, group[-1].arrived + self._quiet_s)
+                if len(group) >= self._max_batch_size or loop.time() >= deadline:
+                    return group
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._arrival.wait()
+
+    def _drop_cancelled(self) -> None:
+        for key, group in list(self._groups.items()):
+            while group and group[0].result.done():
+                group.popleft()
+            if not group:
+                del self._groups[key]
+
+    def _take_batch(self, group: deque[_Request]) -> list[_Request]:
+        batch: list[_Request] = []
+        input_tokens = new_tokens = 0
+        while group and len(batch) < self._max_batch_size:
+            request = group[0]
+            if not request.result.done():
+                input_tokens = max(input_tokens, len(request.token_ids))
+                new_tokens = max(new_tokens, request.new_tokens)
+                if batch and (len(batch) + 1) * (input_tokens + new_tokens) > self._max_batch_tokens:
+                    break
+                batch.append(request)
+            group.popleft()
+        return batch
+
+    async def _run(self, batch: list[_Request]) -> None:
+        loop = asyncio.get_running_loop()
+        run = self._classify if batch[0].params is None else self._generate
+        try:
+            await loop.run_in_executor(self._thread, run, batch, loop)
+        except Exception as error:
+            for request in batch:
+                if not request.result.done():
+                    request.result.set_exception(error)
+
+    def _classify(self, batch: list[_Request], loop: asyncio.AbstractEventLoop) -> None:
+        with torch.no_grad():
+            logits = self._model(**self._inputs(batch, padding_side="right")).logits.tolist()
+        for request, row in zip(batch, logits, strict=True):
+            loop.call_soon_threadsafe(_deliver, request.result, row)
+
+    def _generate(self, batch: list[_Request], loop: asyncio.AbstractEventLoop) -> None:
+        params = [request.params for request in batch if request.params]
+        sampler = RowSampler(params, self._random)
+        endings = RowEndings(
+            params,
+            sampler,
+            self._eos_token_ids,
+            abandoned=lambda row: batch[row].result.done(),
+            deliver=lambda row, generation: loop.call_soon_threadsafe(_deliver, batch[row].result, generation),
+        )
+        self._model.generate(
+            **self._inputs(batch, padding_side="left"),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([endings]),
+            max_new_tokens=max(p.max_tokens for p in params),
+            do_sample=False,
+        )
+
+    def _inputs(self, batch: list[_Request], *, padding_side: str) -> dict[str, Any]:
+        width = max(len(request.token_ids) for request in batch)
+        rows, mask = [], []
+        for request in batch:
+            ids, missing = request.token_ids, width - len(request.token_ids)
+            if padding_side == "left":
+                # A token of the prompt rather than the pad token: the repetition penalty looks at masked tokens too.
+                rows.append([ids[0]] * missing + ids)
+                mask.append([0] * missing + [1] * len(ids))
+            else:
+                rows.append(ids + [self._pad_token_id] * missing)
+                mask.append([1] * len(ids) + [0] * missing)
+        device = self._model.device
+        return {
+            "input_ids": torch.tensor(rows, device=device),
+            "attention_mask": torch.tensor(mask, device=device),
+        }
+
+
+def _deliver(result: asyncio.Future[Any], value: Any) -> None:
+    if not result.done():
+        result.set_result(value)

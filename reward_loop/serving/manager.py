@@ -1,0 +1,452 @@
+"""A reward model at one address: its servers, the router in front of them, and what keeps them alive."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+import orjson
+
+from reward_loop._util.background_loop import in_background
+from reward_loop._util.sockets import listen, reserve, url_of
+from reward_loop.config import RewardModelConfig, ServedModelConfig
+from reward_loop.errors import ConfigError, ServerError
+from reward_loop.router.config import API_KEY_VARIABLE, WorkerConfig
+from reward_loop.serving.engines.engine import Engine
+from reward_loop.serving.gpus import GpuShares
+from reward_loop.serving.models import ENGINES, served_models
+from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
+
+if TYPE_CHECKING:
+    from reward_loop.serving.ray_server import SharedGpus
+
+__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
+
+logger = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_ROUTER_ANSWERS_WITHIN_S = 15.0
+"""It may have to wait for a processor while models are loaded. A server that it is not told of gets no requests."""
+_SLEEPS_WITHIN_S = 120.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A server as the router knows it."""
+
+    model: ServedModelConfig
+    url: str | None
+    """``None`` until it is known where the server runs."""
+    asleep: bool = False
+    lost: str | None = None
+    """Why it was given up."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """``None`` for a server that someone else runs."""
+        return ENGINES.get(self.model.engine)
+
+    def config(self) -> WorkerConfig:
+        """What the router is told."""
+        return WorkerConfig(
+            url=self.url or "",
+            models=(self.model.served_model_name,) if self.model.served_model_name else (),
+            kind=None if self.model.kind == "auto" else self.model.kind,
+            engine=self.model.engine,
+            health_path=self.engine.health_path if self.engine else "/health",
+        )
+
+
+class RewardModelManager:
+    """Runs reward models' servers and their router, each in a process of its own, while the context is open.
+
+        async with RewardModelManager(RewardModelConfig(model_path="...")) as models:
+            address = models.reward_router_address
+
+    On entry, it waits until all of them are ready. A process that dies is started again, at the same address unless it
+    runs in Ray, with growing pauses; requests meanwhile go to the other servers, or wait. One that dies more than
+    `max_restarts` times within `restart_window_s` is given up, with an error in the log. On exit no process is left,
+    nor is one left when this process is killed.
+
+    Entry and exit must happen in the same task. Synchronous programs use
+    :func:`serve_reward_model`.
+
+    Args:
+        config: the models, and how they are served.
+        gpus: for the placement ``colocated``, the GPUs that the servers share with others. A server that dies while
+            the models sleep is started again when they wake.
+
+    Entering raises:
+        ConfigError: there is no model at `model_path`, its kind is not the configured one, an option is not the
+            engine's, the port is in use, there are too few GPUs, or none to share.
+        ServerStartError: a server or the router did not become ready; the message shows the end of its log.
+    """
+
+    def __init__(self, config: RewardModelConfig, gpus: SharedGpus | None = None) -> None:
+        self._config = config
+        self._gpus = gpus
+        self._starts = Starts(config.starts_at_a_time)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._runs: list[asyncio.Task[None]] = []
+        self._resources = ExitStack()
+        self._router_url = ""
+        self._workers: list[_Worker] = []
+
+    @property
+    def reward_router_address(self) -> str:
+        """The router's ``host:port``."""
+        return urlsplit(self._router_url).netloc
+
+    def pids(self) -> dict[str, int]:
+        """The process ids of what runs now, under ``router``, ``server 1``, ``server 2`` and so on."""
+        return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
+
+    async def __aenter__(self) -> Self:
+        # It reads files, and may ask the Hugging Face hub.
+        models = await asyncio.to_thread(served_models, self._config)
+        if (self._config.placement == "colocated") is not (self._gpus is not None):
+            raise ConfigError(
+                "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "
+                "and this is none; set placement='local' or 'ray'"
+            )
+        try:
+            self._tasks = await asyncio.TaskGroup().__aenter__()
+            self._start(models)
+            await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
+        except BaseException:
+            await self.stop()
+            raise
+        names = ", ".join(model.served_model_name or str(model.urls) for model in models)
+        logger.info("reward model %s is ready at %s", names, self.reward_router_address)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stops every process, and waits until it is gone. Leaving the context does this; doing it twice is fine."""
+        tasks, self._tasks = self._tasks, None
+        try:
+            if tasks:
+                for run in self._runs:
+                    run.cancel()
+                await tasks.__aexit__(None, None, None)
+        finally:
+            self._resources.close()
+
+    async def sleep(self) -> None:
+        """Frees the models' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
+
+        Servers that someone else runs only get no requests.
+
+        Raises:
+            ConfigError: a model is served without `enable_sleep_mode`.
+            ServerError: the router or a server did not do it.
+        """
+        for worker in self._workers:
+            if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
+                raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
+        if self._gpus:
+            # There is no room for it to start while others use the GPUs.
+            await self._starts.forbid()
+        await self._with_each(self._put_to_sleep)
+
+    async def wake(self) -> None:
+        """Takes the memory again; the router then sends the requests that have waited.
+
+        Raises:
+            ServerError: a server did not do it.
+        """
+        await self._with_each(self._wake)
+        await self._starts.allow()
+
+    async def _with_each(self, do: Callable[[_Worker], Awaitable[None]]) -> None:
+        """Does something with all servers at once; what went wrong is raised when all of it is done."""
+        for error in await asyncio.gather(*map(do, self._workers), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _put_to_sleep(self, worker: _Worker) -> None:
+        if worker.url is None or worker.lost:
+            return
+        worker.asleep = True
+        await self._post(self._router_url, f"/workers/sleep?url={quote(worker.url)}", router=True)
+        if worker.engine and worker.engine.sleep_path:
+            await self._post(worker.url, worker.engine.sleep_path)
+
+    async def _wake(self, worker: _Worker) -> None:
+        if worker.url is None or worker.lost:
+            return
+        worker.asleep = False
+        if worker.engine and worker.engine.wake_path:
+            await self._post(worker.url, worker.engine.wake_path)
+        await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
+
+    def _start(self, models: list[ServedModelConfig]) -> None:
+        config = self._config
+        log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="reward_loop-"))
+        log_dir.mkdir(parents=True, exist_ok=True)
+        count = sum(model.replicas for model in models if model.engine != "external")
+        logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
+        router = self._listen(config.host, config.router_port)
+        self._router_url = url_of(router)
+        launch = self._beside_us(log_dir) if config.placement == "local" else self._in_ray()
+        for model in models:
+            if model.engine == "external":
+                self._workers += [_Worker(model, url) for url in model.urls]
+                continue
+            for number, (url, new_process, close) in enumerate(launch(model), 1):
+                role = f"server {len(self._supervisors) + 1}"
+                of = f" of {model.served_model_name}" if len(models) > 1 else ""
+                worker = _Worker(model, url)
+                self._workers.append(worker)
+                self._supervise(
+                    role,
+                    functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
+                    starts=self._starts,
+                    on_up=functools.partial(self._server_is_up, worker),
+                    on_down=functools.partial(self._tell_router, "bury", worker),
+                    on_lost=functools.partial(self._lose_server, worker, close),
+                )
+        self._supervise(
+            "router",
+            lambda: ServerProcess(
+                "reward router",
+                self._router_command(),
+                bound=router,
+                log_path=log_dir / "router.log",
+                # Its health is that of the servers, which are still to come.
+                health_path="/live",
+                start_timeout_s=config.start_timeout_s,
+            ),
+            starts=Starts(1),
+            on_up=self._tell_what_is_known,
+            on_lost=functools.partial(self._lose_router, router),
+        )
+
+    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> None:
+        assert self._tasks is not None
+        policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
+        supervisor = Supervisor(new_process, policy, **options)
+        self._supervisors[role] = supervisor
+        self._runs.append(self._tasks.create_task(supervisor.run(), name=f"supervise {role}"))
+
+    # Where servers run
+
+    def _beside_us(self, log_dir: Path) -> _Launch:
+        shares = GpuShares()
+
+        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+            engine = ENGINES[model.engine]
+            name = str(model.served_model_name)
+            for gpus in shares.share(engine.gpus(model), model.replicas, model.env, name):
+                bound = self._resources.enter_context(listen(_HOST) if engine.inherits_socket else reserve(_HOST))
+
+                def new_process(
+                    name: str, role: str, bound: socket.socket = bound, gpus: dict[str, str] = gpus
+                ) -> ServerProcess:
+                    return ServerProcess(
+                        name,
+                        engine.command(model, *bound.getsockname()[:2]),
+                        bound=bound,
+                        env=engine.environment(model) | gpus,
+                        log_path=log_dir / f"{role.replace(' ', '-')}.log",
+                        health_path=engine.health_path,
+                        start_timeout_s=model.start_timeout_s,
+                    )
+
+                yield url_of(bound), new_process, bound.close
+
+        return launch
+
+    def _in_ray(self) -> _Launch:
+        # Ray is imported for those alone who use it.
+        from reward_loop.serving.ray_server import GpuReservation, Place, RayServer
+
+        gpus = self._gpus or GpuReservation()
+        self._resources.callback(gpus.release)
+        log_dir = Path(self._config.log_dir).absolute() if self._config.log_dir else None
+
+        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+            engine = ENGINES[model.engine]
+            for place in gpus.places(model.replicas, engine.gpus(model), model.threads):
+
+                def new_process(name: str, role: str, place: Place = place) -> Server:
+                    return RayServer(
+                        name,
+                        functools.partial(engine.command, model),
+                        inherits_socket=engine.inherits_socket,
+                        place=place,
+                        env=engine.environment(model),
+                        health_path=engine.health_path,
+                        start_timeout_s=model.start_timeout_s,
+                        log_path=log_dir / f"{role.replace(' ', '-')}.log" if log_dir else None,
+                    )
+
+                yield None, new_process, lambda: None
+
+        return launch
+
+    # What happens to them
+
+    async def _server_is_up(self, worker: _Worker, url: str) -> None:
+        if worker.asleep and worker.engine and worker.engine.sleep_path:
+            await self._post(url, worker.engine.sleep_path)
+        if url == worker.url:
+            return
+        before, worker.url = worker.url, url
+        await asyncio.shield(self._supervisors["router"].started)
+        await self._tell_router("add", worker)
+        if worker.asleep:
+            await self._tell_router("sleep", worker)
+        if before:
+            await self._ask_router("DELETE", f"/workers?url={quote(before)}")
+
+    async def _lose_server(self, worker: _Worker, close: Callable[[], None], reason: str) -> None:
+        # Resets the connections in its backlog, so that the router sends those requests elsewhere.
+        close()
+        worker.lost = reason
+        await self._tell_router("retire", worker, reason)
+
+    async def _lose_router(self, listener: socket.socket, reason: str) -> None:
+        listener.close()
+
+    async def _tell_what_is_known(self, _: str) -> None:
+        """Tells a new router what the one before it knew."""
+        for worker in self._workers:
+            if worker.lost:
+                await self._tell_router("retire", worker, worker.lost)
+            elif worker.asleep:
+                await self._tell_router("sleep", worker)
+
+    async def _tell_router(self, action: str, worker: _Worker, reason: str = "") -> None:
+        if worker.url is None:
+            return
+        if action == "add":
+            await self._ask_router("POST", "/workers", worker.config())
+        else:
+            query = urlencode({"url": worker.url, "reason": reason} if reason else {"url": worker.url})
+            await self._ask_router("POST", f"/workers/{action}?{query}")
+
+    async def _ask_router(self, method: str, path: str, body: WorkerConfig | None = None) -> None:
+        timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
+        try:
+            async with aiohttp.ClientSession(
+                self._router_url, timeout=timeout, headers=_credentials(), raise_for_status=True
+            ) as session:
+                await session.request(method, path, json=body and body.model_dump())
+        # A router that is away finds out by itself, or is told when it is back.
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("the router was not told to %s %s: %r", method, path, error)
+
+    async def _post(self, url: str, path: str, *, router: bool = False) -> None:
+        # The requests in work are finished first.
+        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s + _SLEEPS_WITHIN_S)
+        try:
+            async with (
+                aiohttp.ClientSession(url, timeout=timeout, headers=_credentials() if router else None) as session,
+                session.post(path, json={}) as response,
+            ):
+                if response.status >= 400:
+                    raise ServerError(f"{url}{path} was answered with {response.status}: {await response.text()}")
+        except aiohttp.ClientConnectorError as error:
+            # A server that is down is told when it is back.
+            logger.warning("%s%s: %r", url, path, error)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerError(f"{url}{path} was not answered: {error!r}") from error
+
+    def _listen(self, host: str, port: int | None = None) -> socket.socket:
+        try:
+            return self._resources.enter_context(listen(host, port or 0))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and port:
+                raise ConfigError(f"router_port={port}: the port is in use on {host}; choose another one") from error
+            raise ConfigError(f"host={host!r}, router_port={port}: cannot listen there: {error}") from error
+
+    def _router_command(self) -> list[str]:
+        workers = [worker.config().model_dump() for worker in self._workers if worker.url]
+        options = [option for worker in workers for option in ("--worker", orjson.dumps(worker).decode())]
+        timeout = str(self._config.request_timeout_s)
+        return [sys.executable, "-m", "reward_loop.router", "--request-timeout", timeout, *options]
+
+
+_Place = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
+"""A server's URL, if it is known before it runs; what makes its next run, from a name and a role; and what gives up its
+address."""
+
+_Launch = Callable[[ServedModelConfig], Iterator[_Place]]
+
+
+def _credentials() -> dict[str, str] | None:
+    key = os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else None
+
+
+class ServedRewardModel:
+    """What :func:`serve_reward_model` gives: a manager that runs in another thread."""
+
+    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager = manager
+        self._loop = loop
+
+    @property
+    def reward_router_address(self) -> str:
+        """``host:port`` of the router."""
+        return self._manager.reward_router_address
+
+    def sleep(self) -> None:
+        """Frees the models' memory, and returns when that is done; see :meth:`RewardModelManager.sleep`."""
+        self._run(self._manager.sleep())
+
+    def wake(self) -> None:
+        """Takes the memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
+        self._run(self._manager.wake())
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+@contextmanager
+def serve_reward_model(config: RewardModelConfig, gpus: SharedGpus | None = None) -> Iterator[ServedRewardModel]:
+    """A :class:`RewardModelManager` for synchronous programs, on an event loop in a background thread.
+
+        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
+            train(reward_router_address=model.reward_router_address)
+
+    The processes are stopped when the block is left, or when the interpreter exits without leaving it.
+
+    Args:
+        config, gpus: as the manager takes them.
+
+    Yields:
+        the router's address, and the model's sleep, once everything is ready.
+
+    Raises:
+        ConfigError, ServerStartError: as the manager does on entry.
+    """
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[ServedRewardModel]:
+        async with RewardModelManager(config, gpus) as manager:
+            yield ServedRewardModel(manager, asyncio.get_running_loop())
+
+    with in_background(serving, name="reward-model-manager") as model:
+        yield model

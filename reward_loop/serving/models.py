@@ -1,0 +1,62 @@
+"""The models of a configuration, settled and checked."""
+
+from __future__ import annotations
+
+from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.router.config import WorkerConfig
+from reward_loop.serving.checkpoint import model_kind
+from reward_loop.serving.engines.engine import Engine
+from reward_loop.serving.engines.sglang import Sglang
+from reward_loop.serving.engines.transformers import Transformers
+from reward_loop.serving.engines.vllm import Vllm
+
+__all__ = ["ENGINES", "served_models"]
+
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}
+"""What can be started, by name."""
+
+
+def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
+    """All models of a configuration, with their names, and with the kinds of those that are to be started.
+
+    Raises:
+        ConfigError: an option is missing, contradicts another, or is not the engine's.
+    """
+    models: list[ServedModelConfig] = []
+    if config.model_path or config.urls or not config.models:
+        own = {name: getattr(config, name) for name in ServedModelConfig.model_fields}
+        models.append(_settled(ServedModelConfig.model_construct(**own), ""))
+    for key, model in config.models.items():
+        if model.served_model_name not in (None, key):
+            raise ConfigError(
+                f"models.{key}.served_model_name={model.served_model_name!r}: the model is called {key!r} already"
+            )
+        models.append(_settled(model.model_copy(update={"served_model_name": key}), f"models.{key}."))
+    names = [model.served_model_name for model in models]
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ConfigError(f"two models are called {name!r}: give one of them another served_model_name")
+    return models
+
+
+def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
+    if model.engine == "external":
+        if not model.urls:
+            raise ConfigError(f"{where}urls: engine='external' needs the servers' URLs")
+        for url in model.urls:
+            parse(WorkerConfig, {"url": url}, f"{where}urls")
+        return model
+    if model.urls:
+        raise ConfigError(f"{where}urls: is for engine='external'; engine={model.engine!r} starts servers of its own")
+    if not model.model_path:
+        raise ConfigError(f"{where}model_path: required, and not given")
+    kind = model_kind(model.model_path, f"{where}model_path")
+    if model.kind not in ("auto", kind):
+        raise ConfigError(f"{where}kind={model.kind!r}: the model in {model.model_path!r} is {kind}")
+    settled = model.model_copy(update={"kind": kind, "served_model_name": model.served_model_name or model.model_path})
+    try:
+        ENGINES[model.engine].check(settled)
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from None
+    return settled

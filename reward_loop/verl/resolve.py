@@ -1,0 +1,218 @@
+"""The bridge between the options that verl users write and those that take effect.
+
+verl 0.9.1 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
+take effect: each moves to its successor under ``reward.*``. One that contradicts its successor, or that nobody knows,
+is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from reward_loop._util.text import did_you_mean, listing
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.rate_limited import RateLimitedConfig
+from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers.registry import names as manager_names
+from reward_loop.verl.defaults import defaults
+from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode
+from reward_loop.verl.reward_model import check_reward_model
+
+__all__ = ["reward_loop_options", "settle", "without_reward"]
+
+_MOVED = {
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.enable_resource_pool": "reward.reward_model.enable_resource_pool",
+    "reward_model.n_gpus_per_node": "reward.reward_model.n_gpus_per_node",
+    "reward_model.nnodes": "reward.reward_model.nnodes",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "custom_reward_function.reward_kwargs": "reward.custom_reward_function.reward_kwargs",
+    "sandbox_fusion.url": "reward.sandbox_fusion.url",
+    "sandbox_fusion.max_concurrent": "reward.sandbox_fusion.max_concurrent",
+    "sandbox_fusion.memory_limit_mb": "reward.sandbox_fusion.memory_limit_mb",
+}
+"""Old key -> its successor. ``reward_model.rollout.*`` moves to ``reward.reward_model.rollout.*``, key by key."""
+
+_OPEN = {
+    "reward.reward_kwargs",
+    "reward.custom_reward_function.reward_kwargs",
+    "reward.reward_model.rollout.engine_kwargs",
+    "reward_model.reward_kwargs",
+    "reward_model.rollout.engine_kwargs",
+    "custom_reward_function.reward_kwargs",
+    "reward_model.server.env",
+    "reward_model.server.engine_args",
+    "reward_model.server.models",
+    "reward_loop.components",
+    "reward_loop.limits",
+}
+"""Groups whose keys are the user's own."""
+
+_UNUSED = {
+    "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
+    "reward_model.model.trust_remote_code": "reward models with code of their own are not supported",
+}
+"""Old keys that verl has no successor for, and what to do instead."""
+
+
+def settle(config: DictConfig, given: Collection[str] = ()) -> None:
+    """Moves the keys that users write to where they take effect, in place, and checks them.
+
+    Args:
+        config: the composed configuration.
+        given: the overrides of the command line. They go before what a file says, whichever name a file uses.
+
+    Raises:
+        ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
+    """
+    known = defaults()
+    unknown = [
+        message
+        for group in ("reward", "reward_model", "custom_reward_function", "sandbox_fusion", "reward_loop")
+        for message in _unknown(group, config.get(group) or {}, known[group])
+    ]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    for key, advice in _UNUSED.items():
+        if OmegaConf.select(config, key) is not None:
+            raise ConfigError(f"{key} has no effect: {advice}")
+    overridden = {override.lstrip("+~").partition("=")[0] for override in given}
+    moved = dict(_MOVED)
+    for key in config.reward_model.get("rollout") or {}:
+        moved[f"reward_model.rollout.{key}"] = f"reward.reward_model.rollout.{key}"
+    with open_dict(config):
+        for old, new in moved.items():
+            _move(config, old, new, known, overridden)
+        if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
+            config.reward.reward_manager.source = "importlib"
+        if config.get("mini_batch_pipeline") is not None:
+            _choose_pipeline(config)
+    _check(config)
+
+
+def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
+    """The ``reward_loop`` group, and what the configured manager makes of options that verl has for it."""
+    name = config.reward.reward_manager.name
+    cls = get_manager(name) if name in manager_names() else RewardLoopManagerBase
+    return cls.read_options(config)
+
+
+def without_reward(config: DictConfig) -> DictConfig:
+    """A copy for verl's trainer with verl's own reward workers and servers switched off: ours do their work."""
+    config = OmegaConf.create(OmegaConf.to_container(config))
+    with open_dict(config):
+        config.reward.num_workers = 0
+        config.reward.reward_model.enable = False
+        config.reward.reward_model.enable_resource_pool = False
+        config.reward.custom_reward_function.path = None
+        config.reward.reward_manager.source = "register"
+        config.reward.reward_manager.name = "naive"
+        config.reward_loop.job = None  # a secret, which verl's loggers would write down
+    return config
+
+
+def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    names = list(known)  # `in` says no to mandatory values ("???")
+    for key in given:
+        path = f"{where}.{key}"
+        if key not in names:
+            yield f"{path}: unknown option{did_you_mean(str(key), names) or '.'} Known here: {listing(names)}"
+            continue
+        value = None if OmegaConf.is_missing(given, key) else given[key]
+        if isinstance(value, Mapping) and path not in _OPEN:
+            inner = None if OmegaConf.is_missing(known, key) else known[key]
+            yield from _unknown(path, value, inner if isinstance(inner, Mapping) else {})
+
+
+def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden: Collection[str]) -> None:
+    value = OmegaConf.select(config, old)
+    if value is None:
+        return
+    current, default = _select(config, new), _select(known, new)
+    # Where only one of the two is on the command line, that one counts.
+    if new in overridden and old not in overridden:
+        return
+    decided = old in overridden and new not in overridden
+    if not decided and current not in (default, value):
+        raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
+    OmegaConf.update(config, new, value, force_add=True)
+
+
+def _choose_pipeline(config: DictConfig) -> None:
+    """Takes ``mini_batch_pipeline`` at the top level, as the users of verl's recipe write it."""
+    mode, wanted = config.trainer.v1.trainer_mode, config.pop("mini_batch_pipeline")
+    if wanted is not False:
+        if mode not in ("sync", PIPELINE_MODE):
+            raise ConfigError(
+                f"mini_batch_pipeline={wanted} contradicts trainer.v1.trainer_mode={mode}: it chooses "
+                f"trainer.v1.trainer_mode={PIPELINE_MODE}. Leave one of them out"
+            )
+        config.trainer.v1.trainer_mode = PIPELINE_MODE
+    config.trainer.v1[PIPELINE_MODE].mini_batch_pipeline = wanted
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    # Mandatory values that nobody gave ("???") count as not given.
+    return OmegaConf.select(config, key, throw_on_missing=False)
+
+
+def _check(config: DictConfig) -> None:
+    if not isinstance(config.reward_model.use_reward_loop, bool):
+        raise ConfigError(f"reward_model.use_reward_loop={config.reward_model.use_reward_loop}: True or False")
+    if config.reward_model.use_reward_loop and config.reward_model.launch_reward_fn_async is False:
+        raise ConfigError(
+            "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True: the reward loop "
+            "scores every rollout as soon as it is finished. Leave the former out, or set use_reward_loop=False"
+        )
+    options = reward_loop_options(config)
+    function = config.reward.custom_reward_function
+    composite = config.reward.reward_manager.name == "composite"
+    if composite and function.path and all(component.path for component in options.components.values()):
+        raise ConfigError(
+            f"custom_reward_function.path={function.path} has no effect: each of reward_loop.components has a path of "
+            "its own. Leave it out, or leave out the path of the component that it is"
+        )
+    if options.components and not composite:
+        raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
+    if config.reward.reward_manager.name not in ("rate_limited", "limited"):
+        for key in RateLimitedConfig.model_fields:
+            if config.reward.get(key) is not None:
+                raise ConfigError(
+                    f"reward.{key} has an effect with reward_model.reward_manager=rate_limited alone; for others, set "
+                    "reward_loop.limits and reward_loop.timeout"
+                )
+    if config.algorithm.adv_estimator == "gdpo":
+        _check_gdpo(config.algorithm)
+    if config.reward.num_workers < 1:
+        raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")
+    if not config.trainer.get("use_v1", True):
+        raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
+    check_mode(config)
+    check_reward_model(config)
+
+
+def _check_gdpo(algorithm: DictConfig) -> None:
+    keys, weights = algorithm.get("gdpo_reward_keys"), algorithm.get("gdpo_reward_weights")
+    if not keys:
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo needs the rewards that it normalises: set +algorithm.gdpo_reward_keys=[...] "
+            "to keys that the reward function returns"
+        )
+    if weights is not None and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights: {len(keys)} are needed, one for each of algorithm.gdpo_reward_keys; "
+            f"got {len(weights)}"
+        )

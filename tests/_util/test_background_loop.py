@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from reward_loop._util import background_loop
+from reward_loop._util.background_loop import in_background
+
+
+def test_it_is_entered_in_another_thread_and_left_there_with_the_block() -> None:
+    threads: list[threading.Thread] = []
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[str]:
+        threads.append(threading.current_thread())
+        try:
+            yield "address"
+        finally:
+            threads.append(threading.current_thread())
+
+    with in_background(serving, name="served") as address:
+        assert address == "address"
+        assert [thread.name for thread in threads] == ["served"]
+    assert threads[0] is threads[1]
+    assert not threads[0].is_alive()
+
+
+def test_what_entering_and_leaving_raise_is_raised_here() -> None:
+    @asynccontextmanager
+    async def failing(at: str) -> AsyncIterator[None]:
+        if at == "entry":
+            raise ValueError("at entry")
+        try:
+            yield
+        finally:
+            raise ValueError("at exit")
+
+    with pytest.raises(ValueError, match="at entry"), in_background(lambda: failing("entry"), name="x"):
+        raise AssertionError("not reached")
+    with pytest.raises(ValueError, match="at exit"), in_background(lambda: failing("exit"), name="x"):
+        pass
+
+
+def test_what_entering_raises_is_raised_also_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, joined = threading.Event(), threading.Event()
+    run = background_loop._Background._run
+
+    def closing(self: Any) -> None:
+        run(self)
+        closed.set()
+        assert joined.wait(60)
+
+    @asynccontextmanager
+    async def failing() -> AsyncIterator[None]:
+        raise ValueError("at entry")
+        yield
+
+    monkeypatch.setattr(background_loop._Background, "_run", closing)
+    made = background_loop._Background(failing, "x")
+    join = made._thread.join
+    monkeypatch.setattr(made._thread, "join", lambda: (joined.set(), join()))
+    with pytest.raises(ValueError, match="at entry"):
+        made.start()
+    assert closed.wait(60)
+    made.stop()
+    assert not made._thread.is_alive()
+
+
+def test_the_interpreters_exit_leaves_it() -> None:
+    code = """
+from contextlib import asynccontextmanager
+from reward_loop._util.background_loop import in_background
+
+@asynccontextmanager
+async def serving():
+    try:
+        yield
+    finally:
+        print("left", flush=True)
+
+kept = in_background(serving, name="x")
+kept.__enter__()
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "left\n"

@@ -1,0 +1,136 @@
+import asyncio
+import email.utils
+import socket
+import time
+import urllib.error
+
+import aiohttp
+import httpx
+import pytest
+from multidict import CIMultiDict
+from yarl import URL
+
+from reward_loop._util.transient import is_refusal, is_transient, retry_after
+from reward_loop.errors import RequestError, TransientError
+
+REQUEST = httpx.Request("POST", "http://judge")
+INFO = aiohttp.RequestInfo(URL("http://judge"), "POST", CIMultiDict(), URL("http://judge"))
+
+
+def aiohttp_status(status, **headers):
+    return aiohttp.ClientResponseError(INFO, (), status=status, headers=CIMultiDict(headers))
+
+
+def httpx_status(status, **headers):
+    return httpx.HTTPStatusError("no", request=REQUEST, response=httpx.Response(status, headers=headers))
+
+
+class APIConnectionError(Exception):
+    pass
+
+
+class APITimeoutError(APIConnectionError):
+    pass
+
+
+APIConnectionError.__module__ = "openai"
+
+
+class APIStatusError(Exception):
+    """As the clients of OpenAI and Anthropic have it."""
+
+    def __init__(self, status, **headers):
+        self.response = httpx.Response(status, headers=headers)
+        self.status_code = status
+
+
+def raised_from(cause):
+    error = RuntimeError("the judge failed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(),
+        TimeoutError(),
+        socket.timeout(),  # noqa: UP041
+        asyncio.IncompleteReadError(b"", 1),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.ClientPayloadError(),
+        aiohttp.ServerTimeoutError(),
+        httpx.ConnectError("no"),
+        httpx.ReadTimeout("no"),
+        httpx.RemoteProtocolError("no"),
+        APITimeoutError(),
+        urllib.error.URLError(ConnectionRefusedError()),
+        TransientError("the judge is warming up"),
+        RequestError("no answer", status=503),
+        *(aiohttp_status(status) for status in (408, 409, 425, 429, 500, 503)),
+        httpx_status(429),
+        APIStatusError(529),
+        raised_from(httpx_status(502)),
+    ],
+    ids=repr,
+)
+def test_what_may_pass(error):
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("not found", status=404),
+        ValueError("no"),
+        KeyError("score"),
+        aiohttp_status(400),
+        aiohttp_status(404),
+        httpx_status(401),
+        APIStatusError(422),
+        raised_from(httpx_status(403)),
+        aiohttp.InvalidURL("http//judge"),
+        httpx.UnsupportedProtocol("no"),
+        httpx.InvalidURL("no"),
+        AssertionError(),
+        SystemExit(1),
+    ],
+    ids=repr,
+)
+def test_what_will_not(error):
+    assert not is_transient(error)
+
+
+def test_an_error_met_while_handling_another_is_not_taken_for_it():
+    error = ValueError("bad JSON")
+    error.__context__ = ConnectionResetError()
+    assert not is_transient(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (aiohttp_status(429, **{"Retry-After": "7"}), 7),
+        (httpx_status(503, **{"retry-after": "1.5"}), 1.5),
+        (APIStatusError(429, **{"retry-after-ms": "250", "retry-after": "1"}), 0.25),
+        (raised_from(APIStatusError(429, **{"retry-after": "2"})), 2),
+        (TransientError("later", retry_after=3), 3),
+        (TransientError("never", retry_after=float("inf")), None),
+        (aiohttp_status(429, **{"Retry-After": "soon"}), None),
+        (aiohttp_status(429), None),
+        (ValueError(), None),
+    ],
+    ids=repr,
+)
+def test_retry_after(error, seconds):
+    assert retry_after(error) == seconds
+
+
+def test_retry_after_a_date():
+    date = email.utils.formatdate(time.time() + 1000, usegmt=True)
+    assert 900 < retry_after(aiohttp_status(429, **{"Retry-After": date})) <= 1000
+
+
+def test_refusals():
+    assert is_refusal(raised_from(aiohttp_status(429)))
+    assert not is_refusal(aiohttp_status(503))

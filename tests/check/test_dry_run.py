@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import threading
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
+from reward_loop.check import dry_run
+from reward_loop.check.dry_run import Report, check
+from reward_loop.config import parse
+
+SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
+QUIET = {"max_lag_s": 600.0}  # whatever else the machine does, nothing counts as blocking
+
+
+async def found(function: Any, **options: Any) -> tuple[Report, dict[str, tuple[str, str]]]:
+    report = await check(function, SAMPLES, **{**QUIET, **options})
+    return report, {finding.check: (finding.status, finding.text) for finding in report.findings}
+
+
+def fine(solution_str: str, ground_truth: list[str]) -> dict[str, float]:
+    return {"score": float(solution_str.endswith(ground_truth[0])), "length": len(solution_str)}
+
+
+async def test_a_sync_function_without_problems() -> None:
+    steps: list[str] = []
+    report, findings = await found(fine, on_step=steps.append)
+    assert report.problems == []
+    (function,) = report.functions
+    assert not function.is_async
+    assert "fine" in function.name
+    assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
+    assert report.rows[0].components == {"score": 0.0, "length": 8}
+    assert {status for status, _ in findings.values()} == {"ok"}
+    assert list(findings) == [
+        "samples",
+        "deterministic",
+        "event loop",
+        "threads",
+        "an empty response",
+        "a huge response",
+        "a malformed response",
+        "arguments",
+        "pickling",
+    ]
+    assert len(steps) == 6
+
+
+async def test_an_async_class_without_problems() -> None:
+    class Fine:
+        def __init__(self, bonus: float) -> None:
+            self.bonus = bonus
+
+        async def compute_score(self, solution_str: str) -> float:
+            return solution_str.count("1") + self.bonus
+
+    report, findings = await found(Fine, reward_kwargs={"bonus": 0.5})
+    assert report.problems == []
+    assert [function.is_async for function in report.functions] == [True]
+    assert "concurrent calls" in findings
+    assert report.rows[1].score == 1.5
+
+
+async def test_functions_that_share_what_changes_are_found() -> None:
+    last, count, together = "", itertools.count(), threading.Barrier(8)
+
+    def racing(solution_str: str) -> float:
+        nonlocal last
+        last = solution_str
+        if 10 <= next(count) < 18:  # those that are made at the same time
+            together.wait(60)
+        return float(last[-1:] or 0) if last[-1:].isdigit() else 0
+
+    _, findings = await found(racing, concurrency=8)
+    status, text = findings["threads"]
+    assert status == "problem"
+    assert "alone" in text
+    assert findings["samples"][0] == findings["deterministic"][0] == "ok"
+
+
+async def test_a_function_that_blocks_the_loop_is_found() -> None:
+    async def blocking(solution_str: str) -> float:
+        time.sleep(0.15)  # noqa: ASYNC251 (this is what is to be found)
+        return float(len(solution_str) % 7)
+
+    _, findings = await found(blocking, max_lag_s=0.1)
+    assert findings["event loop"][0] == "problem"
+    assert "to_thread" in findings["event loop"][1]
+
+
+async def test_delays_by_several_calls_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(dry_run, "time", types.SimpleNamespace(perf_counter=lambda: now))
+
+    async def blocking(solution_str: str) -> float:
+        nonlocal now
+        now += 3.0
+        return float(len(solution_str) % 7)
+
+    _, findings = await found(blocking, max_lag_s=1.0)
+    assert "blocks the event loop for 2.99 s" in findings["event loop"][1]
+
+
+@pytest.mark.parametrize("blank", ["", "x" * 1_000_000])
+async def test_odd_responses_that_fail_are_found(blank: str) -> None:
+    def picky(solution_str: str) -> float:
+        if len(solution_str) == len(blank):
+            raise LookupError("no answer in it")
+        return random.Random(solution_str).random()
+
+    report, findings = await found(picky)
+    (problem,) = report.problems
+    assert problem.check == ("a huge response" if blank else "an empty response")
+    assert "no answer in it" in problem.text
+    assert "None for no score" in problem.text
+    assert "unscored" not in findings["a malformed response"][1]
+
+
+async def test_changed_arguments_are_found() -> None:
+    def changing(solution_str: str, ground_truth: list[str], weights: list[int]) -> float:
+        weights.append(1)
+        return float(solution_str.endswith("4"))
+
+    report, findings = await found(changing, reward_kwargs={"weights": []})
+    assert findings["arguments"][0] == "problem"
+    assert "it changes weights" in findings["arguments"][1]
+
+    async def own(solution_str: str, extra_info: dict[str, Any]) -> float:
+        extra_info["a"].append(2)
+        return float(solution_str.endswith("4"))
+
+    report, findings = await found(own)
+    assert findings["arguments"][0] == "note"
+    assert report.problems == []
+    assert SAMPLES[0].extra_info == {"a": [1]}
+
+
+async def test_results_that_differ_are_noted_and_not_taken_for_races() -> None:
+    count = itertools.count()
+
+    def random_score(solution_str: str) -> float:
+        return float(next(count))
+
+    report, findings = await found(random_score)
+    assert findings["deterministic"][0] == "note"
+    assert "q0: scored 0, then scored 5" in findings["deterministic"][1]
+    assert findings["threads"][0] == "skipped"
+    assert report.problems == []
+
+
+async def test_what_cannot_be_pickled_is_noted() -> None:
+    lock = threading.Lock()
+
+    def locked(solution_str: str) -> float:
+        with lock:
+            return float(solution_str.endswith("4"))
+
+    async def awaited(solution_str: str) -> float:
+        with lock:
+            return float(solution_str.endswith("4"))
+
+    for function in (locked, awaited):
+        report, findings = await found(function)
+        assert findings["pickling"][0] == "note"
+        assert "pickle" in findings["pickling"][1]
+        assert report.problems == []
+
+
+async def test_a_function_that_always_fails_is_not_called_in_every_way() -> None:
+    def alarm(solution_str: str) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    report, _ = await found(alarm)
+    (problem,) = report.findings
+    assert problem.status == "problem"
+    assert "5 of 5 fail" in problem.text
+    assert "reward_loop.isolated" in problem.text
+
+
+async def test_samples_without_a_score_are_told() -> None:
+    report, findings = await found(lambda solution_str: None)
+    assert findings["samples"] == ("problem", "0 scored, 5 unscored: a run would have nothing to learn from")
+    report, findings = await found(lambda solution_str: 1.0)
+    assert findings["samples"][0] == "note"
+    assert report.problems == []
+
+
+async def test_without_good_samples_nothing_is_tried() -> None:
+    with pytest.raises(ConfigError, match="no samples"):
+        await check(fine, [])
+    with pytest.raises(ConfigError, match=r"1 of 6 samples are broken\. line 3: not JSON"):
+        await check(fine, [*SAMPLES, RewardSample("", uid="line 3", error="not JSON")])
+    with pytest.raises(FunctionLoadError, match="answer"):
+        await check(lambda answer: 1.0, SAMPLES)
+
+
+def at_end(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+    return [float(text.endswith(truth[0])) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+
+@pytest.mark.parametrize("manager", ["batch", "group"])
+async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> None:
+    lengths: list[int] = []
+
+    async def counted(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+        lengths.append(len(solution_strs))
+        return at_end(solution_strs, ground_truths)
+
+    report, findings = await found(counted, manager=manager)
+    assert report.problems == []
+    assert report.of_lists
+    assert report.functions[0].is_async
+    assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
+    assert set(lengths) == {5}
+    assert "15 samples of 3 calls at a time, give what single ones do" in findings["concurrent calls"][1]
+    report, findings = await found(at_end, manager=manager)
+    assert report.problems == []
+    assert findings["pickling"] == ("ok", "it runs in a process of its own, too")
+
+
+async def test_lists_that_share_what_changes_are_found() -> None:
+    class Shared:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+            self.calls = threading.Barrier(3)
+            self.count = itertools.count()
+
+        def compute_score(self, solution_strs: list[str]) -> list[float]:
+            self.texts = solution_strs
+            if next(self.count) in (2, 3, 4):  # those that are made at the same time
+                self.texts = [text + "!" for text in self.texts]
+                self.calls.wait(60)
+            return [float(text.endswith("4")) for text in self.texts]
+
+    _, findings = await found(Shared(), manager="batch")
+    assert findings["threads"][0] == "problem"
+    assert "give something else than alone" in findings["threads"][1]
+
+
+async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
+    def last(solution_strs: list[str]) -> list[float]:
+        return [float(text[-1] == "4") for text in solution_strs]
+
+    _, findings = await found(last, manager="group")
+    status, text = findings["an empty response"]
+    assert status == "problem"
+    assert "IndexError" in text
+    assert "The 4 other samples of the call have failed with it" in text
+
+
+async def test_changed_lists_are_found() -> None:
+    def sorts(solution_strs: list[str], ground_truths: list[list[str]]) -> list[float]:
+        scores = at_end(solution_strs, ground_truths)
+        solution_strs.sort(reverse=True)
+        return scores
+
+    _, findings = await found(sorts, manager="batch")
+    assert findings["arguments"][0] == "note"
+    assert "it changes solution_strs" in findings["arguments"][1]
+
+    def spoils(ground_truths: list[list[str]]) -> list[float]:
+        ground_truths[0].append("5")
+        return [0.0 for _ in ground_truths]
+
+    samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
+    report = await check(spoils, samples, manager="batch", **QUIET)
+    (problem,) = [finding for finding in report.findings if finding.check == "arguments"]
+    assert (problem.status, "changes ground_truths, which other calls share" in problem.text) == ("problem", True)
+
+
+def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, float]:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # only the main thread may
+    ground_truth.append("5")
+    return {"score": float(solution_str.endswith("4"))}
+
+
+async def test_managers_with_processes_are_tried_in_them() -> None:
+    samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
+    options = RewardLoopConfig(max_processes=2)
+    report = await check(of_its_process, samples, manager="prime", options=options, concurrency=5, **QUIET)
+    findings = {finding.check: (finding.status, finding.text) for finding in report.findings}
+    assert report.functions[0].in_processes
+    assert [row.score for row in report.rows] == [0, 0, 0, 0, 1]
+    assert findings["processes"][0] == "ok"
+    assert findings["pickling"][0] == "ok"
+    assert "threads" not in findings
+
+
+async def test_the_components_of_a_composite_are_tried_together(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import time\n"
+        "def form(solution_str):\n"
+        "    return {'score': 1.0, 'length': len(solution_str)}\n"
+        "async def judge(solution_str):\n"
+        "    time.sleep(0.05)\n"
+        "    return 0.5\n"
+    )
+    components = {name: {"path": f"{tmp_path}/rewards.py:{name}"} for name in ("form", "judge")}
+    options = parse(RewardLoopConfig, {"components": components}, "options")
+    report, findings = await found(None, manager="composite", options=options, max_lag_s=0.02)
+    assert [(one.name, one.is_async) for one in report.functions] == [
+        ("form: form (rewards.py)", False),
+        ("judge: judge (rewards.py)", True),
+    ]
+    assert report.rows[0].components == {"score": 1.5, "form": 1.0, "form/length": 8, "judge": 0.5}
+    assert findings["event loop"][0] == "problem"
+    assert findings["arguments"] == findings["pickling"]
+    assert findings["pickling"][0] == "skipped"
+
+
+async def test_options_are_those_of_the_run() -> None:
+    async def limited(solution_str: str) -> float:
+        async with limit("judge"):
+            return float(solution_str.endswith("4"))
+
+    options = RewardLoopConfig(limits={"jugde": {"max_concurrent": 2}}, on_failed="raise")
+    _, findings = await found(limited, options=options)
+    assert "there is no limit 'judge'; did you mean 'jugde'" in findings["samples"][1]
+    report, _ = await found(limited, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    assert report.problems == []

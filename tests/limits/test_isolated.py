@@ -1,0 +1,226 @@
+"""Limits inside functions that run in processes of their own."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import reward_loop
+from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
+from reward_loop.limits.server import JobService
+from reward_loop.limits.shared import job_of
+from tests.descriptors import left_open
+
+
+def scoring(function, **options):
+    config = RewardLoopConfig(isolation="process", **{"retry": {"max_attempts": 1}, "max_processes": 2, **options})
+    return ScoringFunction(function, options=config), config
+
+
+async def score(function, *texts):
+    try:
+        return await asyncio.gather(*(function(RewardSample(text)) for text in texts))
+    finally:
+        await asyncio.to_thread(function.close)
+
+
+def judge(config):
+    return job_of(config).status()["limits"]["judge"]
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def held():
+    """Holds a place for a while, and says when."""
+    with reward_loop.limit("judge", tokens=10) as lease:
+        began = time.monotonic()
+        time.sleep(0.02)
+        ended = time.monotonic()
+        lease.used(tokens=5, cost=0.5)
+    return {"score": 1, "began": began, "ended": ended}
+
+
+async def held_async():
+    async with reward_loop.limit("judge", tokens=10) as lease:
+        began = time.monotonic()
+        await asyncio.sleep(0.02)
+        ended = time.monotonic()
+        lease.add(tokens=5)
+        lease.used(cost=0.5)
+    return {"score": 1, "began": began, "ended": ended}
+
+
+def held_in_a_loop():
+    return asyncio.run(held_async())
+
+
+@pytest.mark.parametrize("function", [held, held_in_a_loop])
+async def test_processes_keep_a_limit(function):
+    function, config = scoring(function, limits={"judge": {"max_concurrent": 2}})
+    results = await score(function, *"abcdefghijkl")
+    assert [result.error for result in results] == [None] * 12
+    spans = [(result.extra_info["began"], result.extra_info["ended"]) for result in results]
+    assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 2
+    assert max(result.wait_seconds for result in results) > 0
+    assert (job_of(config).tokens, job_of(config).cost) == (60, 6)
+    await until(lambda: judge(config)["in_flight"] == 0)
+
+
+def dies(solution_str):
+    if solution_str == "fine":
+        with reward_loop.limit("judge"):
+            return 1
+    with reward_loop.limit("judge"):
+        if solution_str == "hang":
+            threading.Event().wait()
+        elif solution_str == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif solution_str == "abort":
+            os.abort()
+        elif solution_str == "child":  # which has a copy of the connection
+            if os.fork() == 0:
+                threading.Event().wait()
+            os._exit(3)
+        elif solution_str == "raise":
+            raise ValueError
+    return None
+
+
+async def test_a_process_that_dies_gives_back_its_place():
+    function, config = scoring(dies, limits={"judge": {"max_concurrent": 1}}, timeout=4)
+    ways = ["hang", "kill", "abort", "child", "raise"]
+    results = await score(function, *ways, "fine")
+    assert [result.outcome for result in results] == [Outcome.FAILED] * 5 + [Outcome.SCORED]
+    assert [isinstance(result.exception, RewardTimeoutError) for result in results] == [True] + [False] * 5
+    await until(lambda: judge(config)["in_flight"] == judge(config)["waiting"] == 0)
+
+
+def waits():
+    with reward_loop.limit("judge"):
+        return 1
+
+
+async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
+    function, config = scoring(waits, limits={"judge": {"max_concurrent": 1}})
+    place = await job_of(config).enter("judge", 0, "train")
+    calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
+    await until(lambda: judge(config)["waiting"] == 2)
+    calls[0].cancel()
+    await until(lambda: judge(config)["waiting"] == 1)
+    place.leave()
+    assert (await calls[1]).score == 1
+    await asyncio.to_thread(function.close)
+
+
+async def test_waiting_does_not_eat_the_deadline():
+    # Each waits until the place is given back, after more than its deadline.
+    timeout = 3.0
+    function, config = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
+    place = await job_of(config).enter("judge", 0, "train")
+    calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
+    await until(lambda: judge(config)["waiting"] == 2)
+    await asyncio.sleep(1.1 * timeout)
+    place.leave()
+    for result in await asyncio.gather(*calls):
+        assert (result.error, result.score) == (None, 1)
+        assert result.wait_seconds > timeout
+        assert result.seconds < timeout
+    await asyncio.to_thread(function.close)
+
+
+async def test_the_limit_is_that_of_the_whole_job():
+    service = JobService(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    address = await service.start()
+
+    def state():
+        return service.state.status()["limits"]["judge"]
+
+    function, config = scoring(dies, job=address, timeout=60)
+    place = await job_of(config).enter("judge", 0, "train")
+    hangs = asyncio.create_task(function(RewardSample("hang")))
+    await until(lambda: state()["in_flight"] == 2)
+    waiting = asyncio.create_task(function(RewardSample("fine")))
+    await until(lambda: state()["waiting"] == 1)
+    hangs.cancel()
+    assert (await waiting).score == 1
+    place.leave()
+    await until(lambda: state()["in_flight"] == 0)
+    await asyncio.to_thread(function.close)
+    await job_of(config).close()
+    await service.stop()
+
+
+class Refused(Exception):
+    status = 429
+
+
+def refuses(solution_str):
+    if solution_str == "raise":
+        with reward_loop.limit("judge"):
+            raise Refused
+    with reward_loop.limit("judge") as lease:
+        lease.refused()
+    return 1
+
+
+@pytest.mark.parametrize("how", ["raise", "say"])
+async def test_a_refusal_shrinks_an_adaptive_limit(how):
+    function, config = scoring(refuses, limits={"judge": {"adaptive": True}})
+    assert judge(config)["max_in_flight"] == 20
+    await score(function, how)
+    await until(lambda: judge(config)["max_in_flight"] == 16)
+
+
+def misspelt():
+    with reward_loop.limit("jugde"):
+        return 1
+
+
+async def test_errors_are_as_in_threads():
+    function, _ = scoring(misspelt, limits={"judge": {"max_concurrent": 1}})
+    (result,) = await score(function, "x")
+    assert "no limit 'jugde'; did you mean 'judge'" in result.error
+    # Where there are no limits at all, nothing is limited, and nothing is wrong.
+    function, _ = scoring(misspelt)
+    assert (await score(function, "x"))[0].score == 1
+
+
+def alarmed(solution_str):
+    def ring(*_):
+        raise InterruptedError
+
+    signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3 if solution_str == "rings" else 60)
+        with reward_loop.limit("judge"):
+            return 1
+    except InterruptedError:
+        return 0
+
+
+async def test_an_alarm_while_it_waits_spoils_nothing():
+    function, config = scoring(alarmed, limits={"judge": {"max_concurrent": 1}}, max_processes=1)
+    place = await job_of(config).enter("judge", 0, "train")
+    assert (await function(RewardSample("rings"))).score == 0
+    await until(lambda: judge(config)["waiting"] == 0)
+    place.leave()
+    (result,) = await score(function, "b")
+    assert result.score == 1
+
+
+def in_two_loops(settled):
+    function, _ = scoring(waits, limits={"judge": {"max_concurrent": 1}})
+    settled()
+    for _ in range(2):
+        assert asyncio.run(score(function, "a"))[0].score == 1
+
+
+def test_it_outlives_a_loop():
+    assert left_open(in_two_loops) == []

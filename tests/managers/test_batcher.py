@@ -1,0 +1,123 @@
+import asyncio
+
+import pytest
+
+from reward_loop import Outcome, RewardResult, RewardSample
+from reward_loop.managers.batcher import SampleCollector
+
+
+class Scorer:
+    """Counts its calls; a gate holds them up."""
+
+    def __init__(self):
+        self.calls = []
+        self.cancelled = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, samples):
+        self.calls.append([sample.solution_str for sample in samples])
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [RewardResult(Outcome.SCORED, float(sample.solution_str)) for sample in samples]
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def start(collector, number, key=None, size=2, wait=1000.0):
+    return asyncio.create_task(collector.score(RewardSample(str(number)), key, size, wait))
+
+
+async def test_a_call_starts_when_enough_are_there():
+    scorer = Scorer()
+    collector = SampleCollector(scorer)
+    tasks = [start(collector, i) for i in range(4)]
+    assert [result.score for result in await asyncio.gather(*tasks)] == [0, 1, 2, 3]
+    assert scorer.calls == [["0", "1"], ["2", "3"]]
+
+
+async def test_keys_are_kept_apart():
+    scorer = Scorer()
+    collector = SampleCollector(scorer)
+    await asyncio.gather(*(start(collector, i, key=i % 2) for i in range(4)))
+    assert scorer.calls == [["0", "2"], ["1", "3"]]
+
+
+async def test_what_waited_too_long_goes_elsewhere():
+    scorer, late = Scorer(), Scorer()
+    collector = SampleCollector(scorer, late)
+    assert (await start(collector, 7, wait=0.001)).score == 7
+    assert (scorer.calls, late.calls) == ([], [["7"]])
+
+
+async def test_who_leaves_is_not_waited_for():
+    scorer = Scorer()
+    collector = SampleCollector(scorer)
+    first = start(collector, 1)
+    await settle()
+    first.cancel()
+    await settle()
+    assert collector._open == {}
+    results = await asyncio.gather(start(collector, 2), start(collector, 3))
+    assert [result.score for result in results] == [2, 3]
+    assert scorer.calls == [["2", "3"]]
+
+
+async def test_a_call_is_cancelled_with_the_last_who_waits_for_it():
+    scorer = Scorer()
+    scorer.gate.clear()
+    collector = SampleCollector(scorer)
+    tasks = [start(collector, i) for i in range(2)]
+    await settle()
+    tasks[0].cancel()
+    await settle()
+    assert scorer.cancelled == 0
+    tasks[1].cancel()
+    await settle()
+    assert scorer.cancelled == 1
+    assert all(task.cancelled() for task in tasks)
+
+
+async def test_an_error_reaches_all():
+    async def broken(samples):
+        raise KeyError("bug")
+
+    collector = SampleCollector(broken)
+    tasks = [start(collector, i) for i in range(2)]
+    for task in tasks:
+        with pytest.raises(KeyError, match="bug"):
+            await task
+
+
+@pytest.mark.parametrize("given", [1, 3])
+async def test_another_number_of_results_is_an_error_of_all(given):
+    async def broken(samples):
+        return [RewardResult(Outcome.SCORED, 1.0)] * given
+
+    collector = SampleCollector(broken)
+    tasks = [start(collector, i) for i in range(2)]
+    async with asyncio.timeout(60):
+        for task in tasks:
+            with pytest.raises(ValueError, match="argument"):
+                await task
+
+
+def test_it_outlives_a_loop():
+    scorer = Scorer()
+    collector = SampleCollector(scorer)
+
+    async def leave_one_waiting():
+        start(collector, 1)
+        await settle()
+
+    async def go_on():
+        return await asyncio.gather(start(collector, 2), start(collector, 3))
+
+    asyncio.run(leave_one_waiting())
+    assert [result.score for result in asyncio.run(go_on())] == [2, 3]

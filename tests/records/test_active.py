@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import types
+from collections.abc import Callable, Generator
+
+import pytest
+
+from reward_loop import NaiveRewardLoopManager, RewardSample
+from reward_loop.records import Call, current, in_work
+from tests.servers import until
+
+
+@pytest.fixture
+def new() -> Callable[[], list[Call]]:
+    """The calls in work that earlier tests have not left."""
+    left = in_work()
+    return lambda: [call for call in in_work() if call not in left]
+
+
+async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[Call]]) -> None:
+    go = asyncio.Event()
+    uids: list[str | None] = []
+
+    async def compute_score(solution_str: str) -> float:
+        call = current()
+        assert call is not None
+        uids.append(call.sample.uid)
+        await go.wait()
+        return 1.0
+
+    manager = NaiveRewardLoopManager(compute_score=compute_score)
+    tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid=f"q{i}", data_source="d"))) for i in range(3)]
+    await until(lambda: len(uids) == 3)
+    assert [call.sample.uid for call in new()] == uids == ["q0", "q1", "q2"]
+    shown = new()[0].describe()
+    assert shown["data_source"] == "d"
+    assert "compute_score" in shown["function"]
+    assert shown["seconds"] >= 0
+    go.set()
+    await asyncio.gather(*tasks)
+    assert new() == []
+    assert current() is None
+
+
+async def test_a_sync_function_in_its_thread_has_its_call() -> None:
+    seen: list[tuple[str | None, bool]] = []
+
+    def compute_score(solution_str: str) -> float:
+        call = current()
+        assert call is not None
+        seen.append((call.sample.uid, threading.current_thread() is threading.main_thread()))
+        return 1.0
+
+    manager = NaiveRewardLoopManager(compute_score=compute_score)
+    await asyncio.gather(*(manager.run_single(RewardSample("x", uid=str(i))) for i in range(20)))
+    assert sorted(seen) == sorted((str(i), False) for i in range(20))
+
+
+async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[Call]]) -> None:
+    started = asyncio.Event()
+
+    async def compute_score(solution_str: str) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(NaiveRewardLoopManager(compute_score=compute_score).run_single(RewardSample("x")))
+    await started.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert new() == []
+
+
+def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[Call]]) -> None:
+    @types.coroutine
+    def waiting() -> Generator[None, None, None]:
+        yield
+
+    async def work() -> None:
+        with Call(RewardSample("a"), "f"):
+            await waiting()
+
+    coroutine = work()
+    contextvars.copy_context().run(coroutine.send, None)
+    assert len(new()) == 1
+    coroutine.close()  # as the garbage collector does
+    assert new() == []
+
+
+def test_calls_may_be_nested(new: Callable[[], list[Call]]) -> None:
+    with Call(RewardSample("a", uid="outer"), "f") as outer, Call(RewardSample("b", uid="inner"), "g") as inner:
+        assert current() is inner
+        assert new() == [outer, inner]
+    assert current() is None

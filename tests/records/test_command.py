@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import RewardSample
+from reward_loop.cli import app
+from reward_loop.records import Call, watch
+from reward_loop.records.watchdog import _name
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
+    watch(60)
+    with Call(RewardSample("x", uid="q[7]", data_source="gsm8k"), "compute_score (judge.py)") as call:
+        call.ask("POST http://judge/v1/chat/completions")
+        done = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--threads"])
+        data = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--json"])
+    assert done.exit_code == 0, done.output
+    assert f"process {os.getpid()}: " in done.output
+    assert re.search(r"\d+ samples in work", done.output)
+    for text in ("q[7]", "gsm8k", "compute_score (judge.py)", "POST", "MainThread"):
+        assert text in done.output
+    assert "http://judge/v1/chat/completions" in "".join(done.output.split())  # however narrow the table is
+    (answer,) = json.loads(data.stdout)
+    assert "q[7]" in [call["uid"] for call in answer["oldest"]]
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_process_that_does_not_answer_is_told() -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{_name(4_194_305)}")  # beyond the greatest process id
+        silent.listen()
+        done = runner.invoke(app, ["stuck", "4194305", "--timeout", "0.05"])
+    assert done.exit_code == 1
+    assert "process 4194305: it does not answer" in done.output
+    done = runner.invoke(app, ["stuck", "4194305"])
+    assert done.exit_code == 1
+    assert "there is no such process of this user" in done.output
+
+
+@pytest.mark.usefixtures("wide")
+def test_where_nothing_runs_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_loop.records.command.processes", list)
+    done = runner.invoke(app, ["stuck"])
+    assert done.exit_code == 1
+    assert "no process" in done.output

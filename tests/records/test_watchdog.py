@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reward_loop import ConfigError, RewardSample
+from reward_loop.records import Call, watch, watchdog
+from reward_loop.records.watchdog import ask, processes
+from tests.gsm8k import ROOT
+
+STUCK = """
+import asyncio, sys, threading
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+
+def compute_score(solution_str):
+    if solution_str == "last":
+        print("ready", flush=True)
+    threading.Event().wait()
+
+async def main():
+    manager = NaiveRewardLoopManager(RewardLoopConfig(watchdog_s=None), compute_score=compute_score)
+    await asyncio.gather(*(manager.run_single(RewardSample(s, uid=s)) for s in ["first", "last"]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def _no_bound() -> object:
+    yield
+    watch(60)
+
+
+@pytest.mark.usefixtures("_no_bound")
+def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
+    messages: queue.Queue[str] = queue.Queue()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.put(record.getMessage())
+
+    heard = Heard()
+    logger = logging.getLogger("reward_loop.records.watchdog")
+    logger.addHandler(heard)
+    try:
+        with Call(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
+            call.ask("POST http://judge/v1/chat/completions")
+            watch(0.01)
+            while "sample q7" not in (message := messages.get(timeout=60)):
+                pass  # it was not old enough yet, and others were
+    finally:
+        logger.removeHandler(heard)
+    assert re.match(r"\d+ samples have been in work for more than 0\.01 s; the oldest:\n", message)
+    assert "sample q7 (data source 'gsm8k') in f (a.py), waits for POST http://judge/v1/chat/completions" in message
+
+
+def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert process.pid in processes()
+            report = ask(process.pid, timeout=60)
+        finally:
+            process.kill()
+    assert report["pid"] == process.pid
+    assert "stuck.py" in report["command"]
+    assert report["in_work"] == 2
+    assert [call["uid"] for call in report["oldest"]] == ["first", "last"]
+    assert "compute_score" in report["oldest"][0]["function"]
+    stacks = [lines for name, lines in report["threads"].items() if name.startswith("reward-function")]
+    assert len(stacks) == 2
+    assert any("stuck.py" in line for lines in stacks for line in lines)
+    # Killed, it leaves nothing behind.
+    assert process.pid not in processes()
+    with pytest.raises(OSError, match="refused"):
+        ask(process.pid)
+
+
+def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
+    watch(60)
+    for said in (b"", b"nonsense\n", b'["report"]\n'):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{watchdog._name(os.getpid())}")
+            connection.sendall(said)
+    with pytest.raises(ConfigError, match="knows nothing of the weather"):
+        ask(os.getpid(), 60, "the weather")  # after all of them
+    assert "watchdog" not in caplog.text
+
+
+async def test_it_answers_while_the_event_loop_is_blocked() -> None:
+    watch(60)
+    with Call(RewardSample("x", uid="here"), "f"):
+        answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
+    assert "here" in [call["uid"] for call in answered["oldest"]]
+    await asyncio.sleep(0)
+
+
+def test_a_watchdog_that_fails_at_once_each_time_does_not_spin() -> None:
+    class Ended(BaseException):
+        pass
+
+    class Failing(watchdog._Watchdog):
+        def __init__(self) -> None:
+            self.asked: list[float] = []
+
+        def _answer(self, listener: socket.socket) -> None:
+            self.asked.append(time.monotonic())
+            raise OSError("too many open files") if len(self.asked) == 1 else Ended
+
+    failing = Failing()
+    with socket.socket() as listener, pytest.raises(Ended):
+        failing._run(listener)
+    assert failing.asked[1] - failing.asked[0] > 0.9

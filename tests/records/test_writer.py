@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, TransientError, limit
+from reward_loop.client import Judge, Number
+from reward_loop.limits.shared import job_of
+from reward_loop.records import Records, records
+from reward_loop.testing import FakeJudge
+from tests.gsm8k import ROOT
+from tests.servers import until
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_every_sample_has_a_record(tmp_path: Path) -> None:
+    judge = Judge("{{answer}}", Number(0, 1))
+
+    async def compute_score(solution_str: str, reward_router_address: str) -> Any:
+        if solution_str == "raise":
+            raise RuntimeError("no")
+        if solution_str == "judge":
+            return (await judge(reward_router_address, answer=solution_str)).reward(length=5)
+        return {"score": 0.5, "array": np.ones(2)} if solution_str == "dict" else None
+
+    async with FakeJudge("Score: 1") as server:
+        manager = NaiveRewardLoopManager(
+            RewardLoopConfig(log_dir=str(tmp_path / "logs")),
+            compute_score=compute_score,
+            reward_router_address=server.address,
+        )
+        texts = ["dict", "judge", "raise", "none"]
+        for i, text in enumerate(texts):
+            await manager.run_single(RewardSample(text, uid=f"q{i}", data_source="gsm8k"))
+    writer = records(tmp_path / "logs")
+    assert await asyncio.to_thread(writer.flush)
+    (path,) = (tmp_path / "logs").iterdir()
+    assert path == writer.path
+    assert path.name.endswith(f"-{os.getpid()}.jsonl")
+    plain, judged, failed, unscored = read(path)
+    assert [plain["uid"], plain["data_source"], plain["outcome"], plain["score"]] == ["q0", "gsm8k", "scored", 0.5]
+    assert plain["components"] == {"score": 0.5, "array": [1.0, 1.0]}
+    assert judged["components"]["length"] == 5
+    assert judged["judges"][0]["reply"] == "Score: 1"
+    assert judged["completion_tokens"] == 2
+    assert judged["work_s"] >= judged["judges"][0]["seconds"] > 0
+    assert min(judged["queue_s"], judged["wait_s"]) >= 0
+    assert (failed["outcome"], failed["score"]) == ("failed", None)
+    assert "sample q2" in failed["error"]
+    assert (unscored["outcome"], unscored["error"]) == ("unscored", None)
+    assert all(set(row) == set(plain) for row in (judged, failed, unscored))
+
+    import pandas
+
+    frame = pandas.read_json(path, lines=True)
+    assert frame.groupby("outcome").size().to_dict() == {"scored": 2, "failed": 1, "unscored": 1}
+    assert frame["score"].mean() == 0.75
+
+
+async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    def compute_score(solution_str: str) -> float:
+        tried.append(solution_str)
+        if len(tried) == 1:
+            raise TransientError("busy", retry_after=0.2)
+        with limit("judge"):
+            time.sleep(0.1)
+        return 1.0
+
+    config = RewardLoopConfig(log_dir=str(tmp_path), max_threads=1, limits={"judge": {"max_concurrent": 1}})
+    manager = NaiveRewardLoopManager(config, compute_score=compute_score)
+    place = await job_of(config).enter("judge", 0, "train")
+    calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in "abc"]
+    await until(lambda: {"a", "b"} <= set(tried))
+    await asyncio.sleep(0.8)
+    place.leave()
+    rewards = [reward["reward_extra_info"] for reward in await asyncio.gather(*calls)]
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    rows = {row["uid"]: row for row in read(records(tmp_path).path)}
+    assert [rows[name]["attempts"] for name in "abc"] == [2, 1, 1]
+    # `a` paused before its second attempt; `b` had the only thread, and waited for the place; `c` waited for `b`.
+    assert rows["a"]["wait_s"] >= 0.2
+    assert rows["b"]["wait_s"] + rows["b"]["queue_s"] >= 0.4
+    for row in rows.values():
+        assert row["work_s"] >= 0.1
+        assert row["work_s"] + row["wait_s"] + row["queue_s"] >= 0.5
+    assert rewards[2]["reward_queue_seconds"] >= 0.4
+    for info, name in zip(rewards, "abc", strict=True):
+        assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
+
+
+def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    holds_itself: list[Any] = []
+    holds_itself.append(holds_itself)
+    writer = Records(tmp_path)
+    writer.write({"uid": "a", "score": float("nan"), "text": "\ud800", "big": 10**30, "set": {1}, (1, 2): b"x"})
+    writer.write({"uid": "b", "components": Odd()})
+    writer.write({"uid": "c", "components": holds_itself})
+    assert writer.flush()
+    first, odd, loop = read(writer.path)
+    assert (first["score"], first["text"], first["big"]) == (None, "\ud800", 10**30)
+    assert odd["uid"] == "b"
+    assert "no text" in odd["record_error"]
+    assert "RecursionError" in loop["record_error"]
+
+
+def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    writer = Records(tmp_path)
+    path = writer.path
+    with caplog.at_level(logging.WARNING):
+        writer.path = full
+        for _ in range(3):
+            writer.write({"uid": "lost"})
+            assert writer.flush()
+        writer.path = path
+        writer.write({"uid": "kept"})
+        assert writer.flush()
+    assert [record.message for record in caplog.records if "records of samples are lost" in record.message] == [
+        "records of samples are lost: cannot write /dev/full: [Errno 28] No space left on device"
+    ]
+    assert read(path) == [{"uid": "kept"}]
+
+
+def test_there_is_one_writer_a_directory(tmp_path: Path) -> None:
+    assert records(tmp_path) is records(str(tmp_path) + "/")
+    assert records(tmp_path) is not records(tmp_path / "other")
+
+
+def test_the_exit_of_the_process_waits_for_the_records(tmp_path: Path) -> None:
+    code = f"""
+from reward_loop.records import records
+for i in range(5000):
+    records({str(tmp_path)!r}).write({{"uid": i}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+    (path,) = tmp_path.iterdir()
+    assert [row["uid"] for row in read(path)] == list(range(5000))
+
+
+def test_a_write_that_stops_midway_leaves_no_torn_line(tmp_path: Path) -> None:
+    code = f"""
+import resource
+from reward_loop.records import records
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for i in range(50):
+    records({str(tmp_path)!r}).write({{"uid": i, "text": "x" * 100}})
+    records({str(tmp_path)!r}).flush()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, capture_output=True)
+    (path,) = tmp_path.iterdir()
+    assert [row["uid"] for row in read(path)] == list(range(8))
+    assert done.stderr.count(b"File too large") == 1

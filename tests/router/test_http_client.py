@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward_loop._util.sockets import listen, url_of
+from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError, Upstream
+from tests.servers import refusing, until
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw(serve: Serve) -> AsyncIterator[Upstream]:
+    """A client of a server that is written out byte by byte."""
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(closing, sock=(listener := listen("127.0.0.1")))
+    async with server:
+        upstream = Upstream(url_of(listener))
+        try:
+            yield upstream
+        finally:
+            upstream.close()
+
+
+def saying(*answers: bytes) -> Serve:
+    """Answers the requests on each connection one by one, then closes it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+
+    return serve
+
+
+async def get(upstream: Upstream, method: bytes = b"GET") -> tuple[int, bytes]:
+    answer = await upstream.request(method, b"/")
+    return answer.status, await whole(answer)
+
+
+async def whole(answer: Answer) -> bytes:
+    body = b""
+    while part := await answer.read():
+        body += part
+    return body
+
+
+@pytest.mark.parametrize(
+    ("written", "status", "body"),
+    [
+        (OK, 200, b"ok"),
+        (b"HTTP/1.1 100 Continue\r\nx: 1\r\n\r\n" + OK, 200, b"ok"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n", 304, b""),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n1\r\n!\r\n0\r\nx: 1\r\n\r\n", 200, b"ok!"),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end"),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 1\r\n\r\nx", 200, b"x"),
+        (b"HTTP/1.1 418 Odd One\r\nConnection: close\r\ncontent-length: 0\r\n\r\n", 418, b""),
+    ],
+)
+async def test_what_is_http_is_understood(written: bytes, status: int, body: bytes) -> None:
+    async with raw(saying(written)) as upstream:
+        assert await get(upstream) == (status, body)
+
+
+async def test_answers_lose_only_what_is_about_the_connection() -> None:
+    said = b"HTTP/1.1 200 OK\r\nX-Own: 1\r\nX-Hop: 2\r\nKeep-Alive: x\r\nConnection: x-hop\r\ncontent-length: 0\r\n\r\n"
+    async with raw(saying(said)) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+    assert answer.headers == [(b"x-own", b"1"), (b"content-length", b"0")]
+
+
+async def test_the_answer_to_head_has_no_body() -> None:
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")) as upstream:
+        assert await get(upstream, b"HEAD") == (200, b"")
+
+
+@pytest.mark.parametrize(("body", "connections"), [(b"", 1), (b"x" * 99, 2)])
+async def test_the_connection_of_a_head_is_used_again_unless_a_body_came(body: bytes, connections: int) -> None:
+    count = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n" + body if head.startswith(b"HEAD") else OK)
+
+    async with raw(serve) as upstream:
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert await get(upstream) == (200, b"ok")
+        assert await get(upstream, b"HEAD") == (200, b"")
+        assert count == connections
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", b"SSH-2.0\r\n", b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n"],
+)
+async def test_what_is_not_whole_is_an_error(written: bytes) -> None:
+    async with raw(saying(written)) as upstream:
+        with pytest.raises(BrokenError):
+            await get(upstream)
+
+
+async def test_a_stream_that_breaks_off_is_an_error_in_its_middle() -> None:
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+        assert await answer.read() == b"ok"
+        with pytest.raises(BrokenError):
+            await answer.read()
+
+
+async def test_nobody_there() -> None:
+    for url in (refusing(), "http://a..b"):
+        with pytest.raises(ConnectError):
+            await get(Upstream(url))
+
+
+async def test_a_lack_of_file_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, refused = asyncio.get_running_loop().create_connection, []
+
+    async def once_refused(*args: Any, **options: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(*args, **options)
+
+    async with raw(saying(OK)) as upstream:
+        monkeypatch.setattr(upstream.loop, "create_connection", once_refused)
+        assert await get(upstream) == (200, b"ok")
+    assert refused
+
+
+async def test_connections_are_used_again_the_last_one_first() -> None:
+    connections: list[asyncio.StreamWriter] = []
+    used: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            used.append(connections.index(writer))
+            writer.write(OK)
+
+    async with raw(serve) as upstream:
+        await asyncio.gather(get(upstream), get(upstream))
+        assert len(connections) == 2
+        last = used[-1]
+        for _ in range(3):
+            await get(upstream)
+        assert len(connections) == 2
+        assert len(set(used[2:])) == 1
+        assert last in (0, 1)
+
+
+async def test_tls_is_set_up_once_for_all_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = self_signed(tmp_path)
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    made = []
+    make = ssl.create_default_context
+
+    def counted(*args: Any, **options: Any) -> ssl.SSLContext:
+        made.append(1)  # It reads the certificates of all authorities, and nothing else runs meanwhile.
+        return make(*args, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    server = await asyncio.start_server(saying(OK, OK), sock=(listener := listen("127.0.0.1")), ssl=own)
+    async with server:
+        upstream = Upstream(url_of(listener).replace("http:", "https:"))
+        try:
+            assert await asyncio.gather(*(get(upstream) for _ in range(3))) == [(200, b"ok")] * 3
+            assert await get(upstream) == (200, b"ok")
+        finally:
+            upstream.close()
+    assert len(made) == 1
+
+
+def self_signed(directory: Path) -> Path:
+    """A key, and a certificate for 127.0.0.1, in one file."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path = directory / "certificate.pem"
+    path.write_bytes(key.private_bytes(pem, *plain) + certificate.public_bytes(pem))
+    return path
+
+
+async def test_a_connection_that_died_while_idle_is_no_error() -> None:
+    async with raw(saying(OK)) as upstream:
+        for _ in range(3):
+            assert await get(upstream) == (200, b"ok")
+
+
+async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")  # It has the request, and closes without a byte.
+
+    async with raw(serve) as upstream:
+        for _ in range(3):
+            assert await get(upstream) == (200, b"ok")
+
+
+class Told:
+    """Sends a request as soon as it is told of the answer to the last one."""
+
+    def __init__(self, upstream: Upstream, requests: int = 1) -> None:
+        self.upstream = upstream
+        self.requests = requests
+        self.bodies: list[bytes] = []
+        self.errors: list[Exception] = []
+
+    def done(self) -> bool:
+        return False
+
+    def send(self) -> None:
+        if self.requests:
+            self.requests -= 1
+            self.upstream.send(self, b"GET", b"/")
+
+    def set_result(self, answer: Answer, /) -> None:
+        self.bodies.append(answer.take())
+        self.send()
+
+    def set_exception(self, error: Exception, /) -> None:
+        self.errors.append(error)
+
+
+async def test_without_an_idle_connection_one_is_made() -> None:
+    async with raw(saying(OK, OK, OK)) as upstream:
+        told = Told(upstream, requests=3)
+        told.send()
+        await until(lambda: told.bodies == [b"ok"] * 3)
+    assert not upstream.opening
+
+
+async def test_who_is_told_hears_that_no_connection_can_be_made() -> None:
+    told = Told(Upstream(refusing()))
+    told.send()
+    await until(lambda: told.errors)
+    assert isinstance(told.errors[0], ConnectError)
+
+
+async def test_giving_up_while_the_connection_is_made() -> None:
+    async with raw(saying(OK)) as upstream:
+        told = Told(upstream)
+        upstream.send(told, b"GET", b"/").close()
+        assert await get(upstream) == (200, b"ok")
+        assert (told.bodies, told.errors) == ([], [])
+        assert not upstream.opening
+
+
+async def test_what_comes_behind_an_answer_is_no_answer_to_the_next_request() -> None:
+    async with raw(saying(OK + OK.replace(b"ok", b"no"))) as upstream:
+        told = Told(upstream, requests=2)
+        told.send()
+        await until(lambda: len(told.bodies) == 2)
+        assert (told.bodies, told.errors) == ([b"ok", b"ok"], [])
+
+
+async def test_who_is_told_at_once_hears_that_an_idle_connection_had_died() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with raw(serve) as upstream:
+        await get(upstream)
+        told = Told(upstream)
+        told.send()
+        await until(lambda: told.errors)
+        assert isinstance(told.errors[0], StaleError)
+
+
+async def test_who_closes_the_connection_is_told_no_more() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    async with raw(serve) as upstream:
+        await get(upstream)
+        told = Told(upstream)
+        upstream.send(told, b"GET", b"/").close()
+        await closed.wait()
+        await asyncio.sleep(0)
+        assert not told.errors
+        assert not upstream.busy
+
+
+async def test_a_cancelled_request_closes_its_connection() -> None:
+    arrived, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        arrived.set()
+        try:
+            assert await reader.read() == b""
+        finally:
+            closed.set()
+
+    async with raw(serve) as upstream:
+        request = asyncio.create_task(get(upstream))
+        await arrived.wait()
+        request.cancel()
+        async with asyncio.timeout(60):
+            await closed.wait()
+        assert not upstream.busy
+
+
+async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with raw(serve) as upstream:
+        request = asyncio.create_task(get(upstream))
+        await until(lambda: upstream.busy)
+        upstream.break_off("killed")
+        with pytest.raises(BrokenError, match="killed"):
+            await request
+
+
+async def test_a_long_answer_of_known_length_comes_whole() -> None:
+    body = b"x" * 1_000_000
+    async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))) as upstream:
+        assert await get(upstream) == (200, body)
+
+
+async def test_a_slow_reader_holds_a_fast_server_back() -> None:
+    written = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 << 20))
+        for _ in range(64):
+            writer.write(b"x" * (1 << 20))
+            await writer.drain()
+            written += 1
+
+    async with raw(serve) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+        await until(lambda: answer.size >= 256 * 1024)
+        assert answer.size < 1 << 20
+        assert written < 64
+        assert len(await whole(answer)) == 64 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=5000), st.lists(st.integers(1, 400), max_size=20), st.booleans())
+def test_bodies_are_what_they_were_however_they_are_cut(body: bytes, cuts: list[int], chunked: bool) -> None:
+    if chunked:
+        framed = b"transfer-encoding: chunked\r\n\r\n"
+        framed += b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        framed += b"0\r\n\r\n"
+    else:
+        framed = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    message = b"HTTP/1.1 200 OK\r\n" + framed
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        left = message
+        for cut in cuts:
+            writer.write(left[:cut])
+            left = left[cut:]
+            await asyncio.sleep(0)
+        writer.write(left)
+
+    async def check() -> Any:
+        async with raw(serve) as upstream:
+            return await get(upstream)
+
+    assert asyncio.run(check()) == (200, body)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from reward_loop.router.backend import Worker, WorkerState
+from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.limits import RetryBudget
+from reward_loop.router.pool import WorkerPool
+from reward_loop.router.request import Exchange
+from reward_loop.router.retries import Attempt, Forwarder, Request
+from reward_loop.router.router_error import Refusal
+
+REQUEST = Request(b"POST", b"/", b"", b"", (None, None), 0)
+
+
+def answer(status: int, **headers: str) -> Answer:
+    whole = Answer(None)  # type: ignore[arg-type]
+    whole.status = status
+    whole.headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    whole.headers.append((b"content-length", b"0"))
+    whole.complete = True
+    return whole
+
+
+class Scripted:
+    """Stands for a server: gives what it was told to, in turn, and the last thing for ever."""
+
+    def __init__(self, *outcomes: Answer | Exception) -> None:
+        self.outcomes = list(outcomes)
+        self.asked = 0
+
+    async def request(self, *request: bytes) -> Answer:
+        self.asked += 1
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        pass
+
+
+class Caller:
+    """Asks servers in turn, the first one first."""
+
+    def __init__(self, pool: WorkerPool, config: RouterConfig) -> None:
+        self.pool = pool
+        self.forwarder = Forwarder(pool, RetryBudget(config.retry_share), config)
+
+    async def ask(self, attempt: Attempt | None = None) -> int:
+        statuses = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        scope = {"method": "POST", "path": "/", "http_version": "1.1"}
+        exchange = Exchange(scope, None, send, 30, lambda _: Refusal(504, "late"))  # type: ignore[arg-type]
+        await self.forwarder.forward(exchange, REQUEST, attempt)
+        (status,) = statuses
+        return status
+
+
+@asynccontextmanager
+async def calling(*servers: Scripted, **options: Any) -> AsyncIterator[Caller]:
+    config = RouterConfig(**options)
+
+    async def well(worker: Worker) -> None:
+        pass
+
+    urls = [f"http://{number}:1" for number in range(len(servers))]
+    async with WorkerPool([WorkerConfig(url=url) for url in urls], well, config) as pool:
+        for _ in range(len(urls)):
+            await pool.acquire()
+        for worker, server in zip(pool.workers, servers, strict=True):
+            worker.upstream = server  # type: ignore[assignment]
+        yield Caller(pool, config)
+
+
+@pytest.mark.parametrize("failure", [answer(500), answer(503), answer(429), BrokenError("x"), ConnectError("x")])
+async def test_another_server_is_asked(failure: Answer | Exception) -> None:
+    async with calling(Scripted(failure), Scripted(answer(200))) as caller:
+        assert [await caller.ask() for _ in range(2)] == [200, 200]
+        assert [worker.in_flight for worker in caller.pool.workers] == [0, 0]
+        assert sum(worker.stats.retries for worker in caller.pool.workers) == 1
+
+
+async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:
+    servers = [Scripted(answer(500)) for _ in range(5)]
+    async with calling(*servers, max_attempts=3, max_failures=100) as caller:
+        assert await caller.ask() == 500
+    assert sum(server.asked for server in servers) == 3
+
+
+async def test_who_breaks_every_connection_is_given_up_and_who_cannot_connect_is_not_to_blame() -> None:
+    async with calling(Scripted(ConnectError("x"), BrokenError("x")), max_attempts=2) as caller:
+        with pytest.raises(Refusal, match="broke 2 times") as refused:
+            await caller.ask()
+        assert refused.value.status == 502
+        assert caller.pool.workers[0].upstream.asked == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("7", 7), ("1000", 60), ("soon", 1), ("Wed, 21 Oct 2082 07:28:00 GMT", 60)],
+)
+async def test_a_server_that_asks_for_a_pause_gets_it(said: str, seconds: float) -> None:
+    async with calling(Scripted(answer(503, retry_after=said)), Scripted(answer(200))) as caller:
+        before = time.monotonic()
+        for _ in range(2):
+            assert await caller.ask() == 200
+        first = caller.pool.workers[0]
+        assert before + seconds <= first.rests_until <= time.monotonic() + seconds
+        assert first.state is WorkerState.UP
+
+
+@pytest.mark.parametrize("outcome", [answer(200), answer(500), BrokenError("x")])
+async def test_what_has_begun_already_comes_first(outcome: Answer | Exception) -> None:
+    async with calling(Scripted(answer(404)), Scripted(answer(200))) as caller:
+        first = caller.pool.workers[0]
+        first.begin()
+        given = Scripted(outcome)
+        assert await caller.ask(Attempt(first, 0.0, given.request())) == 200
+        assert given.asked == 1
+        assert first.upstream.asked == 0  # type: ignore[attr-defined]
+        assert first.in_flight == 0
+
+
+async def test_without_the_budget_an_answer_is_passed_on_and_a_broken_connection_is_not() -> None:
+    async with calling(Scripted(answer(500)), Scripted(answer(500)), retry_share=0) as caller:
+        assert await caller.ask() == 500
+    async with calling(Scripted(BrokenError("x")), Scripted(answer(200)), retry_share=0) as caller:
+        assert await caller.ask() == 200

@@ -1,0 +1,186 @@
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from reward_loop import ConfigError, FunctionLoadError, Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
+from reward_loop.scoring import ListScoringFunction, isolated
+
+SAMPLES = [
+    RewardSample("a", "math", "A", {"level": 1, "tags": ["x"]}, uid="u0"),
+    RewardSample("bb", "code", "B", {"level": 2}, uid="u1"),
+]
+
+
+async def test_the_lists_are_in_order():
+    def function(data_sources, solution_strs, ground_truths, extra_infos, scale):
+        assert (data_sources, solution_strs, ground_truths) == (["math", "code"], ["a", "bb"], ["A", "B"])
+        rows = zip(solution_strs, extra_infos, strict=True)
+        return [{"score": scale * len(text), "seen": info["level"]} for text, info in rows]
+
+    results = await ListScoringFunction(function, reward_kwargs={"scale": 10})(SAMPLES)
+    assert [result.score for result in results] == [10, 20]
+    assert [result.extra_info["seen"] for result in results] == [1, 2]
+
+
+async def test_forms():
+    class Judge:
+        def __init__(self, bonus):
+            self.bonus = bonus
+
+        async def compute_score(self, solution_strs, reward_router_address):
+            assert reward_router_address == "h:1"
+            await asyncio.sleep(0)
+            return [len(text) + self.bonus for text in solution_strs]
+
+    async def plain(solution_strs):
+        return tuple(map(len, solution_strs))
+
+    forms = {
+        "class": (Judge, {"bonus": 0}),
+        "async": (plain, {}),
+        "lambda around async": (lambda solution_strs: plain(solution_strs), {}),
+        "array": (lambda **lists: np.array([1, 2]), {}),
+        "bools": (lambda solution_strs: [True, 2], {}),
+    }
+    for name, (function, kwargs) in forms.items():
+        results = await ListScoringFunction(function, reward_kwargs=kwargs)(SAMPLES, reward_router_address="h:1")
+        assert [result.score for result in results] == [1, 2], name
+
+
+async def test_the_callers_extra_info_is_not_changed():
+    def function(extra_infos):
+        for info in extra_infos:
+            info["level"] = 99
+            info.setdefault("tags", []).append("y")
+        return [1] * len(extra_infos)
+
+    await ListScoringFunction(function)(SAMPLES)
+    assert [dict(sample.extra_info) for sample in SAMPLES] == [{"level": 1, "tags": ["x"]}, {"level": 2}]
+
+
+async def test_each_sample_has_its_own_outcome():
+    def function(solution_strs):
+        return [None, {"score": 1}, float("nan"), ConnectionError("429"), {"points": 1}]
+
+    results = await ListScoringFunction(function)([RewardSample("x", uid=f"u{i}") for i in range(5)])
+    outcomes = [result.outcome for result in results]
+    assert outcomes == [Outcome.UNSCORED, Outcome.SCORED, Outcome.FAILED, Outcome.FAILED, Outcome.FAILED]
+    for i in (2, 3, 4):
+        assert f"sample u{i}: " in results[i].error
+    assert "not finite" in results[2].error
+    assert "ConnectionError: 429" in results[3].error
+    assert isinstance(results[3].exception, RewardFunctionError)
+    assert "without `score`" in results[4].error
+
+
+async def test_an_exception_that_cannot_be_printed_is_a_failure_as_any():
+    class Odd(Exception):
+        def __str__(self):
+            raise ValueError
+
+    results = await ListScoringFunction(lambda solution_strs: [Odd(), 1])(SAMPLES)
+    assert [result.outcome for result in results] == [Outcome.FAILED, Outcome.SCORED]
+    assert "gave Odd: (its message cannot be printed)" in results[0].error
+
+
+@pytest.mark.parametrize("returned", [[1], [1, 2, 3], 1.0, "ab", {"score": [1, 2]}, None])
+async def test_another_number_of_scores_fails_all(returned):
+    results = await ListScoringFunction(lambda solution_strs: returned)(SAMPLES)
+    assert [result.outcome for result in results] == [Outcome.FAILED] * 2
+    assert "was given 2 samples" in results[0].error
+    assert "sample u1" in results[1].error
+
+
+async def test_a_call_that_ends_badly_fails_all_and_names_them():
+    def function(solution_strs):
+        raise KeyError("rubric")
+
+    results = await ListScoringFunction(function)([RewardSample("x", uid=f"u{i}") for i in range(10)])
+    assert {result.outcome for result in results} == {Outcome.FAILED}
+    assert "u0, u1" in results[0].error
+    assert "2 more" in results[0].error
+    assert "KeyError: 'rubric'" in results[0].error
+    assert "test_batched.py" in results[0].error
+
+
+async def test_one_deadline_for_all():
+    async def function(solution_strs):
+        await asyncio.Event().wait()
+
+    results = await ListScoringFunction(function, timeout=0.01)(SAMPLES)
+    assert all("deadline" in result.error for result in results)
+
+
+async def test_broken_samples_fail_by_themselves():
+    broken = RewardSample("", uid="u9", error="its row is torn")
+    function = ListScoringFunction(lambda solution_strs: [len(text) for text in solution_strs])
+    results = await function([SAMPLES[0], broken, SAMPLES[1]])
+    assert [result.score for result in results] == [1, None, 2]
+    assert results[1].error == "sample u9: its row is torn"
+    assert [result.outcome for result in await function([broken])] == [Outcome.FAILED]
+
+
+async def test_attempts_and_times_are_those_of_the_call():
+    calls = 0
+
+    async def function(solution_strs):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ConnectionError("not yet")
+        await asyncio.sleep(0.01)
+        return [1, None, float("nan"), ValueError("odd")]
+
+    samples = [RewardSample("x", uid=f"u{i}") for i in range(4)]
+    options = RewardLoopConfig(retry={"initial_wait": 0.001})
+    results = await ListScoringFunction(function, options=options)([*samples, RewardSample("", error="broken")])
+    outcomes = [Outcome.SCORED, Outcome.UNSCORED, Outcome.FAILED, Outcome.FAILED, Outcome.FAILED]
+    assert [result.outcome for result in results] == outcomes
+    assert [result.attempts for result in results] == [2, 2, 2, 2, 0]
+    first = results[0]
+    assert first.seconds >= 0.01
+    assert first.wait_seconds > 0
+    for result in results[:4]:
+        assert (result.seconds, result.wait_seconds) == (first.seconds, first.wait_seconds)
+
+
+async def test_the_wait_for_a_thread_is_that_of_the_call():
+    first, second = await ListScoringFunction(lambda solution_strs: [1, 2])(SAMPLES)
+    assert first.queue_seconds == second.queue_seconds > 0
+
+
+async def test_attempts_and_times_of_a_call_that_returned_too_few():
+    results = await ListScoringFunction(lambda solution_strs: [1])(SAMPLES)
+    assert [result.outcome for result in results] == [Outcome.FAILED] * 2
+    assert all(result.queue_seconds > 0 and result.attempts == 1 for result in results)
+    assert "sample u1 (" in results[1].error
+    assert results[1].extra_info == {}
+
+
+def test_a_function_of_one_sample_is_refused():
+    with pytest.raises(FunctionLoadError, match=r"requires solution_str,.*solution_strs"):
+        ListScoringFunction(lambda solution_str: 1)
+
+
+def test_its_calls_are_not_cached():
+    with pytest.raises(ConfigError, match=r"reward_loop\.cache\.enabled"):
+        ListScoringFunction(lambda solution_strs: [], options=RewardLoopConfig(cache={"enabled": True}))
+
+
+def test_what_it_requires():
+    function = ListScoringFunction(lambda solution_strs, ground_truths, data_sources=None: [])
+    assert function.requires == {"solution_str", "ground_truth"}
+    assert "test_batched.py" in function.name
+
+
+@isolated
+def in_a_process(solution_strs):
+    return [{"score": len(text), "pid": os.getpid()} for text in solution_strs]
+
+
+async def test_the_mark_for_processes_is_heeded():
+    results = await ListScoringFunction(in_a_process)(SAMPLES)
+    assert [result.score for result in results] == [1, 2], results
+    assert results[0].extra_info["pid"] == results[1].extra_info["pid"] != os.getpid()

@@ -1,0 +1,189 @@
+"""What the engines are started with, which GPUs they get, and which configurations are refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
+from reward_loop.errors import ConfigError
+from reward_loop.serving.gpus import GpuShares
+from reward_loop.serving.models import ENGINES, served_models
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says which vLLM is installed."""
+
+    def say(version: str | None) -> None:
+        def find(_: str) -> str:
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", find)
+
+    return say
+
+
+def settled(engine: Any, **options: Any) -> ServedModelConfig:
+    given = {"model_path": "/m", "served_model_name": "judge", "kind": "generative"} | options
+    return ServedModelConfig(engine=engine, **given)
+
+
+def command(model: ServedModelConfig) -> str:
+    return " ".join(ENGINES[model.engine].command(model, "127.0.0.1", 8001)).removeprefix(sys.executable)
+
+
+def test_vllm_on_gpus(installed: Any) -> None:
+    installed("0.31.0")
+    model = settled(
+        "vllm",
+        tensor_parallel_size=4,
+        data_parallel_size=2,
+        gpu_memory_utilization=0.8,
+        enable_sleep_mode=True,
+        engine_args={
+            "max-num-seqs": 64,
+            "enforce_eager": True,
+            "quantization": None,
+            "async_scheduling": False,
+            "hf_overrides": {"a": [1]},
+            "lora_modules": ["x=/x", "y=/y"],
+        },
+    )
+    assert command(model) == (
+        " -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 8001 --served-model-name judge "
+        "--disable-uvicorn-access-log --dtype auto --gpu-memory-utilization 0.8 --tensor-parallel-size 4 "
+        "--data-parallel-size 2 --enable-sleep-mode "
+        '--max-num-seqs 64 --enforce-eager --hf-overrides {"a": [1]} --lora-modules x=/x y=/y'
+    )
+    environment = ENGINES["vllm"].environment(model)
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment
+    assert ENGINES["vllm"].gpus(model) == 8
+
+
+def test_vllm_on_a_cpu(installed: Any) -> None:
+    installed("0.31.0+cpu")
+    model = settled(
+        "vllm", kind="discriminative", dtype="float32", enable_sleep_mode=True, env={"OMP_NUM_THREADS": "7"}
+    )
+    assert command(model).endswith(
+        "--dtype float32 --runner pooling --convert classify --enforce-eager --kv-cache-memory-bytes 1G"
+    )
+    environment = ENGINES["vllm"].environment(model)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert ENGINES["vllm"].gpus(model) == 0
+
+
+def test_what_a_user_says_about_the_engine_goes_before_what_we_say(installed: Any) -> None:
+    installed("0.31.0+cpu")
+    model = settled("vllm", engine_args={"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False})
+    assert command(model).endswith("--disable-uvicorn-access-log --dtype bfloat16 --kv-cache-memory-bytes 32M")
+
+
+def test_sglang() -> None:
+    model = settled(
+        "sglang", kind="discriminative", tensor_parallel_size=2, max_model_len=4096, gpu_memory_utilization=0.7
+    )
+    assert command(model) == (
+        " -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 8001 --served-model-name judge --dtype auto "
+        "--context-length 4096 --mem-fraction-static 0.7 --is-embedding --tp-size 2"
+    )
+    assert ENGINES["sglang"].gpus(model) == 2
+    assert "--enable-memory-saver --enable-weights-cpu-backup" in command(settled("sglang", enable_sleep_mode=True))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    return str(tmp_path)
+
+
+def test_several_models(model_dir: str) -> None:
+    config = parse(
+        RewardModelConfig,
+        {
+            "model_path": model_dir,
+            "models": {
+                "scorer": {"model_path": model_dir, "replicas": 2},
+                "judge": {"engine": "external", "urls": ["http://10.0.0.1:8000"], "kind": "generative"},
+            },
+        },
+        "reward_model.server",
+    )
+    first, second, third = served_models(config)
+    assert (first.served_model_name, first.kind, first.replicas) == (model_dir, "discriminative", 1)
+    assert (second.served_model_name, second.kind, second.replicas) == ("scorer", "discriminative", 2)
+    assert (third.served_model_name, third.kind, third.urls) == ("judge", "generative", ("http://10.0.0.1:8000",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "^model_path: required"),
+        ({"models": {"a": {}}}, r"^models\.a\.model_path: required"),
+        ({"model_path": "/no/such"}, "^model_path: there is no directory"),
+        ({"model_path": "DIR", "kind": "generative"}, "kind='generative': the model in .* is discriminative"),
+        ({"engine": "external"}, "^urls: engine='external' needs"),
+        ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),
+        ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: is for engine='external'"),
+        ({"model_path": "DIR", "tensor_parallel_size": 2}, "tensor_parallel_size has no effect with engine='transf"),
+        ({"model_path": "DIR", "engine": "vllm"}, "engine='vllm': vLLM is not installed"),
+        ({"models": {"a": {"model_path": "DIR", "engine": "sglang"}}}, r"^models\.a\.engine='sglang': SGLang is not"),
+        (
+            {"model_path": "DIR", "served_model_name": "a", "models": {"a": {"model_path": "DIR"}}},
+            "two models are called 'a'",
+        ),
+        ({"models": {"a": {"model_path": "DIR", "served_model_name": "b"}}}, "the model is called 'a' already"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(
+    options: dict[str, Any], message: str, model_dir: str, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+    def put(value: Any) -> Any:
+        return (
+            {k: put(v) for k, v in value.items()} if isinstance(value, dict) else model_dir if value == "DIR" else value
+        )
+
+    with pytest.raises(ConfigError, match=message):
+        served_models(parse(RewardModelConfig, put(options), "reward_model"))
+
+
+def test_an_option_that_is_ours_is_refused_as_an_engine_argument(model_dir: str, installed: Any) -> None:
+    installed("0.31.0")
+    with pytest.raises(ConfigError, match=r"^engine_args\.port: is set by reward_loop"):
+        served_models(RewardModelConfig(model_path=model_dir, engine="vllm", engine_args={"--port": 1}))
+
+
+def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    shares = GpuShares()
+    assert shares.share(2, 1, {}, "a") == [{"CUDA_VISIBLE_DEVICES": "4,5"}]
+    assert shares.share(0, 2, {}, "b") == [{}, {}]
+    assert shares.share(1, 2, {}, "c") == [{"CUDA_VISIBLE_DEVICES": "6"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    assert shares.share(1, 1, {"CUDA_VISIBLE_DEVICES": "4"}, "d") == [{"CUDA_VISIBLE_DEVICES": "4"}]
+    with pytest.raises(ConfigError, match=r"model 'e': 1 server\(s\) with 1 GPU\(s\) each need 1, and 0 are free"):
+        shares.share(1, 1, {}, "e")
+
+
+def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    with pytest.raises(ConfigError, match="0 are free"):
+        GpuShares().share(1, 1, {}, "a")

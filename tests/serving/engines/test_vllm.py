@@ -1,0 +1,242 @@
+"""Real vLLM servers on the CPU: a generative and a discriminative model behind one router, started once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+
+from reward_loop.client import Json, Judge, Number, chat_complete, classify, score
+from reward_loop.config import RewardModelConfig, ServedModelConfig
+from reward_loop.errors import RequestError
+from reward_loop.serving import RewardModelManager
+from tests.servers import Watched, post
+
+openai = pytest.importorskip("openai")
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+TEXTS = ["a", "an answer", "twelve plus thirty is forty-two", "12+30=42", "\n"]
+MAX_MODEL_LEN = 256
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def models(
+    tiny_generative_model: Path, tiny_discriminative_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RewardModelManager]:
+    options: dict[str, Any] = {
+        "engine": "vllm",
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_sleep_mode": True,
+        "dtype": "float32",
+        "start_timeout_s": 600,
+        "engine_args": {"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
+    }
+    config = RewardModelConfig(
+        models={
+            "judge": ServedModelConfig(model_path=str(tiny_generative_model), **options),
+            "scorer": ServedModelConfig(model_path=str(tiny_discriminative_model), **options),
+        },
+        log_dir=str(tmp_path_factory.mktemp("logs")),
+    )
+    ready: asyncio.Future[RewardModelManager] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+
+    async def hold() -> None:
+        # Entry and exit belong into one task, and a fixture's are in two.
+        async with RewardModelManager(config) as manager:
+            ready.set_result(manager)
+            await stop.wait()
+
+    holding = asyncio.create_task(hold())
+    await asyncio.wait([holding, ready], return_when=asyncio.FIRST_COMPLETED)
+    if holding.done():
+        await holding
+    manager = ready.result()
+    watched = Watched([*manager.pids().values(), *(p.pid for pid in manager.pids().values() for p in _below(pid))])
+    yield manager
+    stop.set()
+    await holding
+    assert watched.left_after(0) == 0
+    watched.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(models: RewardModelManager) -> AsyncIterator[Any]:
+    url = f"http://{models.reward_router_address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def _url(models: RewardModelManager) -> str:
+    return f"http://{models.reward_router_address}"
+
+
+async def _classify(models: RewardModelManager, **body: Any) -> tuple[int, Any]:
+    status, answer = await post(
+        _url(models), "/classify", json.dumps({"model": "scorer", "use_activation": False, **body}).encode(), **JSON
+    )
+    return status, json.loads(answer)
+
+
+JSON: dict[str, Any] = {"headers": {"content-type": "application/json"}}
+
+
+async def test_the_openai_client_chats(client: Any) -> None:
+    answer = await client.chat.completions.create(model="judge", messages=HELLO, max_tokens=8, temperature=0)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 8
+    assert {model.id async for model in client.models.list()} == {"judge", "scorer"}
+
+
+async def test_a_stream_arrives_in_parts_and_says_the_same(client: Any) -> None:
+    request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole = await client.chat.completions.create(**request)
+    stream = await client.chat.completions.create(**request, stream=True)
+    parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert len(parts) > 2
+    assert "".join(parts) == (whole.choices[0].message.content or "")
+
+
+async def test_structured_output(client: Any) -> None:
+    answer = await client.chat.completions.create(
+        model="judge", messages=HELLO, max_tokens=16, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+async def test_the_logits_are_those_of_transformers(
+    models: RewardModelManager, tiny_discriminative_model: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_discriminative_model)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_discriminative_model, dtype=torch.float32).eval()
+    chat = tokenizer.apply_chat_template(HELLO, tokenize=False)
+    with torch.no_grad():
+        expected = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in [*TEXTS, chat]]
+    status, answer = await _classify(models, input=TEXTS)
+    assert status == 200, answer
+    logits = [entry["probs"][0] for entry in answer["data"]]
+    status, answer = await _classify(models, messages=HELLO)
+    assert status == 200, answer
+    assert [*logits, answer["data"][0]["probs"][0]] == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 0.01
+
+
+async def test_the_librarys_own_client(models: RewardModelManager) -> None:
+    address = models.reward_router_address
+    reply = await chat_complete(address, HELLO, model="judge", max_tokens=4, temperature=0, logprobs=True)
+    assert reply.logprobs is not None
+    assert len(reply.logprobs) == reply.usage.completion_tokens
+    assert reply.cut_off == (reply.usage.completion_tokens == 4)
+    for text in (TEXTS[1], HELLO):
+        _, answer = await _classify(models, **({"input": text} if isinstance(text, str) else {"messages": text}))
+        assert await classify(address, text, model="scorer") == pytest.approx(answer["data"][0]["probs"][0])
+    ranked = await score(address, "12+30=", ["42", "a"], model="scorer")
+    assert len(ranked) == 2
+    with pytest.raises(RequestError, match="maximum context length") as long:
+        await chat_complete(address, "x" * 2 * MAX_MODEL_LEN, model="judge")
+    assert (long.value.status, long.value.transient) == (400, False)
+
+
+async def test_a_judge(models: RewardModelManager) -> None:
+    class Grade(BaseModel):
+        score: Literal[0, 1]
+
+    address = models.reward_router_address
+    choices = {"choice": ["Score: 1", "Score: 2"]}
+    judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
+    assert (await judge(address, answer="4")).score in (1, 2)
+    judge = Judge("Rate {{answer}}", Json(Grade, enforce=True), model="judge", max_tokens=64)
+    judgement = await judge(address, answer="4")
+    # A random model may spend all its tokens on spaces, which JSON lets it.
+    assert judgement.score in (0, 1) or judgement.reply.cut_off
+
+
+async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
+        await client.chat.completions.create(
+            model="judge", messages=[{"role": "user", "content": "x" * 2 * MAX_MODEL_LEN}], max_tokens=8
+        )
+    assert isinstance(long.value.body, dict)
+    assert long.value.body["type"] == "BadRequestError"
+    with pytest.raises(openai.NotFoundError, match="there are: judge, scorer"):
+        await client.chat.completions.create(model="nonesuch", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="needs a generative server") as wrong_kind:
+        await client.chat.completions.create(model="scorer", messages=HELLO)
+    assert isinstance(wrong_kind.value.body, dict)
+    assert wrong_kind.value.body["type"] == "RouterError"
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        await client.chat.completions.create(model="judge", messages=HELLO, temperature=-1)
+    status, body = await post(_url(models), "/v1/chat/completions", b'{"model": ', **JSON)
+    assert (status, "not JSON" in json.loads(body)["error"]["message"]) == (400, True)
+    status, body = await _classify(models, input="x" * 2 * MAX_MODEL_LEN)
+    assert (status, body["error"]["code"]) == (400, 400)
+
+
+async def test_requests_for_sleeping_engines_wait_until_they_wake(models: RewardModelManager) -> None:
+    async with aiohttp.ClientSession(_url(models)) as session:
+        await models.sleep()
+        async with session.get("/workers") as response:
+            workers = await response.json()
+        assert {worker["state"] for worker in workers} == {"asleep"}
+        for worker in workers:
+            async with session.get(worker["url"] + "/is_sleeping") as response:
+                assert (await response.json())["is_sleeping"] is True
+        requests = [asyncio.create_task(_classify(models, input=text)) for text in TEXTS]
+        # The router answers this one after it has received those.
+        async with session.get("/live") as response:
+            assert response.status == 200
+        await models.wake()
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * len(TEXTS)
+        async with session.get("/workers") as response:
+            assert "asleep" not in {worker["state"] for worker in await response.json()}
+
+
+async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothing(
+    models: RewardModelManager, client: Any
+) -> None:
+    before = models.pids()
+    below = _below(before["server 2"])
+    cores = [process.pid for process in below if "EngineCor" in process.name() or "EngineCor" in _title(process)]
+    assert cores
+    watched = Watched([process.pid for process in below])
+    os.kill(cores[0], signal.SIGKILL)
+    async with asyncio.timeout(600):
+        while (await _classify(models, input="a"))[0] != 200:
+            # The engine's own 500, while it has not noticed yet.
+            answer = await client.chat.completions.create(model="judge", messages=HELLO, max_tokens=2)
+            assert answer.choices
+        while models.pids().get("server 2") in (None, before["server 2"]):
+            await _classify(models, input="a")
+    after = models.pids()
+    assert after["server 1"] == before["server 1"]
+    assert watched.left_after() == 0
+    watched.close()
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ConfigError, ServerError, ServerStartError
+from reward_loop.serving import RewardModelManager, serve_reward_model
+from reward_loop.serving.engines.transformers import Transformers
+from tests.servers import STUB_COMMAND, Watched, post
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Makes configurations for a model that the stub servers never look at."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+
+    def make(**options: Any) -> RewardModelConfig:
+        paths = {"model_path": str(tmp_path / "model"), "log_dir": str(tmp_path / "logs")}
+        return RewardModelConfig(**(paths | {"start_timeout_s": 300} | options))
+
+    return make
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transformers, "command", lambda *_: STUB_COMMAND)
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_a_killed_server_costs_no_request_and_comes_back(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "reward_loop")
+    async with RewardModelManager(config(replicas=2, env={"STUB_DELAY": "0.02"})) as models:
+        url = f"http://{models.reward_router_address}"
+        before = models.pids()
+        answers = [asyncio.create_task(post(url, "/echo", str(i).encode())) for i in range(200)]
+        await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(before["server 1"], signal.SIGKILL)
+        assert await asyncio.gather(*answers) == [(200, str(i).encode()) for i in range(200)]
+        async with asyncio.timeout(120), aiohttp.ClientSession(url) as session:
+            pid = before["server 1"]
+            while pid in before.values():
+                async with session.get("/pid") as response:
+                    pid = int(await response.read())
+        assert pid == models.pids()["server 1"]
+        watched = Watched(list(models.pids().values()))
+    assert watched.left_after(0) == 0
+    watched.close()
+    assert "reward model server 1/2 ready in" in caplog.text
+    assert "was ended by SIGKILL" in caplog.text
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_with_one_server_requests_wait_until_it_is_back(config: Any) -> None:
+    async with RewardModelManager(config()) as models:
+        url = f"http://{models.reward_router_address}"
+        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        assert await asyncio.gather(*(post(url, "/echo", b"x") for _ in range(20))) == [(200, b"x")] * 20
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_a_killed_router_comes_back_at_its_address_and_is_told_who_is_lost(config: Any) -> None:
+    async with RewardModelManager(config(replicas=2, max_restarts=1)) as models:
+        url = f"http://{models.reward_router_address}"
+        first = models.pids()["server 1"]
+        os.kill(first, signal.SIGKILL)
+        while models.pids().get("server 1", first) == first:
+            await _state(url, 0)
+        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        while await _state(url, 0) != "retired":
+            pass
+        router = models.pids()["router"]
+        os.kill(router, signal.SIGKILL)
+        assert await _until(url, 200) == b"x"
+        assert models.pids()["router"] != router
+        while await _state(url, 0) != "retired":
+            pass
+        assert await post(url, "/echo", b"x") == (200, b"x")
+
+
+async def _state(url: str, worker: int) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/workers") as response:
+        return (await response.json())[worker]["state"]
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_when_every_server_is_given_up_requests_fail_at_once(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RewardModelManager(config(max_restarts=0, replicas=2)) as models:
+        url = f"http://{models.reward_router_address}"
+        os.kill(models.pids()["server 1"], signal.SIGKILL)
+        assert [status for status, _ in [await post(url, "/echo", b"x") for _ in range(4)]] == [200] * 4
+        os.kill(models.pids()["server 2"], signal.SIGKILL)
+        message = json.loads(await _until(url, 503))["error"]["message"]
+    assert "no reward model server is left" in message
+    assert "reward model server 2/2" in message
+    assert "was ended by SIGKILL" in message
+    assert "given up after 0 restarts" in caplog.text
+
+
+async def _until(url: str, status: int) -> bytes:
+    """The body of the first answer with a status; a dying router or server may give others before."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                answer, body = await post(url, "/echo", b"x")
+            except aiohttp.ClientError:
+                continue
+            if answer == status:
+                return body
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing(config: Any) -> None:
+    models = RewardModelManager(config(replicas=2, env={"STUB_EXIT": "4"}))
+    with pytest.raises(ServerStartError, match=r"server \d/2 exited with status 4") as raised:
+        await models.__aenter__()
+    assert "the stub is told to fail" in str(raised.value)
+    assert models.pids() == {}
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asleep(config: Any) -> None:
+    theirs = {"engine": "external", "urls": [], "kind": "generative"}
+    async with (
+        RewardModelManager(config(served_model_name="judge")) as one,
+        RewardModelManager(config(served_model_name="judge")) as other,
+    ):
+        theirs["urls"] = [f"http://{models.reward_router_address}" for models in (one, other)]
+        external = RewardModelConfig(models={"judge": theirs}, log_dir=str(config().log_dir))
+        async with RewardModelManager(external) as models:
+            assert list(models.pids()) == ["router"]
+            url = f"http://{models.reward_router_address}"
+            assert await post(url, "/echo", b"x") == (200, b"x")
+            await models.sleep()
+            assert [await _state(url, index) for index in (0, 1)] == ["asleep", "asleep"]
+            waiting = asyncio.create_task(post(url, "/echo", b"x"))
+            await models.wake()
+            assert await waiting == (200, b"x")
+
+
+@pytest.mark.usefixtures("stubs")
+async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_said(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = []
+    post_of_manager = RewardModelManager._post
+
+    async def posted(models: RewardModelManager, url: str, path: str, *, router: bool = False) -> None:
+        if not router and url == models._workers[0].url:
+            raise ServerError("no sleep")
+        await post_of_manager(models, url, path, router=router)
+        if not router:
+            asleep.append(url)
+
+    monkeypatch.setattr(RewardModelManager, "_post", posted)
+    async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
+        with pytest.raises(ServerError, match="no sleep"):
+            await models.sleep()
+        assert asleep == [models._workers[1].url]
+
+
+async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:
+    models = RewardModelManager(config(model_path="/no/such/model", log_dir="/no/such/logs"))
+    with pytest.raises(ConfigError, match="model_path: there is no directory '/no/such/model'"):
+        await models.__aenter__()
+    with pytest.raises(ConfigError, match=r"kind='discriminative'.* is generative"):
+        await RewardModelManager(config(kind="discriminative")).__aenter__()
+
+
+async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"router_port={port}: the port is in use on 127.0.0.1"):
+            await RewardModelManager(config(router_port=port)).__aenter__()
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_synchronous_program_gets_an_address_and_says_when_the_model_sleeps(config: Any) -> None:
+    with serve_reward_model(config(enable_sleep_mode=True)) as model:
+        url = f"http://{model.reward_router_address}"
+        assert asyncio.run(post(url, "/echo", b"x")) == (200, b"x")
+        model.sleep()
+        assert asyncio.run(_state(url, 0)) == "asleep"
+        model.wake()
+        assert asyncio.run(_state(url, 0)) == "up"
+    with pytest.raises(ConfigError, match="/no/such/model"), serve_reward_model(config(model_path="/no/such/model")):
+        pass
+
+
+# They wait in short steps: Python notices a signal that comes just before a sleep begins only when that is over.
+PARENT = """
+import asyncio, json, sys, time
+from reward_loop.config import RewardModelConfig
+from reward_loop.serving import RewardModelManager, manager, serve_reward_model
+
+how, model_path, log_dir, *stub = sys.argv[1:]
+manager.ENGINES["transformers"].command = lambda *_: stub
+config = RewardModelConfig(model_path=model_path, log_dir=log_dir, replicas=2)
+
+async def run():
+    async with RewardModelManager(config) as models:
+        print(json.dumps(list(models.pids().values())), flush=True)
+        while True:
+            await asyncio.sleep(0.1)
+
+if how == "async":
+    asyncio.run(run())
+else:
+    made = []
+    class Recorded(RewardModelManager):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+    manager.RewardModelManager = Recorded
+    serving = serve_reward_model(config)
+    serving.__enter__()
+    print(json.dumps(list(made[0].pids().values())), flush=True)
+    if how == "exit":
+        sys.exit(0)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def parent(config: Any) -> Iterator[Any]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(how: str) -> tuple[subprocess.Popen[str], Watched]:
+        options = config()
+        process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, how, options.model_path, options.log_dir, *STUB_COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        assert len(pids) == 3
+        return process, Watched(pids)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("how", "ending"),
+    [("async", signal.SIGKILL), ("async", signal.SIGTERM), ("async", signal.SIGINT), ("sync", signal.SIGINT)],
+)
+def test_no_process_outlives_its_parent(parent: Any, how: str, ending: signal.Signals) -> None:
+    process, children = parent(how)
+    process.send_signal(ending)
+    process.wait(60)
+    # After Ctrl-C they were waited for; after a kill they notice by themselves.
+    assert children.left_after(0 if ending is signal.SIGINT else 60) == 0
+
+
+def test_a_program_that_ends_inside_the_block_stops_its_processes(parent: Any) -> None:
+    process, children = parent("exit")
+    assert process.wait(60) == 0
+    assert children.left_after(0) == 0
+
+
+@pytest.mark.integration
+async def test_the_real_engine(tiny_discriminative_model: Path, config: Any) -> None:
+    model = str(tiny_discriminative_model)
+    async with RewardModelManager(config(model_path=model, replicas=2, served_model_name="judge")) as models:
+        url = f"http://{models.reward_router_address}"
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def classify(text: str) -> float:
+                body = {"model": "judge", "input": text, "use_activation": False}
+                async with session.post("/classify", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    return (await response.json())["data"][0]["probs"][0]
+
+            texts = [f"answer {i}" for i in range(200)]
+            requests = [asyncio.create_task(classify(text)) for text in texts]
+            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(models.pids()["server 1"], signal.SIGKILL)
+            scores = await asyncio.gather(*requests)
+            assert await asyncio.gather(*map(classify, texts)) == pytest.approx(scores, abs=1e-4)
+            assert len(set(scores)) > 100
+
+
+@pytest.mark.integration
+async def test_weights_that_cannot_be_loaded_are_reported_with_the_log(
+    tiny_generative_model: Path, config: Any, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_generative_model, broken)
+    (broken / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ServerStartError, match=r"server 1/1 exited with status 1 before it was ready") as raised:
+        await RewardModelManager(config(model_path=str(broken))).__aenter__()
+    assert "afetensor" in str(raised.value)

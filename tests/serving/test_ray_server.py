@@ -1,0 +1,104 @@
+"""Servers in Ray actors, on one node without GPUs. (A real engine runs in one in tests/verl/test_vllm.py.)"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ConfigError, ServerStartError
+from reward_loop.serving import RewardModelManager
+from reward_loop.serving.models import ENGINES
+from tests.servers import STUB_COMMAND, Watched, post
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=2**27, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes configurations for stub servers in Ray."""
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    # On the instance: that goes to the actor, the class does not.
+    monkeypatch.setattr(ENGINES["transformers"], "command", lambda *_: STUB_COMMAND)
+
+    def make(**options: Any) -> RewardModelConfig:
+        return RewardModelConfig(model_path=str(tmp_path), placement="ray", start_timeout_s=300, **options)
+
+    return make
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: Any) -> None:
+    from ray.util import placement_group_table
+
+    async with RewardModelManager(config(enable_sleep_mode=True)) as models:
+        url = f"http://{models.reward_router_address}"
+        assert await post(url, "/echo", b"x") == (200, b"x")
+        first = models.pids()["server 1"]
+        assert psutil.Process(first).ppid() != os.getpid()
+        os.kill(first, signal.SIGKILL)
+        assert await post(url, "/echo", b"y") == (200, b"y")
+        second = models.pids()["server 1"]
+        watched = Watched([second])
+        os.kill(psutil.Process(second).ppid(), signal.SIGKILL)
+        assert watched.left_after() == 0
+        watched.close()
+        assert await post(url, "/echo", b"z") == (200, b"z")
+        third = models.pids()["server 1"]
+        assert len({first, second, third}) == 3
+        # Asleep, it comes back asleep, wherever that is.
+        await models.sleep()
+        os.kill(third, signal.SIGKILL)
+        async with aiohttp.ClientSession(url) as session, asyncio.timeout(300):
+            states: list[str] = []
+            while models.pids().get("server 1") in (None, third) or states != ["asleep"]:
+                async with session.get("/workers") as response:
+                    states = [worker["state"] for worker in await response.json()]
+        await models.wake()
+        assert await post(url, "/echo", b"x") == (200, b"x")
+        watched = Watched([models.pids()["server 1"]])
+    assert watched.left_after(0) == 0
+    watched.close()
+    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> None:
+    with pytest.raises(ServerStartError, match=r"on [\d.]+ exited with status 4 before it was ready") as raised:
+        await RewardModelManager(config(env={"STUB_EXIT": "4"})).__aenter__()
+    assert "the stub is told to fail" in str(raised.value)
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_resources_that_there_are_not(config: Any) -> None:
+    from reward_loop.serving.ray_server import GpuReservation
+
+    with pytest.raises(ConfigError, match="a server needs 2 GPUs on one node, and the largest node has 0"):
+        list(GpuReservation().places(1, 2, 1))
+    scarce = config(threads=3).model_copy(update={"start_timeout_s": 1.0})
+    with pytest.raises(ServerStartError, match=r"found no node with 0 GPU\(s\) and 3 CPU\(s\) free after 1 s"):
+        await RewardModelManager(scarce).__aenter__()
+
+
+async def test_without_ray_it_is_refused(config: Any) -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    with pytest.raises(ConfigError, match="Ray is not initialised"):
+        await RewardModelManager(config()).__aenter__()

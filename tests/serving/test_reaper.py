@@ -1,0 +1,107 @@
+"""Servers that know no lifeline, and the processes that they start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers import Watched
+
+ROOT = Path(__file__).parents[2]
+
+SERVER = """
+import json, os, subprocess, sys, time
+child = [sys.executable, "-c", "import time; time.sleep(1000)"]
+# One that stays in the group, as vLLM's engine cores do, and one with a session of its own.
+pids = [os.getpid(), subprocess.Popen(child).pid, subprocess.Popen(child, start_new_session=True).pid]
+print(json.dumps(pids), flush=True)
+if sys.argv[1] == "exit":
+    sys.stdin.readline()
+    sys.exit(7)
+while True:  # Python notices a signal that comes just before a sleep begins only when that is over
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def guarded() -> Iterator[Any]:
+    started: list[subprocess.Popen[str]] = []
+
+    strays: list[int] = []
+
+    def start(how: str = "run") -> tuple[subprocess.Popen[str], int, Watched]:
+        mine, lifeline = os.pipe()
+        guard = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(mine), "--"]
+        process = subprocess.Popen(
+            [*guard, sys.executable, "-c", SERVER, how],
+            pass_fds=(mine,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        os.close(mine)
+        started.append(process)
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        strays.append(pids[-1])
+        return process, lifeline, Watched([process.pid, *(pids[:2] if how == "killed" else pids)])
+
+    yield start
+    for pid in strays:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_cut_lifeline_ends_all(guarded: Any) -> None:
+    _, lifeline, watched = guarded()
+    os.close(lifeline)
+    assert watched.left_after() == 0
+
+
+def test_what_a_server_leaves_behind_ends_with_it(guarded: Any) -> None:
+    process, _, watched = guarded("exit")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.wait(60) == 7
+    assert watched.left_after(0) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_and_so_is_what_they_do(guarded: Any, number: signal.Signals) -> None:
+    process, _, watched = guarded()
+    process.send_signal(number)
+    # Python ends by a SIGINT as a signal ends others.
+    assert process.wait(60) == -number
+    assert watched.left_after(0) == 0
+
+
+def test_a_killed_guard_takes_the_server_with_it(guarded: Any) -> None:
+    process, _, watched = guarded("killed")
+    process.kill()
+    # The guard's owner ends what is left of its group, as ServerProcess does. One that has left the group lives on.
+    process.wait()
+    os.killpg(process.pid, signal.SIGKILL)
+    assert watched.left_after() == 0
+
+
+def test_a_command_that_does_not_exist_is_named() -> None:
+    mine, lifeline = os.pipe()
+    command = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(mine), "--", "/nonesuch"]
+    done = subprocess.run(command, pass_fds=(mine,), capture_output=True, text=True, cwd=ROOT, timeout=120)
+    os.close(lifeline)
+    assert done.returncode == 1
+    assert "/nonesuch cannot be started" in done.stderr

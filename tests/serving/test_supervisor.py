@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from reward_loop.errors import ServerDiedError, ServerError
+from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
+from tests.servers import until
+
+
+class FakeServer:
+    """A server that lives until it is told to die."""
+
+    name, url, pid, started_in_s = "fake", "http://a:1", 1, 0.0
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.dies = asyncio.Event()
+
+    async def __aenter__(self) -> FakeServer:
+        self.entered = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.entered = False
+
+    async def wait(self) -> ServerDiedError:
+        await self.dies.wait()
+        return ServerDiedError("it was told to")
+
+
+async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_again() -> None:
+    servers: list[FakeServer] = []
+    told: list[str] = []
+    up = asyncio.Event()
+
+    def new() -> FakeServer:
+        servers.append(FakeServer())
+        return servers[-1]
+
+    async def on_up(url: str) -> None:
+        told.append(url)
+        if len(told) == 2:
+            raise ServerError("it will not sleep")
+        if len(told) == 3:
+            up.set()
+
+    supervisor = Supervisor(new, RestartPolicy(3, 60), starts=Starts(1), on_up=on_up)
+    running = asyncio.create_task(supervisor.run())
+    await supervisor.started
+    servers[0].dies.set()
+    async with asyncio.timeout(30):
+        await up.wait()
+    assert [server.entered for server in servers] == [False, False, True]
+    running.cancel()
+    await asyncio.wait([running])
+    assert not servers[-1].entered
+
+
+async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
+    async def on_up(_: str) -> None:
+        raise ServerError("it will not sleep")
+
+    supervisor = Supervisor(FakeServer, RestartPolicy(3, 60), starts=Starts(1), on_up=on_up)
+    await supervisor.run()
+    with pytest.raises(ServerError, match="it will not sleep"):
+        await supervisor.started
+
+
+async def test_starts_are_bounded_and_can_be_forbidden() -> None:
+    starts, starting, ready = Starts(2), [], [asyncio.Event() for _ in range(4)]
+
+    async def start(number: int) -> None:
+        async with starts:
+            starting.append(number)
+            await ready[number].wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(4):
+            tasks.create_task(start(number))
+        await until(lambda: starting == [0, 1])
+        forbidding = tasks.create_task(starts.forbid())
+        ready[0].set()
+        await asyncio.sleep(0)
+        assert not forbidding.done()
+        ready[1].set()
+        await forbidding
+        assert starting == [0, 1]
+        await starts.allow()
+        await until(lambda: starting == [0, 1, 2, 3])
+        ready[2].set()
+        ready[3].set()

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError
+from reward_loop.verl.resolve import reward_loop_options, without_reward
+from reward_loop.verl.reward_model import reward_model_options
+from tests.verl.configs import settled
+
+
+@pytest.mark.parametrize("name", ["reward_loop_trainer", "cpu"])
+def test_the_defaults_are_settled(name: str) -> None:
+    config = settled(name=name)
+    assert config.reward_model.use_reward_loop is True
+    assert reward_model_options(config) is None
+
+
+def test_the_yaml_defaults_are_those_of_the_options() -> None:
+    assert reward_loop_options(settled()) == RewardLoopConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
+        ("reward_model.num_workers=3", "reward.num_workers", 3),
+        ("custom_reward_function.path=f.py", "reward.custom_reward_function.path", "f.py"),
+        ("custom_reward_function.name=judge", "reward.custom_reward_function.name", "judge"),
+        ("+custom_reward_function.reward_kwargs.x=1", "reward.custom_reward_function.reward_kwargs.x", 1),
+        ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs.max_resp_len", 9),
+        ("reward_model.rollout.name=transformers", "reward.reward_model.rollout.name", "transformers"),
+        ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "http://x"),
+        ("sandbox_fusion.max_concurrent=7", "reward.sandbox_fusion.max_concurrent", 7),
+    ],
+)
+def test_the_keys_that_users_write_take_effect(override: str, key: str, value: object) -> None:
+    assert OmegaConf.select(settled(override), key) == value
+
+
+def test_verls_limits_reach_whoever_keeps_them_for_all_workers() -> None:
+    config = settled("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
+    limit = reward_loop_options(config).limits["default"]
+    assert (limit.max_concurrent, limit.requests_per_minute) == (6, 500)
+
+
+def test_a_module_path_alone_means_importlib() -> None:
+    config = settled("reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine")
+    manager = config.reward.reward_manager
+    assert (manager.source, manager.module.path, manager.name) == ("importlib", "m.py", "Mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (
+            ["reward_model.reward_manager=dapo", "reward.reward_manager.name=gdpo"],
+            ["reward_model.reward_manager=dapo", "reward.reward_manager.name=gdpo"],
+        ),
+        (
+            ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"],
+            ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"],
+        ),
+        (
+            ["reward_model.launch_reward_fn_async=False"],
+            ["reward_model.launch_reward_fn_async=False", "reward_model.use_reward_loop=True"],
+        ),
+        (["+reward_model.use_rewardloop=True"], ["reward_model.use_rewardloop", "did you mean 'use_reward_loop'"]),
+        (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),
+        (["+reward.custom_reward_function.nam=f"], ["reward.custom_reward_function.nam"]),
+        (["+reward_model.rollout.dtipe=x"], ["reward_model.rollout.dtipe", "did you mean 'dtype'"]),
+        (["reward_loop.on_failed=ignore"], ["reward_loop.on_failed"]),
+        (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
+        (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
+        (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
+        (
+            [
+                "algorithm.adv_estimator=gdpo",
+                "+algorithm.gdpo_reward_keys=[a,b]",
+                "+algorithm.gdpo_reward_weights=[1]",
+            ],
+            ["algorithm.gdpo_reward_weights", "got 1"],
+        ),
+        (["+reward_loop.components.a.path=f.py"], ["reward_loop.components", "reward_manager=composite"]),
+        (
+            ["reward_model.reward_manager=composite", "+reward_loop.components.a.pth=f.py"],
+            ["reward_loop.components.a.pth", "did you mean 'path'"],
+        ),
+        (
+            [
+                "reward_model.reward_manager=composite",
+                "+reward_loop.components.a.path=f.py",
+                "custom_reward_function.path=g.py",
+            ],
+            ["custom_reward_function.path=g.py has no effect"],
+        ),
+        (["+reward_loop.group.sise=2"], ["reward_loop.group.sise", "did you mean 'size'"]),
+        (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
+        (["reward_model.num_workers=0"], ["reward.num_workers=0"]),
+        (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
+    ],
+)
+def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(*overrides)
+    for name in named:
+        assert name in str(caught.value)
+
+
+def test_the_same_value_twice_is_no_contradiction() -> None:
+    config = settled("reward_model.reward_manager=dapo", "reward.reward_manager.name=dapo")
+    assert config.reward.reward_manager.name == "dapo"
+
+
+@pytest.mark.parametrize("key", ["reward_model.num_workers", "reward.num_workers"])
+def test_the_command_line_goes_before_a_file(key: str) -> None:
+    assert settled(f"{key}=3", name="cpu").reward.num_workers == 3
+
+
+def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
+    config = settled("custom_reward_function.path=f.py")
+    copy = without_reward(config)
+    assert (copy.reward.num_workers, copy.reward.reward_model.enable) == (0, False)
+    assert config.reward.num_workers == 8
