@@ -1,11 +1,12 @@
-"""Rewards as futures: submit a batch, go on, and take groups as their rewards complete."""
+"""Rewards as futures: submit a batch, continue, and take groups as their rewards complete."""
 
 from __future__ import annotations
 
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
-from reward_loop.agent.queue import QueuedRewards, RewardQueue, SampleAggregator, Staleness
+from reward_loop.agent.queue import RewardQueue, Staleness
+from reward_loop.agent.queued_rewards import QueuedRewards, SampleAggregator
 
 __all__ = [
     "BlockingPendingRewards",

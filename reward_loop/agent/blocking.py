@@ -1,16 +1,18 @@
-"""The agent for synchronous programs: it runs on an event loop in a thread of its own."""
+"""The agent for synchronous programs: it runs on an event loop in its own thread."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from reward_loop.agent.agent import RewardAgent
+from reward_loop._util.background_loop import in_background
+from reward_loop.agent.batch import Batch
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
+from reward_loop.agent.runner import BatchRunner
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Reward
 
@@ -22,30 +24,32 @@ T = TypeVar("T")
 class BlockingRewardAgent:
     """`RewardAgent` without ``async``: a context manager with the same `submit`, `state` and `restore`.
 
-    Rewards go on being computed while the caller trains.
+    Samples are scored in the background while the caller trains.
     """
 
     def __init__(self, manager: Any, *, concurrency: int | None = None) -> None:
-        """Take what `RewardAgent` takes."""
-        self._agent = RewardAgent(manager, concurrency=concurrency)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        """Create an agent; see `RewardAgent` for the arguments."""
+        self._runner = BatchRunner(manager, concurrency=concurrency, on_ended=None)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # Imported here: the package that it lives in brings aiohttp and FastAPI along.
-        from reward_loop._util.background_loop import in_background
-
-        self._stack.enter_context(in_background(lambda: self._agent, name="reward-agent"))
-        self._loop = self._agent._loop
+        self._stack.enter_context(in_background(self._running, name="reward-agent"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        # The thread's loop leaves the agent by cancellation, which hides the error of a batch that nobody waited for.
         if error is None:
-            self._agent._raise_unseen()
+            self._runner.raise_unseen_error()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        self._runner.open()
+        try:
+            yield
+        finally:
+            await self._runner.close()
 
     def submit(
         self,
@@ -56,30 +60,29 @@ class BlockingRewardAgent:
         priority: float = 0,
         tag: Any = None,
     ) -> BlockingPendingRewards:
-        """Take a batch, and return at once; see `RewardAgent.submit`."""
+        """Submit a batch; return at once. See `RewardAgent.submit`."""
         loop = self._open_loop()
-        # Here, and not on the loop: the caller need not wait until it is this batch's turn there.
-        batch = self._agent._take_in(samples, group_size, groups, priority, tag)
-        loop.call_soon_threadsafe(self._agent._go, batch)
+        # Registered in this thread, so that the caller does not wait for the event loop.
+        batch = self._runner.accept(samples, group_size=group_size, groups=groups, priority=priority, tag=tag)
+        loop.call_soon_threadsafe(self._runner.start, batch)
         return BlockingPendingRewards(batch, self._run, self._call)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; see `RewardAgent.state`."""
-        return self._call(self._agent.state)
+        """Return a checkpoint; see `RewardAgent.state`."""
+        return self._call(self._runner.state)
 
     def restore(self, state: Mapping[str, Any]) -> list[BlockingPendingRewards]:
-        """Take up the batches of a `state`; see `RewardAgent.restore`."""
-        return [
-            BlockingPendingRewards(pending, self._run, self._call)
-            for pending in self._call(lambda: self._agent.restore(state))
-        ]
+        """Resume the batches of a `state`; see `RewardAgent.restore`."""
+        batches = self._call(lambda: self._runner.restore(state))
+        return [BlockingPendingRewards(batch, self._run, self._call) for batch in batches]
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
+        loop = self._runner.loop
+        if loop is None:
             raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
-        if self._loop.is_closed():
+        if loop.is_closed():
             raise RewardLoopError("the agent is closed")
-        return self._loop
+        return loop
 
     def _call(self, function: Callable[[], T]) -> T:
         async def call() -> T:
@@ -97,24 +100,28 @@ class BlockingRewardAgent:
         try:
             return future.result(timeout)
         except concurrent.futures.CancelledError:
-            raise RewardLoopError("the agent was closed meanwhile") from None
+            raise RewardLoopError("the agent was closed while this call waited") from None
         except BaseException:
-            # Ctrl-C, or the timeout: whoever waited no longer does.
+            # Ctrl-C or the timeout ended the wait.
             future.cancel()
             raise
 
 
 class BlockingPendingRewards:
-    """`PendingRewards` without ``async``. Where a ``timeout`` is given, waiting longer raises `TimeoutError`; the batch
-    goes on, and can be waited for again."""
+    """`PendingRewards` without ``async``.
+
+    Methods that take a ``timeout`` (seconds) raise `TimeoutError` after it; the batch continues, and you can
+    wait again.
+    """
 
     def __init__(
         self,
-        pending: PendingRewards,
+        batch: Batch,
         run: Callable[[Coroutine[Any, Any, Any], float | None], Any],
         call: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        self._pending = pending
+        self._batch = batch
+        self._pending = PendingRewards(batch)
         self._run = run
         self._call = call
 
@@ -129,21 +136,21 @@ class BlockingPendingRewards:
 
     @property
     def tag(self) -> Any:
-        """What the caller gave to know the batch by."""
+        """The tag given to `BlockingRewardAgent.submit`."""
         return self._pending.tag
 
     @property
     def group_count(self) -> int:
-        """How many groups it has."""
+        """The number of groups."""
         return self._pending.group_count
 
     @property
     def completed(self) -> int:
-        """How many of them are complete."""
+        """The number of complete groups."""
         return self._pending.completed
 
     def done(self) -> bool:
-        """Whether all groups are complete, or an error or `cancel` has ended it."""
+        """Whether all groups are complete, or an error or `cancel` has ended the batch."""
         return self._pending.done()
 
     def cancel(self) -> None:
@@ -152,16 +159,15 @@ class BlockingPendingRewards:
 
     def result(self, timeout: float | None = None) -> list[Reward]:
         """Wait for all rewards, in order of submission."""
-        rewards: list[Reward] = self._run(self._pending._all(), timeout)
+        rewards: list[Reward] = self._run(self._pending.all(), timeout)
         return rewards
 
     def wait(self, groups: int, timeout: float | None = None) -> int:
-        """Wait until so many groups are complete, or all; return how many are."""
-        pending = self._pending
-        # What is there is not asked for: the loop may be busy with the start of the next batch.
-        if pending._error is None and pending.completed >= min(groups, pending.group_count):
-            return pending.completed
-        completed: int = self._run(pending.wait(groups), timeout)
+        """Wait until that many groups, or all, are complete; return the number of complete groups."""
+        # Groups that are already complete need no turn of the event loop, which may be busy starting the next batch.
+        if self._batch.error is None and self.completed >= min(groups, self.group_count):
+            return self.completed
+        completed: int = self._run(self._pending.wait(groups), timeout)
         return completed
 
     def groups(self) -> Iterator[Group]:
@@ -171,7 +177,7 @@ class BlockingPendingRewards:
     def mini_batches(self, groups: int) -> Iterator[MiniBatch]:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
         if groups < 1:
-            raise ConfigError(f"a mini-batch has at least one group, not {groups}")
+            raise ConfigError(f"a mini-batch needs at least one group, not {groups}")
         return self._mini_batches(groups)
 
     def _mini_batches(self, groups: int) -> Iterator[MiniBatch]:
@@ -184,4 +190,4 @@ class BlockingPendingRewards:
                 yield MiniBatch(tuple(chosen))
         finally:
             if yielded == self.group_count:
-                self._pending._on_delivered(self._pending)
+                self._batch.on_delivered(self._batch)

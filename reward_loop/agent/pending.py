@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from array import array
-from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
+from reward_loop.agent.batch import Batch
+from reward_loop.errors import ConfigError
 from reward_loop.types import Reward
 
 __all__ = ["Group", "MiniBatch", "PendingRewards"]
@@ -18,12 +16,12 @@ __all__ = ["Group", "MiniBatch", "PendingRewards"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group whose members have all ended."""
+    """A complete group: all its members have a reward."""
 
     index: int
-    """Which of the batch's groups it is."""
+    """The index of the group in its batch."""
     indices: range
-    """The places of its samples in the batch."""
+    """The indices of its samples in the batch."""
     rewards: list[Reward]
     """The members' rewards, in order of submission."""
 
@@ -35,7 +33,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """Some complete groups of one batch, in the order in which they were completed."""
+    """Some complete groups of one batch, in order of completion."""
 
     groups: tuple[Group, ...]
 
@@ -47,220 +45,119 @@ class MiniBatch:
 
     @property
     def indices(self) -> list[int]:
-        """The places of all its samples in the batch, group by group."""
+        """The indices of all its samples in the batch, group by group."""
         return [i for group in self.groups for i in group.indices]
 
     @property
     def rewards(self) -> list[Reward]:
-        """The rewards of all its samples, beside `indices`."""
+        """The rewards of all its samples, in the order of `indices`."""
         return [reward for group in self.groups for reward in group.rewards]
 
 
 class PendingRewards:
-    """What `RewardAgent.submit` returns: the batch's rewards, as they come.
+    """The rewards of one batch; `RewardAgent.submit` returns it.
 
-    It can be awaited, which gives all rewards in order of submission, and iterated over, which gives each `Group` when
-    it is complete. Both can be done more than once, and by several tasks; each iteration begins with the first group.
-    Giving up an ``await`` does not give up the batch: `cancel` does.
+    Await it to get all rewards in order of submission. Iterate over it (``async for``) to get each `Group` when it is
+    complete. Both work more than once and from several tasks; each iteration starts with the first group. A cancelled
+    ``await`` does not cancel the batch: `cancel` does.
 
-    An error that must stop the run (the policy ``raise``, too many failures, a bug in the manager) is raised from
-    there, and ends the batch: its other samples are cancelled.
+    An error that must stop the run (the policy ``raise``, too many failures, a bug in the manager) ends the batch: its
+    other samples are cancelled, and every ``await`` and iteration raises the error.
     """
 
-    __slots__ = (
-        "_error",
-        "_latencies",
-        "_left",
-        "_next",
-        "_observed",
-        "_on_cancel",
-        "_on_delivered",
-        "_order",
-        "_post_processed",
-        "_rewards",
-        "_samples",
-        "_starts",
-        "_tasks",
-        "_times",
-        "_waiters",
-        "number",
-        "priority",
-        "tag",
-    )
+    __slots__ = ("_batch",)
 
-    def __init__(
-        self,
-        samples: list[Any],
-        sizes: Sequence[int],
-        *,
-        number: int,
-        priority: float,
-        tag: Any,
-        on_cancel: Callable[[PendingRewards], None],
-        on_delivered: Callable[[PendingRewards], None],
-    ) -> None:
-        if any(size < 1 for size in sizes) or sum(sizes) != len(samples):
-            raise ConfigError(
-                f"groups of {sum(sizes)} samples were named, and {len(samples)} samples given; no group may be empty"
-            )
-        self.number = number
-        """Counts the agent's batches, in order of submission."""
-        self.priority = priority
-        self.tag = tag
-        """What the caller gave to `RewardAgent.submit` to know the batch by."""
-        self._samples = samples
-        self._rewards: list[Reward | None] = [None] * len(samples)
-        self._starts = list(accumulate(sizes, initial=0))
-        self._left = array("l", sizes)
-        self._order: list[int] = []
-        self._post_processed = True
-        """Whether its groups are; not where somebody else puts them together."""
-        self._latencies: array[float] | None = None
-        self._times: array[float] | None = None
-        self._next = 0
-        self._error: RewardLoopError | None = None
-        self._observed = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._waiters: list[asyncio.Future[None]] = []
-        self._on_cancel = on_cancel
-        self._on_delivered = on_delivered
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.done() else "pending"
-        tag = "" if self.tag is None else f", tag={self.tag!r}"
-        return f"PendingRewards({state}, {len(self._order)} of {self.group_count} groups{tag})"
+        batch = self._batch
+        state = "failed" if batch.error else "done" if batch.ended else "pending"
+        tag = "" if batch.tag is None else f", tag={batch.tag!r}"
+        return f"PendingRewards({state}, {self.completed} of {self.group_count} groups{tag})"
 
     def __len__(self) -> int:
-        """How many samples it has."""
-        return len(self._rewards)
+        """The number of samples."""
+        return len(self._batch)
+
+    @property
+    def number(self) -> int:
+        """Counts the agent's batches, in order of submission."""
+        return self._batch.number
+
+    @property
+    def priority(self) -> float:
+        """The priority given to `RewardAgent.submit`."""
+        return self._batch.priority
+
+    @property
+    def tag(self) -> Any:
+        """The tag given to `RewardAgent.submit`."""
+        return self._batch.tag
 
     @property
     def group_count(self) -> int:
-        """How many groups it has."""
-        return len(self._left)
+        """The number of groups."""
+        return self._batch.group_count
 
     @property
     def completed(self) -> int:
-        """How many of them are complete."""
-        return len(self._order)
+        """The number of complete groups."""
+        return len(self._batch.completed_groups)
 
     def done(self) -> bool:
-        """Whether all groups are complete, or an error or `cancel` has ended it."""
-        return self._error is not None or len(self._order) == len(self._left)
+        """Whether all groups are complete, or an error or `cancel` has ended the batch."""
+        return self._batch.ended
 
     def cancel(self) -> None:
-        """Cancel the samples that have not ended. Whoever waits gets a `RewardsCancelledError`."""
-        self._on_cancel(self)
+        """Cancel the samples that have not ended. All who wait get a `RewardsCancelledError`."""
+        self._batch.on_cancel(self._batch)
 
     def __await__(self) -> Generator[Any, None, list[Reward]]:
-        return self._all().__await__()
+        return self.all().__await__()
 
-    def __aiter__(self) -> AsyncIterator[Group]:
+    def __aiter__(self) -> AsyncGenerator[Group, None]:
         return self.groups()
 
+    async def all(self) -> list[Reward]:
+        """Wait for all rewards, in order of submission; the same as ``await pending``."""
+        await self._batch.wait(self.group_count)
+        self._delivered()
+        return [reward for reward in self._batch.rewards if reward is not None]
+
     async def wait(self, groups: int) -> int:
-        """Wait until so many groups are complete, or all; return how many are."""
-        while len(self._order) < min(groups, self.group_count):
-            await self._change()
-        self._check()
-        return len(self._order)
+        """Wait until that many groups, or all, are complete; return the number of complete groups."""
+        return await self._batch.wait(groups)
 
     def complete_groups(self, first: int = 0, last: int | None = None) -> list[Group]:
-        """Return the groups that are complete, in order of completion, from the ``first``-th to before the ``last``."""
-        return [self._group(index) for index in self._order[first:last]]
+        """Return the complete groups ``first`` to ``last - 1``, counted in order of completion."""
+        return [self._group(index) for index in self._batch.completed_groups[first:last]]
 
-    async def groups(self) -> AsyncIterator[Group]:
+    async def groups(self) -> AsyncGenerator[Group, None]:
         """Yield the groups as they complete."""
-        yielded = 0
-        try:
-            while yielded < self.group_count:
-                await self.wait(yielded + 1)
-                yielded += 1
-                yield self._group(self._order[yielded - 1])
-        finally:
-            if yielded == self.group_count:
-                self._on_delivered(self)
+        async with aclosing(self.mini_batches(1)) as mini_batches:
+            async for mini_batch in mini_batches:
+                yield mini_batch.groups[0]
 
-    async def mini_batches(self, groups: int) -> AsyncIterator[MiniBatch]:
+    async def mini_batches(self, groups: int) -> AsyncGenerator[MiniBatch, None]:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
         if groups < 1:
-            raise ConfigError(f"a mini-batch has at least one group, not {groups}")
+            raise ConfigError(f"a mini-batch needs at least one group, not {groups}")
         yielded = 0
         try:
             while yielded < self.group_count:
                 await self.wait(yielded + groups)
-                chosen = self._order[yielded : yielded + groups]
+                chosen = self.complete_groups(yielded, yielded + groups)
                 yielded += len(chosen)
-                yield MiniBatch(tuple(self._group(index) for index in chosen))
+                yield MiniBatch(tuple(chosen))
         finally:
             if yielded == self.group_count:
-                self._on_delivered(self)
+                self._delivered()
 
-    async def _all(self) -> list[Reward]:
-        await self.wait(self.group_count)
-        self._on_delivered(self)
-        return [reward for reward in self._rewards if reward is not None]
+    def _delivered(self) -> None:
+        self._batch.on_delivered(self._batch)
 
     def _group(self, index: int) -> Group:
-        members = self._members(index)
-        return Group(index, members, [reward for reward in self._rewards[members.start : members.stop] if reward])
-
-    def _members(self, index: int) -> range:
-        return range(self._starts[index], self._starts[index + 1])
-
-    def _group_of(self, sample: int) -> int:
-        return bisect_right(self._starts, sample) - 1
-
-    def _check(self) -> None:
-        if self._error is not None:
-            self._observed = True
-            self._on_delivered(self)
-            raise self._error
-
-    async def _change(self) -> None:
-        self._check()
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    # What follows is called by the agent.
-
-    def _take(self) -> int | None:
-        """The next sample to start, or None if all are started."""
-        while self._next < len(self._rewards):
-            self._next += 1
-            if self._rewards[self._next - 1] is None:
-                return self._next - 1
-        return None
-
-    def _ended(self, sample: int, reward: Reward) -> int | None:
-        """Book a sample's reward; return its group if that has no member left."""
-        assert self._rewards[sample] is None
-        self._rewards[sample] = reward
-        group = self._group_of(sample)
-        self._left[group] -= 1
-        return None if self._left[group] else group
-
-    def _complete(self, group: int) -> None:
-        self._order.append(group)
-        self._wake()
-
-    def _fail(self, error: RewardLoopError) -> None:
-        """End it with an error, unless it has ended."""
-        if self.done():
-            return
-        self._error = error
-        self._observed = isinstance(error, RewardsCancelledError)
-        self._samples = []
-        self._next = len(self._rewards)
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
-        self._wake()
+        members = self._batch.members(index)
+        rewards = self._batch.rewards[members.start : members.stop]
+        return Group(index, members, [reward for reward in rewards if reward is not None])

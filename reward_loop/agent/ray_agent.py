@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from reward_loop.agent.agent import RewardAgent, _sizes
+from reward_loop.agent.agent import RewardAgent
+from reward_loop.agent.batch import group_sizes
 from reward_loop.agent.journal import Entry, Journal
 from reward_loop.agent.pending import Group, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
@@ -167,7 +168,7 @@ class AsyncRewardAgent:
         kept = {
             "tag": name,
             "priority": 0,
-            "groups": _sizes(len(rows), entry.group_size, None),
+            "groups": group_sizes(len(rows), entry.group_size, None),
             "samples": [rows[i] for i in order],
             "rewards": [entry.rewards.get(i) for i in range(len(rows))],
             "completed": entry.handed_out,
@@ -201,8 +202,8 @@ class AsyncRewardAgent:
         self._batches = {name: self._batches[name] for name in self._journal.entries()}
         return batch, groups
 
-    def _ended(self, pending: PendingRewards, sample: int, reward: Reward) -> None:
-        self._unsaved.setdefault(pending.tag, {})[sample] = reward
+    def _ended(self, batch: str, sample: int, reward: Reward) -> None:
+        self._unsaved.setdefault(batch, {})[sample] = reward
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save())
 

@@ -286,7 +286,7 @@ async def test_what_cannot_be_submitted():
         for options in ({"group_size": 2}, {"group_size": 0}, {"groups": [1, 1]}, {"groups": [3, 0]}):
             with pytest.raises(ConfigError, match="groups"):
                 agent.submit(numbered(3), **options)
-        with pytest.raises(ConfigError, match="not both"):
+        with pytest.raises(ConfigError, match="exclude each other"):
             agent.submit(numbered(2), group_size=1, groups=[2])
         with pytest.raises(ConfigError, match="at least one"):
             await anext(agent.submit(numbered(1)).mini_batches(0))

@@ -104,7 +104,7 @@ async def test_closing_ends_whoever_waits_for_entries():
 async def test_what_a_queue_refuses():
     with pytest.raises(ConfigError, match="capacity"):
         RewardQueue(0)
-    with pytest.raises(ConfigError, match="member 2 of a group of 2"):
+    with pytest.raises(ConfigError, match="from 0 to 1 in a group of 2, got 2"):
         await RewardQueue(1).put("x", step=1, group="g", group_size=2, member=2)
 
 
@@ -123,7 +123,7 @@ def test_the_aggregator_hands_on_each_group_once_and_whole(data):
 def test_the_aggregator_refuses_a_member_twice():
     aggregator = SampleAggregator()
     aggregator.add("g", 3, 0, "x")
-    with pytest.raises(RewardLoopError, match="member 0 already"):
+    with pytest.raises(RewardLoopError, match="already has member 0"):
         aggregator.add("g", 3, 0, "x")
     assert (len(aggregator), aggregator.held, aggregator.members()) == (1, 1, ["x"])
 

@@ -1,0 +1,231 @@
+"""The state of one submitted batch: its samples, the rewards so far, and who waits for them.
+
+Invariants:
+
+- A group is complete when all its members have a reward and, where the function has one, ``post_process_scores`` has
+  run. `completed_groups` lists complete groups in order of completion; a group appears there once.
+- A batch ends once: when its last group is complete, or with the first error. After that nothing changes.
+- Everything here runs on the runner's event loop, except reads of `completed_groups`, `error` and lengths, which only
+  grow or are set once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
+from reward_loop.types import Reward
+
+__all__ = ["Batch", "group_sizes"]
+
+
+class Batch:
+    """One submitted batch. `reward_loop.agent.runner.BatchRunner` changes it; `PendingRewards` shows it to users."""
+
+    __slots__ = (
+        "_left",
+        "_next",
+        "_starts",
+        "_waiters",
+        "completed_groups",
+        "error",
+        "error_was_raised",
+        "latencies",
+        "number",
+        "on_cancel",
+        "on_delivered",
+        "post_process",
+        "priority",
+        "rewards",
+        "samples",
+        "tag",
+        "tasks",
+        "times",
+    )
+
+    def __init__(
+        self,
+        samples: list[Any],
+        sizes: Sequence[int],
+        *,
+        number: int,
+        priority: float,
+        tag: Any,
+        on_cancel: Callable[[Batch], None],
+        on_delivered: Callable[[Batch], None],
+    ) -> None:
+        """Divide the samples into groups.
+
+        Args:
+            samples: the samples; members of a group are neighbours.
+            sizes: the size of each group.
+            number: counts the batches of a runner, in order of submission.
+            priority: batches with a lower number start first.
+            tag: the caller's own mark of the batch.
+            on_cancel: called when the user cancels the batch.
+            on_delivered: called when the user has received all rewards, or the error.
+
+        Raises:
+            ConfigError: a group is empty, or the sizes do not add up to the number of samples.
+        """
+        if any(size < 1 for size in sizes) or sum(sizes) != len(samples):
+            raise ConfigError(
+                f"the groups have {sum(sizes)} samples in all, but {len(samples)} samples were given; "
+                "each group needs at least one sample"
+            )
+        self.number = number
+        self.priority = priority
+        self.tag = tag
+        self.samples = samples
+        self.rewards: list[Reward | None] = [None] * len(samples)
+        self.completed_groups: list[int] = []
+        self.error: RewardLoopError | None = None
+        self.error_was_raised = False
+        """Whether somebody received the error, or it needs no receiver because the user cancelled the batch."""
+        self.post_process = True
+        """Whether ``post_process_scores`` runs on its groups; False for a single member of a larger group."""
+        self.latencies: array[float] | None = None
+        self.times: array[float] | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.on_cancel = on_cancel
+        self.on_delivered = on_delivered
+        self._starts = list(accumulate(sizes, initial=0))
+        self._left = array("l", sizes)
+        self._next = 0
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def group_count(self) -> int:
+        """The number of groups."""
+        return len(self._left)
+
+    @property
+    def unstarted(self) -> int:
+        """An upper bound for the number of samples that have not started."""
+        return len(self.rewards) - self._next
+
+    @property
+    def ended(self) -> bool:
+        """Whether all groups are complete, or an error or `cancel` has ended the batch."""
+        return self.error is not None or len(self.completed_groups) == len(self._left)
+
+    def members(self, group: int) -> range:
+        """The indices of a group's samples."""
+        return range(self._starts[group], self._starts[group + 1])
+
+    def group_of(self, sample: int) -> int:
+        """The group of a sample."""
+        return bisect_right(self._starts, sample) - 1
+
+    def next_sample(self) -> int | None:
+        """Mark the next sample without a reward as started, and return its index; None if none is left."""
+        while self._next < len(self.rewards):
+            self._next += 1
+            if self.rewards[self._next - 1] is None:
+                return self._next - 1
+        return None
+
+    def add_reward(self, sample: int, reward: Reward) -> int | None:
+        """Store the reward of a sample; return its group if all members of the group now have one."""
+        assert self.rewards[sample] is None
+        self.rewards[sample] = reward
+        group = self.group_of(sample)
+        self._left[group] -= 1
+        return None if self._left[group] else group
+
+    def restore(self, rewards: Sequence[Reward | None], completed: Sequence[int], *, whole_groups: bool) -> list[int]:
+        """Fill a new batch from a checkpoint; return the groups that only lack their post-processing.
+
+        Args:
+            rewards: the reward of each sample, or None.
+            completed: the complete groups, in order of completion.
+            whole_groups: whether an incomplete group starts again as a whole, because its members wait for each other.
+        """
+        self.rewards[:] = rewards
+        self.completed_groups[:] = completed
+        for group in completed:
+            self._left[group] = 0
+        unprocessed = []
+        for group in sorted(set(range(self.group_count)).difference(completed)):
+            members = self.members(group)
+            if whole_groups:
+                self.rewards[members.start : members.stop] = [None] * len(members)
+            self._left[group] = sum(self.rewards[i] is None for i in members)
+            if not self._left[group]:
+                unprocessed.append(group)
+        return unprocessed
+
+    def complete(self, group: int) -> None:
+        """Mark a group as complete, and wake those who wait."""
+        self.completed_groups.append(group)
+        self._wake()
+
+    def fail(self, error: RewardLoopError) -> None:
+        """End the batch with an error and cancel its running samples. No effect if it has ended."""
+        if self.ended:
+            return
+        self.error = error
+        self.error_was_raised = isinstance(error, RewardsCancelledError)
+        self.samples = []
+        self._next = len(self.rewards)
+        current = asyncio.current_task()
+        for task in self.tasks:
+            if task is not current:
+                task.cancel()
+        self._wake()
+
+    def raise_error(self) -> None:
+        """Raise the error that ended the batch, if there is one."""
+        if self.error is not None:
+            self.error_was_raised = True
+            self.on_delivered(self)
+            raise self.error
+
+    async def wait(self, groups: int) -> int:
+        """Wait until that many groups, or all, are complete; return the number of complete groups.
+
+        Raises:
+            RewardLoopError: an error ended the batch.
+        """
+        while len(self.completed_groups) < min(groups, self.group_count):
+            self.raise_error()
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        self.raise_error()
+        return len(self.completed_groups)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:
+    """The size of each group of ``count`` samples.
+
+    Args:
+        count: the number of samples.
+        group_size: the size of all groups; None for groups of one sample.
+        groups: the size of each group, instead of ``group_size``.
+
+    Raises:
+        ConfigError: both were given, or ``count`` is not a multiple of ``group_size``.
+    """
+    if groups is not None:
+        if group_size is not None:
+            raise ConfigError("group_size and groups exclude each other: give one of them")
+        return groups
+    size = 1 if group_size is None else group_size
+    if size < 1 or count % size:
+        raise ConfigError(f"{count} samples do not divide into groups of {size}: give the sizes as groups=[...]")
+    return [size] * (count // size)
