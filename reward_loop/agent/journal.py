@@ -1,4 +1,4 @@
-"""What an agent has to know again after its process was killed."""
+"""The state that an agent needs to continue after its process was killed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["Entry", "Journal"]
 
 @dataclass
 class Entry:
-    """A batch, and what has become of it so far."""
+    """A submitted batch, its rewards so far, and the groups handed out."""
 
     data: Any
     """The batch as it was submitted."""
     group_size: int
     rewards: dict[int, Reward] = field(default_factory=dict)
-    """By the samples' places, the members of each group beside each other; post-processed in groups handed out."""
+    """By sample index; members of a group are neighbours. Groups that were handed out are post-processed."""
     answers: dict[str, list[int]] = field(default_factory=dict)
-    """The groups that were handed out, by the call that asked for them."""
+    """The groups handed out, by the call that received them."""
 
     @property
     def handed_out(self) -> list[int]:
-        """The groups that were handed out, in that order."""
+        """The groups handed out, in that order."""
         return [group for groups in self.answers.values() for group in groups]
 
 
 class Journal:
-    """The batches that an agent has taken, each under a name. A Ray actor beside the agent holds a copy.
+    """The batches of an agent, by name. A second Ray actor holds a copy.
 
-    What is noted twice counts once. Each method that notes something says whether it knew the batches: a journal that
-    was killed itself has to be told everything again, with `replace`.
+    Every method is idempotent. Methods that record something return whether the journal had all batches they name; if
+    not, the journal was restarted empty, and the agent must send everything again with `replace`.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class Journal:
         self._starts = 0
 
     def started(self) -> int:
-        """An agent begins. Return how many have since the last one came to a new reward."""
+        """Record the start of an agent process; return the number of starts since the last new reward."""
         self._starts += 1
         return self._starts
 
     def replace(self, entries: Mapping[str, Entry], arguments: Any) -> None:
-        """Hold exactly this."""
+        """Replace the whole content."""
         self._entries, self._arguments = dict(entries), arguments
 
     def arguments(self) -> Any:
-        """Return what the agent was made with."""
+        """Return the arguments of the agent."""
         return self._arguments
 
     def entries(self) -> dict[str, Entry]:
@@ -59,12 +59,12 @@ class Journal:
         return self._entries
 
     def submitted(self, batch: str, entry: Entry) -> bool:
-        """A batch was submitted."""
+        """Record a submitted batch."""
         self._entries.setdefault(batch, entry)
         return self._arguments is not None
 
     def ended(self, rewards: Mapping[str, Mapping[int, Reward]]) -> bool:
-        """Samples of some batches have ended."""
+        """Record rewards of some batches."""
         for batch, new in rewards.items():
             known = self._entries[batch].rewards if batch in self._entries else {}
             if new.keys() - known.keys():
@@ -74,7 +74,7 @@ class Journal:
         return rewards.keys() <= self._entries.keys()
 
     def handed_out(self, batch: str, call: str, groups: Sequence[int], rewards: Mapping[int, Reward]) -> bool:
-        """Groups were handed out. What a call got is kept until a later batch is handed out entirely."""
+        """Record groups that were handed out. They are kept until a later batch was handed out completely."""
         entry = self._entries.get(batch)
         if entry is None:
             return False
@@ -88,7 +88,7 @@ class Journal:
         return True
 
     def dropped(self, batch: str) -> bool:
-        """An error ended the batch."""
+        """Record that an error ended the batch."""
         return self._entries.pop(batch, None) is not None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How long a judge takes: distributions by name."""
+"""Distributions of judging times, by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FORMS = "uniform:LOW:HIGH, constant:SECONDS, lognormal:MEDIAN:SIGMA, exponentia
 
 
 LONGEST_S = 1e9
-"""No judging time is longer; sums of them stay numbers."""
+"""The longest judging time allowed, in seconds; keeps sums finite."""
 
 WIDEST = 10.0
-"""The largest sigma of a lognormal distribution, whose mean grows with the exponential of its square."""
+"""The largest sigma allowed for a lognormal distribution; its mean is median * exp(sigma**2 / 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ def parse_latency(text: str) -> Latency:
     """Read ``uniform:1:40``, ``constant:2``, ``lognormal:3:0.8``, ``exponential:5`` or ``file:latencies.jsonl``.
 
     A file has a number in each line, or an object with ``seconds``, ``latency`` or ``reward_seconds``, such as the
-    output of ``reward-loop score``; simulated judges draw from these.
+    output of ``reward-loop score``; the simulation draws from these numbers.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text matches none of these forms, or the file cannot be read.
     """
     kind, _, rest = text.partition(":")
     if kind == "file":
@@ -63,7 +63,9 @@ def parse_latency(text: str) -> Latency:
         return Latency(text, a * math.exp(b * b / 2), lambda rng: rng.lognormvariate(math.log(a), b))
     if kind == "exponential" and count == 1 and a > 0 and finite:
         return Latency(text, a, lambda rng: rng.expovariate(1 / a))
-    raise ConfigError(f"no judge latency: {text!r}. Write one of {_FORMS}; no time is negative, or very long")
+    raise ConfigError(
+        f"invalid judge latency {text!r}: write one of {_FORMS}; times must be from 0 to {LONGEST_S:g} seconds"
+    )
 
 
 def _read(path: Path) -> list[float]:
@@ -85,7 +87,7 @@ def _read(path: Path) -> list[float]:
             )
         values.append(seconds)
     if not values:
-        raise ConfigError(f"{path} holds no latencies")
+        raise ConfigError(f"{path} contains no latencies")
     return values
 
 

@@ -1,7 +1,7 @@
-"""The agent as a Ray actor, with the names that the async reward agent for verl made known.
+"""The agent as a Ray actor, with the method names of the async reward agent that was proposed for verl (verl#2854).
 
-An actor that is killed is started again by Ray, takes up what its `Journal` holds, and gets the calls again that it had
-not answered. Samples that had ended are not judged again.
+If the actor is killed, Ray starts it again and repeats the unanswered calls. The new process restores its batches from
+a `Journal` in another actor. Samples that had a reward are not scored again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from reward_loop.types import Reward
 __all__ = ["AsyncRewardAgent", "RayAsyncRewardAgent"]
 
 MAX_CALLS = 100_000
-"""Calls that the actor answers at a time; they only wait, so that this is no bound on judging."""
+"""Concurrent calls of the actor. Calls only wait, so this does not limit scoring."""
 
 MAX_STARTS = 4
-"""How often the actor's process is started without coming to one new reward."""
+"""How often the process of the actor is started without one new reward in between."""
 
 
 class AsyncRewardAgent:
-    """What `RayAsyncRewardAgent` runs; in a process with an event loop it can be used without Ray."""
+    """The implementation of `RayAsyncRewardAgent`. It also works without Ray, in a process with an event loop."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class AsyncRewardAgent:
         reward_model_tokenizer: Any = None,
         concurrency: int | None = None,
     ) -> None:
-        """Load the function and make the manager.
+        """Load the function and create the manager.
 
         Args:
             compute_score: a reward function in any form, or its path: ``reward.py:compute_score``.
             config: `RewardLoopConfig`, or a mapping of its options.
             manager: the reward manager, by name or import path.
-            reward_kwargs: configured arguments of the function, or of its class.
+            reward_kwargs: configured arguments of the function or its class.
             tokenizer: decodes responses; needed for a ``DataProto``.
             reward_router_address: passed to the function.
             reward_model_tokenizer: passed to the function.
-            concurrency: how many samples are in work at a time; ``None`` for all.
+            concurrency: how many samples run at a time; ``None`` for no limit.
         """
         options = parse(RewardLoopConfig, config, "config")
         cls = get_manager(manager)
@@ -86,22 +86,22 @@ class AsyncRewardAgent:
         self._journal = Journal()
         self._arguments: Any = None
         self._copy: Any = None
-        """The `Journal` in another process, as an actor's handle."""
+        """The handle of the `Journal` actor."""
         self._unsaved: dict[str, dict[int, Reward]] = {}
         self._saving: asyncio.Task[None] | None = None
 
     async def compute_reward_pipeline(self, data: Any, group_size: int = 1) -> int:
-        """Take a batch, and return how many samples it has, at once.
+        """Submit a batch; return its number of samples at once.
 
-        Ray may run two calls of an asynchronous actor in either order: get the answer of one before the next.
+        Ray may run two calls of an async actor in either order: wait for one answer before the next call.
 
         Args:
-            data: a list of `RewardSample`, or verl's ``DataProto``. Samples with the same ``uid`` make a group,
-                wherever they are; where there are no uids, or each is another, groups are neighbours.
-            group_size: how many samples each group has.
+            data: a list of `RewardSample`, or verl's ``DataProto``. Samples with the same ``uid`` are a group, wherever
+                they are. Without uids, or if all uids differ, the members of a group are neighbours.
+            group_size: the size of each group.
 
         Raises:
-            ConfigError: the batch does not divide into such groups.
+            ConfigError: the batch does not divide into these groups.
         """
         call = self._call()
         await self._start()
@@ -119,16 +119,17 @@ class AsyncRewardAgent:
 
         Args:
             chunk_size: a multiple of the batch's group size.
-            hook_func: called with the answer and ``kwargs``; what it returns is returned instead.
+            hook_func: called with the answer and ``kwargs``; its result is returned instead.
 
         Returns:
-            The samples' places in their batch; their rewards; and for each key of the extra infos a column, with
-            ``None`` for a sample that lacks it. For a ``DataProto`` the rewards are a float32 tensor with a row a
-            sample and the reward at the last response token, and the columns numpy arrays; otherwise both are lists.
+            The indices of the samples in their batch; their rewards; and one column per key of the extra infos, with
+            ``None`` for a sample without that key. For a ``DataProto`` the rewards are a float32 tensor of shape
+            (samples, response length) with the reward at the last response token, and the columns are numpy arrays;
+            otherwise both are lists.
 
         Raises:
-            RewardLoopError: nothing was submitted, or an error that must stop the run ended the batch.
-            ConfigError: the chunk does not divide into groups.
+            RewardLoopError: every submitted batch was taken, or an error that must stop the run ended the batch.
+            ConfigError: ``chunk_size`` is not a multiple of the group size.
         """
         call = self._call()
         await self._start()
@@ -140,7 +141,7 @@ class AsyncRewardAgent:
         return await asyncio.to_thread(hook_func, *answer, **kwargs)
 
     async def shutdown(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel what has not ended, and close the agent."""
         for batch in self._batches.values():
             batch.pending.cancel()
         if self._entered:
@@ -149,7 +150,7 @@ class AsyncRewardAgent:
             await self._saving
 
     async def _start(self) -> None:
-        """Take up what the process before this one had left."""
+        """Open the agent, and restore the batches of the process before this one."""
         async with self._started:
             if self._entered:
                 return
@@ -177,7 +178,7 @@ class AsyncRewardAgent:
         return _Batch(name, pending, order, entry, _Shape(data) if is_proto else None)
 
     def _answered(self, call: str) -> tuple[_Batch, list[Group]] | None:
-        """What the same call was given by a process that was killed before its answer arrived."""
+        """The groups that an earlier process handed out to this call, if it was killed before the answer arrived."""
         for batch in self._batches.values():
             if call in batch.entry.answers:
                 groups = set(batch.entry.answers[call])
@@ -190,7 +191,7 @@ class AsyncRewardAgent:
             raise RewardLoopError("nothing to get: every submitted batch has been taken")
         size = batch.entry.group_size
         if chunk_size < 1 or chunk_size % size:
-            raise ConfigError(f"chunk_size {chunk_size} is no multiple of the group size, {size}")
+            raise ConfigError(f"chunk_size {chunk_size} is not a multiple of the group size {size}")
         try:
             groups = await batch.next_groups(chunk_size // size)
         except RewardLoopError:
@@ -208,7 +209,7 @@ class AsyncRewardAgent:
             self._saving = asyncio.create_task(self._save())
 
     async def _save(self) -> None:
-        """Note the rewards that have come in, those together that came while others were being noted."""
+        """Record new rewards in the journal. Rewards that arrive during one call are recorded together by the next."""
         while self._unsaved:
             unsaved, self._unsaved = self._unsaved, {}
             await self._note("ended", unsaved)
@@ -216,25 +217,27 @@ class AsyncRewardAgent:
     async def _note(self, what: str, *facts: Any) -> None:
         getattr(self._journal, what)(*facts)
         if self._copy is not None and not await getattr(self._copy, what).remote(*facts):
-            # It was killed, and started again without knowing anything.
+            # The journal was restarted empty.
             await self._copy.replace.remote(self._journal.entries(), self._arguments)
 
     def _call(self) -> str:
-        """Names the call that is being answered; a call that is made again keeps its name."""
+        """The name of the current call; a repeated call keeps its name."""
         return uuid.uuid4().hex
 
 
 class _DurableAgent(AsyncRewardAgent):
-    """The actor itself. What it was made with is in the journal as well: Ray does not keep large arguments."""
+    """The actor itself. The journal also stores its arguments, because Ray does not keep large arguments."""
 
     def __init__(self, journal: str) -> None:
         copy = ray.get_actor(journal)
         arguments = ray.get(copy.arguments.remote())
         if arguments is None:
-            raise RewardLoopError("this agent and its journal were killed: what it had not handed out is lost")
+            raise RewardLoopError(
+                "this agent and its journal were both killed: rewards that were not handed out are lost"
+            )
         if ray.get(copy.started.remote()) > MAX_STARTS:
             raise RewardLoopError(
-                f"this agent died {MAX_STARTS} times, and came to no new reward in between: does the reward function "
+                f"this agent died {MAX_STARTS} times with no new reward in between: does the reward function "
                 "crash the interpreter, or run out of memory?"
             )
         positional, named = arguments
@@ -247,19 +250,19 @@ class _DurableAgent(AsyncRewardAgent):
 
 
 class _ActorClass:
-    """Stands where ``ray.remote(AsyncRewardAgent)`` would: each actor that it makes gets a journal beside it."""
+    """Like ``ray.remote(AsyncRewardAgent)``, but each actor gets a journal actor."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
 
     def options(self, **options: Any) -> _ActorClass:
-        """Return the same with more of Ray's options."""
+        """Return a copy with more of Ray's options."""
         return _ActorClass(**(self._options | options))
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start an `AsyncRewardAgent` with these arguments; return its handle.
 
-        The journal lives as long as this process holds that handle.
+        The journal lives as long as this process keeps that handle.
         """
         name = f"reward-journal-{uuid.uuid4().hex}"
         journal: Any = ray.remote(Journal).options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
@@ -270,11 +273,11 @@ class _ActorClass:
 
 
 RayAsyncRewardAgent = _ActorClass(max_concurrency=MAX_CALLS, max_restarts=-1, max_task_retries=-1)
-"""The actor: ``RayAsyncRewardAgent.remote("reward.py:compute_score")``, or with Ray's own ``options`` before that."""
+"""The actor: ``RayAsyncRewardAgent.remote("reward.py:compute_score")``, or with Ray's ``options(...)`` first."""
 
 
 class _Batch:
-    """A batch, and how much of it has been handed out."""
+    """A batch and its groups that were handed out."""
 
     def __init__(
         self, name: str, pending: PendingRewards, order: list[int], entry: Entry, shape: _Shape | None
@@ -287,11 +290,11 @@ class _Batch:
 
     @property
     def left(self) -> int:
-        """How many groups have not been handed out."""
+        """The number of groups that were not handed out."""
         return self.pending.group_count - len(self.entry.handed_out)
 
     async def next_groups(self, count: int) -> list[Group]:
-        """Wait for so many groups, or for those that are left. A call that is cancelled takes none."""
+        """Wait for ``count`` groups, or for all that are left. A cancelled call takes none."""
         first = len(self.entry.handed_out)
         await self.pending.wait(first + count)
         groups = self.pending.complete_groups(first)[:count]
@@ -314,7 +317,7 @@ class _Batch:
 
 
 class _Shape:
-    """Where the rewards of a ``DataProto``'s rows go."""
+    """The positions of the rewards of a ``DataProto``."""
 
     def __init__(self, data: Any) -> None:
         responses = data.batch["responses"]
@@ -331,7 +334,7 @@ class _Shape:
 
 
 def _columns(rewards: Sequence[Reward]) -> dict[str, list[Any]]:
-    """Turn extra infos into columns; a key may be missing from any of them."""
+    """Turn extra infos into columns; None where a sample lacks a key."""
     infos = [reward.get("reward_extra_info") or {} for reward in rewards]
     return {key: [info.get(key) for info in infos] for key in dict.fromkeys(key for info in infos for key in info)}
 
@@ -353,7 +356,7 @@ def _uids(data: Any) -> list[Any] | None:
 
 
 def _by_group(uids: list[Any] | None, count: int, group_size: int) -> list[int]:
-    """Return the samples' places, the members of each group beside each other."""
+    """Return the sample indices, with the members of each group next to each other."""
     places: dict[Any, list[int]] = {}
     for i, uid in enumerate(uids or ()):
         places.setdefault(uid, []).append(i)
@@ -362,6 +365,6 @@ def _by_group(uids: list[Any] | None, count: int, group_size: int) -> list[int]:
     wrong = [uid for uid, members in places.items() if len(members) != group_size]
     if wrong:
         raise ConfigError(
-            f"samples with the same uid make a group of {group_size}, and {len(places[wrong[0]])} have uid {wrong[0]!r}"
+            f"samples with the same uid are a group of {group_size}, but {len(places[wrong[0]])} have uid {wrong[0]!r}"
         )
     return [i for members in places.values() for i in members]

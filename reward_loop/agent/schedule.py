@@ -1,6 +1,7 @@
-"""What a trainer does next: the two overlaps, as a plain object.
+"""The order of the parts of a training step, with the two overlaps.
 
-It knows neither clocks nor rewards. A trainer runs what it yields, and so does the simulation, under a virtual clock.
+A pure object without clock or rewards. verl's trainer executes its actions, and so does the simulation, with a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ __all__ = ["MODES", "Action", "Generate", "Prepare", "Schedule", "Train", "Wait"
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Roll out the batch of a step, and submit its samples for judging."""
+    """Roll out the batch of a step, and submit its samples for scoring."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Compute what needs no reward, over the whole batch: old and reference log-probabilities, values."""
+    """Compute what needs no reward for the whole batch: old and reference log-probabilities, values."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until so many of a step's mini-batches have all their rewards."""
+    """Wait until ``mini_batches`` mini-batches of a step have all their rewards."""
 
     step: int
     mini_batches: int
@@ -38,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Update on ``count`` mini-batches, from the ``first``-th in order of completion."""
+    """Update on ``count`` mini-batches, starting with number ``first`` in order of completion."""
 
     step: int
     first: int
@@ -60,13 +61,13 @@ MODES = {
 class Schedule:
     """The order of a training step's parts.
 
-    *Mini-batch pipeline*: train on the mini-batches whose rewards are in, while others are being judged; every complete
-    one is taken. *One-step off-policy*: the rollout of the next step runs before the rewards of this step are waited
-    for. With neither, all rewards of a step are waited for before anything else is done, as in verl's mode ``sync``.
+    *Mini-batch pipeline*: train on all mini-batches whose rewards are in, while the others are being judged. *One-step
+    off-policy*: run the rollout of the next step before waiting for the rewards of this step. With neither, wait for
+    all rewards of a step before anything else, as verl's mode ``sync`` does.
     """
 
     mini_batches: int = 1
-    """Optimizer updates a step."""
+    """Optimizer updates per step."""
     mini_batch_pipeline: bool = False
     one_step_off_policy: bool = False
 
@@ -79,7 +80,7 @@ class Schedule:
         """Return the schedule of one of `MODES`.
 
         Raises:
-            ConfigError: there is no such mode.
+            ConfigError: the mode is unknown.
         """
         if mode not in MODES:
             raise ConfigError(f"unknown mode {mode!r}{did_you_mean(mode, MODES) or '.'} Known: {', '.join(MODES)}")
@@ -88,19 +89,19 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything is done while rewards are out."""
+        """Whether the trainer does anything while rewards are pending."""
         return self.mini_batch_pipeline or self.one_step_off_policy
 
     def actions(
         self, steps: int, ready: Callable[[int], int], *, first_step: int = 0, generated: bool = False
     ) -> Iterator[Action]:
-        """Yield what to do, one after the other; each is done when the next one is asked for.
+        """Yield the actions in order. The caller completes each action before it asks for the next.
 
         Args:
-            steps: how many training steps.
-            ready: says how many mini-batches of a step have all their rewards by now.
-            first_step: the first step's number.
-            generated: whether that step's batch is rolled out and submitted already, as after a resume.
+            steps: the number of training steps.
+            ready: returns how many mini-batches of a step have all their rewards now.
+            first_step: the number of the first step.
+            generated: whether the batch of the first step was already rolled out and submitted, as after a resume.
         """
         last_step = first_step + steps - 1
         for step in range(first_step, last_step + 1):

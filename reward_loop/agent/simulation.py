@@ -1,4 +1,4 @@
-"""A training run under a virtual clock: how long a step takes in each mode, and what more concurrency would bring."""
+"""Simulates a training run with a virtual clock: the step time in each mode, and with more judging concurrency."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from reward_loop.errors import ConfigError
 __all__ = ["Part", "Run", "Workload", "draw_timeline", "enough_concurrency", "simulate", "with_concurrency"]
 
 SHOWN_STEPS = 4
-"""How many steps a timeline shows."""
+"""The number of steps in a timeline."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a training step consists of. Times are in seconds."""
+    """The parts of a training step. Times are in seconds."""
 
     batch: int = 1024
-    """Prompts a step; each makes a group."""
+    """Prompts per step; each is a group."""
     responses: int = 5
-    """Responses a prompt."""
+    """Responses per prompt."""
     judge: Latency = field(default_factory=lambda: parse_latency("uniform:1:40"))
-    """How long one response is judged."""
+    """The judging time of one response."""
     concurrency: int = 256
-    """How many are judged at a time."""
+    """The number of responses that are judged at a time."""
     generation: float = 103.0
     training: float = 100.0
-    """All updates of a step."""
+    """All updates of a step together."""
     prepare: float = 0.0
-    """Log-probabilities and values, which need no reward; beside `training`."""
+    """Log-probabilities and values, which need no reward; not part of `training`."""
     mini_batches: int = 4
     steps: int = 100
     seed: int = 0
     arrival: Literal["end", "during"] = "end"
-    """When samples reach the judge: all at the end of generation, or one after the other while it goes on."""
+    """When samples reach the judge: all at the end of generation, or one after the other during generation."""
     one_batch_at_a_time: bool = False
-    """Whether judging a batch begins only after the one before it has ended, as in verl#2854."""
+    """Whether judging a batch starts only after the batch before has ended, as in verl#2854."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "responses", "concurrency", "mini_batches", "steps"):
@@ -58,16 +58,16 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples a step."""
+        """Samples per step."""
         return self.batch * self.responses
 
     @property
     def gpu_seconds(self) -> float:
-        """How long a step would take if judging took no time."""
+        """The step time if judging took no time."""
         return self.generation + self.prepare + self.training
 
     def draws(self, step: int) -> list[float]:
-        """Return the judging times of a step: the same ones in every mode."""
+        """Return the judging times of a step; they are the same in every mode."""
         rng = random.Random(f"{self.seed}:{step}")
         draw = self.judge.draw
         return [draw(rng) for _ in range(self.samples)]
@@ -75,7 +75,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the trainer was at, and when."""
+    """One activity of the trainer, with its start and end."""
 
     kind: Literal["generate", "prepare", "wait", "train"]
     step: int
@@ -90,36 +90,36 @@ class Run:
     mode: str
     workload: Workload
     seconds: float
-    """From its start to its end."""
+    """The length of the whole run."""
     parts: list[Part]
     judged: list[tuple[float, float]]
-    """For each step, when its first judge call began and its last one ended."""
+    """For each step, the start of its first judge call and the end of its last one."""
     judge_seconds: list[float]
     """For each step, the sum of its judging times."""
     longest: list[float]
     """For each step, its longest judging time."""
     calls: list[tuple[float, float]]
-    """Begin and end of each judge call of the first steps."""
+    """Start and end of each judge call of the first steps."""
 
     @property
     def step_seconds(self) -> float:
-        """The length of a step: the whole run, its beginning included, by the number of steps."""
+        """The length of the whole run, including its start, divided by the number of steps."""
         return self.seconds / self.workload.steps
 
     @property
     def over_floor(self) -> float:
-        """By which share a step is longer than its `floor`."""
+        """How much longer a step is than its `floor`, as a share of the floor."""
         return self.step_seconds / self.floor - 1 if self.floor else 0.0
 
     @property
     def waiting(self) -> float:
-        """Seconds a step in which the trainer waited for rewards."""
+        """Seconds per step in which the trainer waited for rewards."""
         return sum(part.end - part.start for part in self.parts if part.kind == "wait") / self.workload.steps
 
     @property
     def hidden(self) -> float:
-        """The share of judging that was hidden: of the time in which a step's samples were being judged, the part
-        during which the trainer did not wait."""
+        """The hidden share of judging: of the time in which samples of a step were judged, the share in which the
+        trainer did not wait."""
         waits = [(part.start, part.end) for part in self.parts if part.kind == "wait"]
         total = sum(end - start for start, end in self.judged)
         waited = sum(
@@ -129,10 +129,10 @@ class Run:
 
     @property
     def floor(self) -> float:
-        """Seconds a step that no schedule of this mode can get below, with these judging times.
+        """The lower bound for the step time in this mode with these judging times, in seconds.
 
         With both overlaps, or off-policy alone, it is max(G + T, R): generation and training, or all judging at full
-        concurrency. Otherwise a step's own judging has to end before (the last part of) its training.
+        concurrency. Otherwise the judging of a step must end before its training, or the last part of it, starts.
         """
         load = self.workload
         rewards = [
@@ -157,7 +157,7 @@ class Run:
 
 
 def simulate(workload: Workload, mode: str) -> Run:
-    """Run a workload in one of the `schedule.MODES`."""
+    """Simulate a workload in one of the `schedule.MODES`."""
     schedule = Schedule.of_mode(mode, workload.mini_batches)
     judges = _Judges(workload)
     parts: list[Part] = []
@@ -195,16 +195,16 @@ def enough_concurrency(workload: Workload) -> int:
 
 
 class _Judges:
-    """Serve samples first come, first served. As later ones never delay earlier ones, a sample's end is known as soon
-    as it is submitted."""
+    """Judges that serve samples in order of arrival. A later sample never delays an earlier one, so the end of a sample
+    is fixed when it is submitted."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        # A step and the next one are in flight at most, so that more servers than that change nothing.
+        # At most two steps are in flight, so more judges than that have no effect.
         self._free = [0.0] * min(workload.concurrency, 2 * workload.samples)
         self._last_end = 0.0
         self.ready: dict[int, list[float]] = {}
-        """For each step, when each of its mini-batches has all its rewards."""
+        """For each step, the time at which each mini-batch has all its rewards."""
         self.judged: list[tuple[float, float]] = []
         self.seconds: list[float] = []
         self.longest: list[float] = []
@@ -239,7 +239,7 @@ class _Judges:
 
 
 def draw_timeline(runs: Sequence[Run], path: Path) -> None:
-    """Draw the first steps of some runs, and nothing of those after them, one run below the other, into a PNG.
+    """Draw the first steps of some runs into a PNG, one run below the other.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -249,7 +249,9 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise ConfigError("a timeline is drawn by matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError(
+            "drawing a timeline needs matplotlib, which is not installed: pip install matplotlib"
+        ) from None
     colours = {"generate": "#4c78a8", "prepare": "#72b7b2", "train": "#54a24b", "wait": "#e45756"}
     figure = Figure(figsize=(12, 0.6 + 2.0 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -268,7 +270,7 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> None:
         axis.set_yticks([0.5, 1.5], [f"judging (of {most})", "trainer"])
         axis.set_ylim(0, 2)
         axis.set_xlim(0, end)
-        axis.set_title(f"{run.mode}: {run.step_seconds:.0f} s a step", loc="left", fontsize=10)
+        axis.set_title(f"{run.mode}: {run.step_seconds:.0f} s per step", loc="left", fontsize=10)
     axes[-1].set_xlabel("seconds")
     labels = {
         "generate": "generation",
@@ -296,7 +298,7 @@ def _in_flight(calls: Sequence[tuple[float, float]]) -> tuple[list[float], list[
 
 
 def with_concurrency(workload: Workload, mode: str) -> list[tuple[int, float]]:
-    """Return the length of a step at some higher concurrencies, in ascending order."""
+    """Return pairs of concurrency and step time for some higher concurrencies, in ascending order."""
     enough = enough_concurrency(workload)
     higher = {workload.concurrency * factor for factor in (1, 2, 4)} | {enough}
     chosen = sorted(value for value in higher if workload.concurrency <= value)

@@ -85,7 +85,7 @@ async def test_what_is_refused():
         await agent.compute_reward_pipeline(numbered(3), group_size=2)
     assert await agent.compute_reward_pipeline([], group_size=2) == 0
     await agent.compute_reward_pipeline(numbered(2), group_size=2)
-    with pytest.raises(ConfigError, match="no multiple"):
+    with pytest.raises(ConfigError, match="not a multiple"):
         await agent.get(1)
     with pytest.raises(ConfigError, match="unknown option"):
         AsyncRewardAgent(lambda solution_str: 1, config={"timeuot": 1})

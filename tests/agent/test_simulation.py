@@ -177,7 +177,7 @@ def test_measured_latencies(tmp_path):
     assert {latency.draw(random.Random(i)) for i in range(60)} == {1, 2.5, 3, 4, 5}
     for broken in ("{}", "true", "-1", "x", "", "NaN", "Infinity", "1e300"):
         file.write_text(broken)
-        with pytest.raises(ConfigError, match=r"line 1|holds no"):
+        with pytest.raises(ConfigError, match=r"line 1|contains no"):
             parse_latency(f"file:{file}")
     with pytest.raises(ConfigError, match="cannot be read"):
         parse_latency("file:nowhere")
