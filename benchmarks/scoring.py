@@ -36,8 +36,7 @@ sys.path.insert(0, str(ROOT))
 import reward_loop  # noqa: E402
 from benchmarks._processes import measure_process_efficiency  # noqa: E402
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
-from reward_loop.limits.server import serve_job  # noqa: E402
-from reward_loop.limits.shared import job_of  # noqa: E402
+from reward_loop.limits.server import serve_limits  # noqa: E402
 
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
 SAMPLES = 4096
@@ -238,7 +237,7 @@ async def work(job: str, judge: str) -> None:
         return answer
 
     function = ScoringFunction(ask, options=options)
-    await job_of(options).why_stopped()
+    await function.limits.why_stopped()
 
     async def call(limit: str) -> None:
         while True:
@@ -284,7 +283,7 @@ async def keep_limits(period: float, seconds: float) -> dict[str, float]:
     server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     result: dict[str, float] = {"limit": CONCURRENT, "window_limit": per_window, "window_s": period}
-    with serve_job(RewardLoopConfig(limits=limits), period=period) as job, workers(job, address) as processes:
+    with serve_limits(RewardLoopConfig(limits=limits), period=period) as job, workers(job, address) as processes:
         await all_ready(processes)
         tell(processes, LIMITS[0])
         await asyncio.sleep(1.0)  # until all are at work; what follows is a measurement of a fixed length

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import reward_loop  # noqa: E402
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample  # noqa: E402
 from reward_loop.client.http import post, shared_session  # noqa: E402
-from reward_loop.limits.local import JobState  # noqa: E402
+from reward_loop.limits.local import LocalLimits  # noqa: E402
 
 CONCURRENCY = 256
 PERIOD_S = 4.0
@@ -158,7 +158,7 @@ async def run(samples: int, address: str, records: str) -> dict[str, Any]:
     session = await shared_session()
     await session.close()
     manager.close()
-    state = reward_loop.limits.shared.job_of(config).status()["limits"]
+    state = (await manager.limits.status())["limits"]
     assert manager.records is not None
     await asyncio.to_thread(manager.records.flush)
     written = await asyncio.to_thread(lines_in, Path(records))
@@ -195,7 +195,7 @@ def problems(result: dict[str, Any], before: dict[str, int], after: dict[str, in
     return found
 
 
-class ShortMemory(JobState):
+class ShortMemory(LocalLimits):
     """A job whose limits count over a few seconds."""
 
     def __init__(self, options: RewardLoopConfig) -> None:
@@ -204,7 +204,7 @@ class ShortMemory(JobState):
 
 def soak(samples: int) -> tuple[dict[str, Any], list[str]]:
     """Run it: the figures, and what is wrong."""
-    short = mock.patch("reward_loop.limits.shared.JobState", ShortMemory)
+    short = mock.patch("reward_loop.limits.client.LocalLimits", ShortMemory)
     with short, tempfile.TemporaryDirectory() as records, running_judge() as address:
         asyncio.run(run(CONCURRENCY, address, f"{records}/first"))  # whatever is made once is made now
         before = left()

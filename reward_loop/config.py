@@ -46,12 +46,16 @@ class LimitConfig(Config):
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Tokens of the calls that begin in any 60 seconds: first as estimated, then as used."""
 
+    burst_seconds: float = Field(default=1.0, gt=0, le=60)
+    """Pacing: calls and tokens worth this many seconds of the limits above may begin at once, at least one call. ``60``
+    lets a whole minute's worth begin at once."""
+
     estimated_tokens_per_request: float = Field(default=0, ge=0)
     """Tokens that a call counts with if it gives no estimate of its own."""
 
     adaptive: bool = False
-    """Find the concurrency: it grows while all is well, up to `max_concurrent`, and shrinks when the service answers
-    429."""
+    """Find the concurrency: it grows up to `max_concurrent` as the service answers calls, and shrinks when the service
+    answers 429. Timeouts and other errors do not change it."""
 
     max_wait: float | None = Field(default=3600.0, gt=0)
     """Seconds that a call may wait for its turn before it fails; ``None`` for any time."""
@@ -91,13 +95,14 @@ class CacheConfig(Config):
 
 
 class BudgetConfig(Config):
-    """What the calls of a run may use, in all workers together, as they report it by ``lease.used``."""
+    """What the calls of a run may use, in all workers together: requests of `reward_loop.client` count by themselves,
+    others by ``lease.used``."""
 
     max_cost: float | None = Field(default=None, gt=0)
     """In the unit in which the function reports its costs."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, as the function reports them."""
+    """Tokens: those of `reward_loop.client`, and those that the function reports."""
 
     at_cap: Literal["stop", "default", "mask"] = "stop"
     """What becomes of samples once it is used up: ``stop`` ends the run; with ``default`` and ``mask`` the function is
@@ -234,8 +239,8 @@ class RewardLoopConfig(Config):
     """What the calls of a run may use."""
 
     job: str | None = None
-    """Where all workers of a job keep their limits, budget and failures together. Set by runs that have several
-    workers; without it, a process keeps its own."""
+    """The limiter service of the job, which keeps limits, budget and failures for all workers. Set by runs that have
+    several workers; without it, each manager has its own."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""

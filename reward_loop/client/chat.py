@@ -9,7 +9,7 @@ from typing import Any
 from reward_loop._util.text import shorten
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.lease import current_lease
+from reward_loop.limits.lease import book_tokens
 from reward_loop.records import current
 
 __all__ = ["Reply", "Usage", "chat_complete", "messages_of"]
@@ -84,13 +84,14 @@ async def chat_complete(
         raise ConfigError("chat_complete gives one whole reply: leave out `stream` and `n`")
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
     answer = await post(address, "/v1/chat/completions", body, timeout=timeout, api_key_env=api_key_env)
+    usage = book_usage(answer)
     try:
         choice = answer["choices"][0]
         message = choice["message"]
         reply = Reply(
             text=message.get("content") or "",
             finish_reason=choice.get("finish_reason"),
-            usage=usage_of(answer),
+            usage=usage,
             logprobs=(choice.get("logprobs") or {}).get("content"),
             reasoning=message.get("reasoning_content") or message.get("reasoning"),
             model=answer.get("model"),
@@ -106,13 +107,20 @@ def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def usage_of(answer: Mapping[str, Any]) -> Usage:
-    """The tokens that an answer says it took; they are booked to the sample, and to the limit that is held."""
-    counts = answer.get("usage") or {}
-    usage = Usage(counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0)
-    if (lease := current_lease.get()) is not None:
-        lease.add(usage.total_tokens)
+def book_usage(answer: Any, field: str = "usage") -> Usage:
+    """Return the tokens that an answer reports, and count them: for the sample, the limits that hold and the budget."""
+    counts = answer.get(field) if isinstance(answer, Mapping) else None
+    counts = counts if isinstance(counts, Mapping) else {}
+    completion = _tokens(counts.get("completion_tokens"))
+    # Rerankers report only the total.
+    prompt = _tokens(counts.get("prompt_tokens")) or max(0, _tokens(counts.get("total_tokens")) - completion)
+    usage = Usage(prompt, completion)
+    book_tokens(usage.total_tokens)
     if (call := current()) is not None:
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens
     return usage
+
+
+def _tokens(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

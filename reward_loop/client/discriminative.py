@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.client.chat import usage_of
+from reward_loop.client.chat import book_usage
 from reward_loop.client.http import post
 from reward_loop.errors import RequestError
 
@@ -40,13 +40,10 @@ async def classify(
     given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
     answer = await post(address, "/classify", body, timeout=timeout, api_key_env=api_key_env)
+    book_usage(answer)
+    book_usage(answer, "meta_info")  # SGLang
     try:
-        if "data" in answer:
-            usage_of(answer)
-            logits = answer["data"][0]["probs"]
-        else:
-            usage_of({"usage": answer.get("meta_info")})
-            logits = answer["embedding"]
+        logits = answer["data"][0]["probs"] if "data" in answer else answer["embedding"]
         logits = [float(logit) for logit in logits]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise RequestError(f"{address} sent an answer without logits: {shorten(answer, 500)}", status=200) from None
@@ -83,11 +80,13 @@ async def score(
     """
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
     answer = await post(address, "/v1/rerank", body, timeout=timeout, api_key_env=api_key_env)
+    book_usage(answer)
     try:
-        # vLLM's shape, and that of Jina and Cohere, has the results inside; SGLang's is a list of them.
+        # vLLM, Jina and Cohere send a mapping with `results`, SGLang a list of results, each with its tokens.
         results = answer["results"] if isinstance(answer, Mapping) else answer
-        if isinstance(answer, Mapping):
-            usage_of(answer)
+        if not isinstance(answer, Mapping):
+            for result in results:
+                book_usage(result, "meta_info")
         scores = {
             int(result["index"]): float(result["relevance_score" if "relevance_score" in result else "score"])
             for result in results

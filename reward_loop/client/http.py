@@ -15,6 +15,7 @@ import orjson
 from reward_loop._util.json import encode
 from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.errors import ConfigError, RequestError
+from reward_loop.limits.lease import report_answer
 from reward_loop.records import current
 
 __all__ = ["post", "shared_session", "url_of"]
@@ -50,6 +51,16 @@ async def post(
         RequestError: no answer came in time, or not one with status 200 and JSON in it.
         ConfigError: there is no address, or no key.
     """
+    try:
+        return await _post(address, path, body, timeout, api_key_env)
+    except RequestError as error:
+        report_answer(error)
+        raise
+
+
+async def _post(
+    address: str | None, path: str, body: Mapping[str, Any], timeout: float | None, api_key_env: str | None
+) -> Any:
     url = url_of(address, path)
     headers = {"content-type": "application/json", **_authorization(api_key_env)}
     what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")

@@ -1,84 +1,99 @@
-"""A job that a service keeps, seen from a worker."""
+"""The clients of the limiter service: a worker of a job, and a function in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, JobServiceError, LimitError, TooManyFailuresError
-from reward_loop.limits.permit import Place
-from reward_loop.limits.protocol import CONNECT_TIMEOUT_S, MAX_LINE, Lines, notice_death, proof
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.permit import ABANDONED, Limits, Permit, live
+from reward_loop.limits.protocol import CONNECT_TIMEOUT_S, JOB, MAX_LINE, Messages, decode, encode, hello, notice_death
 
-__all__ = ["RemoteJob"]
+__all__ = ["CallConnection", "ProcessCall", "RemoteLimits", "open_limits"]
+
+_ERRORS = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
 
 
-class RemoteJob:
-    """A `Job` that a service keeps. Connects by itself, in the running loop.
+def open_limits(options: RewardLoopConfig) -> Limits:
+    """Return new limits for these options: those of the service at ``options.job``, or this process's own.
+
+    Raises:
+        ConfigError: ``options.job`` is not an address.
+    """
+    return RemoteLimits(options.job, options) if options.job else LocalLimits(options)
+
+
+class RemoteLimits(Limits):
+    """The limits that a service keeps. Connects at the first use in an event loop, and again after a lost connection.
 
     Args:
-        address: ``host:port:token``, as `JobService.start` returns it.
-        options: the limits, for their names and longest waits until the service has said what they are.
+        address: ``host:port:token``, as `LimitServer.start` returns it.
+        options: the limits that are assumed until the service has sent its own.
     """
 
     def __init__(self, address: str, options: RewardLoopConfig | None = None) -> None:
         try:
-            host, port, token = address.rsplit(":", 2)
+            host, port, self._token = address.rsplit(":", 2)
             self._address = host, int(port)
         except ValueError:
-            raise ConfigError("reward_loop.job: expected host:port:token, as the service gives it") from None
-        self._token = token
+            raise ConfigError("reward_loop.job: expected host:port:token, the address of a limiter service") from None
         self.name = f"{host}:{port}"
-        self._max_waits = {name: limit.max_wait for name, limit in (options or RewardLoopConfig()).limits.items()}
-        self.limited = frozenset(self._max_waits)
-        self.spent: str | None = None
-        self.stopped: str | None = None
-        self._lost: JobServiceError | None = None
-        self._lines: Lines | None = None
+        self.options = options or RewardLoopConfig(job=address)
+        self.max_waits = {name: limit.max_wait for name, limit in self.options.limits.items()}
+        self._messages: Messages | None = None
         self._connection: asyncio.Task[None] | None = None
-        self._connected: asyncio.Future[Lines] | None = None
-        self._ids = itertools.count()
-        self._turns: dict[int, asyncio.Future[Any]] = {}
+        self._lost: JobServiceError | None = None
+        self._numbers = itertools.count()
+        self._permits: dict[int, Permit] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
 
-    async def enter(self, name: str, tokens: float, share: str) -> Place:
-        """Wait for a place within a limit."""
-        lines = await self._connect()
-        call, turn = next(self._ids), asyncio.get_running_loop().create_future()
-        place = _There(self, lines, call)
-        max_wait = self._max_waits.get(name)
-        self._turns[call] = turn
-        lines.send("enter", call, name, tokens, share)
-        try:
-            async with asyncio.timeout(max_wait):
-                await turn
-        except TimeoutError:
-            place.leave()
-            raise LimitError(f"limit {name!r}: no place within max_wait={max_wait:g} s") from None
-        except BaseException:
-            place.leave()
-            raise
-        finally:
-            self._turns.pop(call, None)
-        return place
+    def open(
+        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
+    ) -> Permit:
+        """Ask for a permit; see `Limits.open`."""
+        messages = self._connect()
+        permit = Permit(self, name, tokens, traffic_class, settled)
+        permit.id = next(self._numbers)
+        messages.send("enter", permit.id, name, tokens, traffic_class)
+        self._permits[permit.id] = permit
+        permit.expire_after(self.max_waits.get(name))
+        return permit
+
+    def correct(self, permit: Permit, tokens: float) -> None:
+        """Replace the estimate of a permit."""
+        if permit.id in self._permits:
+            self._connect().send("used", permit.id, tokens)
+
+    def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
+        """End a permit. The service has ended it already if its connection was lost."""
+        if self._permits.pop(permit.id, None) is not None:
+            self._connect().send("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used."""
-        self._send("spend", cost, tokens)
+        """Count what a call used towards the budget."""
+        self._connect().send("spend", cost, tokens)
 
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample, or what ``of`` names in it; what the service makes of it is raised at one of the next."""
+        """Count one sample; see `Limits.count`. The service's verdict is raised at one of the next samples."""
         if self.stopped is not None:
             raise TooManyFailuresError(self.stopped)
-        if self._lost is not None:
-            raise self._lost
-        # What a model wrote may be quoted in it, with surrogates that have no UTF-8.
-        self._send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
+        lost = self._lost
+        messages = self._connect()
+        if lost is not None:
+            raise lost
+        # An error may quote text of a model, with surrogates that UTF-8 cannot encode.
+        messages.send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
 
     async def why_stopped(self) -> str | None:
-        """Say why the run must stop, if it must; all that was counted here before is taken into account."""
+        """Return why the run must stop, or ``None``. Samples counted here before are included."""
         try:
             await self.status()
         except JobServiceError as error:
@@ -86,136 +101,255 @@ class RemoteJob:
         return None if self.stopped is None else f"TooManyFailuresError: {self.stopped}"
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change some options of a limit, or add one, while the job runs.
-
-        Raises:
-            ConfigError: an option is wrong.
-            JobServiceError: the service cannot be reached.
-        """
+        """Change options of a limit, or add a limit; see `Limits.configure`."""
         refusal = await self._ask("configure", name, changes)
         if refusal is not None:
             raise ConfigError(refusal)
 
     async def status(self) -> dict[str, Any]:
-        """What there is in flight, waiting and used."""
+        """Return the limits, and how much of them is used."""
         status: dict[str, Any] = await self._ask("status")
         return status
 
-    async def close(self) -> None:
-        """End the connection."""
-        if self._connection is not None:
-            self._connection.cancel()
-            await asyncio.gather(self._connection, return_exceptions=True)
+    def close(self) -> None:
+        """End the connection, and the permits with it."""
+        live.discard(self)
+        self.loop = None
+        if self._connection is not None and not (loop := self._connection.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._connection.cancel)
 
     async def _ask(self, question: str, *arguments: Any) -> Any:
-        lines = await self._connect()
-        request = next(self._ids)
-        answer = self._turns[request] = asyncio.get_running_loop().create_future()
-        lines.send(question, request, *arguments)
+        messages, number = self._connect(), next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        messages.send(question, number, *arguments)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 return await answer
         except TimeoutError:
-            raise self._unreachable("it does not answer") from None
+            raise self._unreachable(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
         finally:
-            self._turns.pop(request, None)
+            self._answers.pop(number, None)
 
-    def _send(self, *message: Any) -> None:
-        if self._lines is not None:
-            self._lines.send(*message)
-            return
+    def _connect(self) -> Messages:
+        """Return the messages of the connection, which is opened if there is none."""
+        self.check_loop()
+        assert self.loop is not None
+        if self._connection is not None and self._connection.get_loop() is not self.loop:
+            self._messages, self._permits, self._answers = None, {}, {}  # of an event loop that has ended
+        if self._messages is None:
+            self._messages = Messages()
+            self._connection = self.loop.create_task(self._run(self._messages))
+        return self._messages
 
-        def send(connected: asyncio.Future[Lines]) -> None:
-            if not connected.cancelled() and connected.exception() is None:
-                connected.result().send(*message)
-
-        self._open().add_done_callback(send)
-
-    async def _connect(self) -> Lines:
-        if self._lines is not None:
-            return self._lines
-        lines = await asyncio.shield(self._open())
-        if self._lines is not lines:  # it has ended meanwhile: nobody would answer
-            raise self._lost or self._unreachable("it has gone")
-        return lines
-
-    def _open(self) -> asyncio.Future[Lines]:
-        if self._connected is None or (self._connected.done() and self._lines is None):
-            self._connected = asyncio.get_running_loop().create_future()
-            self._connection = asyncio.create_task(self._run(self._connected))
-        return self._connected
-
-    async def _run(self, connected: asyncio.Future[Lines]) -> None:
+    async def _run(self, messages: Messages) -> None:
         writer: asyncio.StreamWriter | None = None
-        why = "it has gone"
+        why = "the connection has ended"
+        closed = False
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(*self._address, limit=MAX_LINE)
                 notice_death(writer)
-                nonce = (await reader.readline()).decode().strip()
-                writer.write(proof(self._token, nonce).encode() + b"\n")
-                first = orjson.loads(await reader.readline() or b"[]")
-            self._lines = Lines(writer)
+                writer.write(hello(JOB, self._token, await reader.readline()))
+                first = decode(await reader.readline() or b"[]")
             self._receive(first)
-            connected.set_result(self._lines)
+            self._lost = None
+            messages.connect(writer)
             async for line in reader:
-                self._receive(orjson.loads(line))
+                self._receive(decode(line))
+        except asyncio.CancelledError:
+            closed, why = True, "this process has closed the connection"
         except TimeoutError:
             why = f"no answer within {CONNECT_TIMEOUT_S:g} s"
         except orjson.JSONDecodeError:
-            why = "it does not accept the token"
+            why = "the service does not accept the token"
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
         finally:
-            self._lines = None
-            self._lost = self._unreachable(why)
-            if not connected.done():
-                connected.set_exception(self._lost)
-                connected.exception()  # seen, should nobody wait for it
-            for turn in self._turns.values():
-                if not turn.done():
-                    turn.set_exception(self._lost)
+            lost = self._unreachable(why)
+            if self._messages is messages:
+                self._messages = None
+                self._lost = None if closed else lost
+                permits, self._permits = self._permits, {}
+                for permit in permits.values():
+                    permit.refuse(lost)
+                for answer in self._answers.values():
+                    if not answer.done():
+                        answer.set_exception(lost)
             if writer is not None:
                 writer.close()
 
     def _receive(self, messages: list[list[Any]]) -> None:
         for what, *rest in messages:
-            if what == "limited":
-                self._max_waits = rest[0]
-                self.limited = frozenset(self._max_waits)
+            if what == "grant":
+                if (permit := self._permits.get(rest[0])) is not None:
+                    permit.grant()
+            elif what == "refuse":
+                number, kind, why = rest
+                if (permit := self._permits.pop(number, None)) is not None:
+                    permit.refuse(_ERRORS.get(kind, LimitError)(why))
+            elif what == "limits":
+                self.max_waits = rest[0]
             elif what == "spent":
                 self.spent = rest[0]
             elif what == "stop":
                 self.stopped = rest[0]
-            else:
-                turn = self._turns.get(rest[0])
-                if turn is None or turn.done():
-                    continue
-                if what == "refuse":
-                    turn.set_exception(LimitError(rest[1]))
-                else:
-                    turn.set_result(rest[1] if what == "answer" else None)
+            elif (answer := self._answers.get(rest[0])) is not None and not answer.done():
+                answer.set_result(rest[1])
 
     def _unreachable(self, why: str) -> JobServiceError:
-        host, port = self._address
         return JobServiceError(
-            f"the service at {host}:{port}, which keeps the limits of all workers of the job, cannot be reached "
-            f"({why}). No call is made without it. It ends with the process that started the job: look there first"
+            f"the limiter service at {self.name}, which keeps the limits of all workers of the job, is unreachable "
+            f"({why}). Calls are not made without it. It ends with the process that started the job: look there first"
         )
 
 
-class _There:
-    """A place of a call within a limit that a service keeps."""
+class ProcessCall:
+    """The call of a function in a process of its own, seen from that process.
 
-    __slots__ = ("_call", "_job", "_lines")
+    Each permit has a connection, so that the end of the process ends the permit, and an alarm that interrupts one wait
+    does not affect others.
 
-    def __init__(self, job: RemoteJob, lines: Lines, call: int) -> None:
-        self._job = job
-        self._lines = lines
-        self._call = call
+    Args:
+        address: of the local socket of the process that made the call.
+        grant: the name of the call.
+        token: its secret.
+    """
 
-    def used(self, tokens: float) -> None:
-        self._lines.send("used", self._call, tokens)
+    def __init__(self, address: str, grant: str, token: str) -> None:
+        self._address = address
+        self._grant = grant
+        self._token = token
 
-    def leave(self, refused: bool = False, retry_after: float | None = None) -> None:
-        self._lines.send("leave", self._call, refused, retry_after)
+    def enter(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
+        """Wait for a permit.
+
+        Raises:
+            LimitError: no permit is granted to this call.
+            JobServiceError: the service that keeps the limits cannot be reached.
+        """
+        connection = CallConnection(name)
+        with connection.closed_on_error():
+            connection.socket.connect(self._address)
+            connection.send(("enter", 0, name, tokens, ""), greeting=self._hello(connection.read_line()))
+            return connection, connection.permit(connection.read_line())
+
+    async def enter_async(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
+        """As `enter`, on an event loop of the function's own."""
+        connection = CallConnection(name)
+        with connection.closed_on_error():
+            connection.socket.connect(self._address)
+            greeting = self._hello(await connection.read_line_async())
+            connection.send(("enter", 0, name, tokens, ""), greeting=greeting)
+            return connection, connection.permit(await connection.read_line_async())
+
+    def spend(self, cost: float, tokens: float) -> None:
+        """Count what the call used outside of its permits."""
+        self._tell("spend", cost, tokens)
+
+    def answer(self, accepted: bool | None, retry_after: float | None) -> None:
+        """Report what a request outside of permits showed about the service."""
+        self._tell("answer", accepted, retry_after)
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function that uses this object: here, at once."""
+        function(*arguments)
+
+    def _tell(self, *message: Any) -> None:
+        connection = CallConnection("")
+        with contextlib.suppress(LimitError), connection.closed_on_error():
+            connection.socket.connect(self._address)
+            connection.send(message, ("close",), greeting=self._hello(connection.read_line()))
+            connection.close()
+
+    def _hello(self, nonce: bytes) -> bytes:
+        return hello(self._grant, self._token, nonce)
+
+
+class CallConnection:
+    """The connection of one permit of a `ProcessCall`, as `Permit.limits`."""
+
+    def __init__(self, name: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self._name = name
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the connection if the block fails.
+
+        Raises:
+            LimitError: the connection failed.
+        """
+        try:
+            yield
+        except ConnectionError as error:
+            self.socket.close()
+            raise LimitError(
+                f"limit {self._name!r}: the process that made the call cannot be reached: {error}"
+            ) from error
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def permit(self, line: bytes) -> Permit:
+        """Return the permit that the answer grants.
+
+        Raises:
+            LimitError: it was not granted.
+            JobServiceError: the service behind the process that made the call cannot be reached.
+        """
+        if not line.strip():
+            raise LimitError(ABANDONED)
+        ((what, _, *refusal),) = decode(line)
+        if what == "refuse":
+            kind, why = refusal
+            raise _ERRORS.get(kind, LimitError)(why)
+        permit = Permit(self, self._name)
+        permit.grant()
+        return permit
+
+    def read_line(self) -> bytes:
+        """Return the next line; less if the connection ends."""
+        line = b""
+        while not line.endswith(b"\n") and (received := self.socket.recv(1 << 16)):
+            line += received
+        return line
+
+    async def read_line_async(self) -> bytes:
+        """As `read_line`, on an event loop of the function's own."""
+        loop, line = asyncio.get_running_loop(), b""
+        self.socket.setblocking(False)
+        while not line.endswith(b"\n") and (received := await loop.sock_recv(self.socket, 1 << 16)):
+            line += received
+        self.socket.setblocking(True)
+        return line
+
+    def correct(self, permit: Permit, tokens: float) -> None:
+        """Replace the estimate of the permit."""
+        self.send(("used", 0, tokens))
+
+    def spend(self, cost: float, tokens: float) -> None:
+        """Count what the call used within the permit."""
+        self.send(("spend", cost, tokens))
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function that uses this object: here, at once."""
+        function(*arguments)
+
+    def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
+        """End the permit. By a message, as a process that the function forked may hold a copy of the connection."""
+        self.send(("leave", 0, accepted, retry_after), ("close",))
+
+    def close(self) -> None:
+        """Wait until the messages are processed, and close the connection."""
+        with self.socket, contextlib.suppress(ConnectionError):
+            self.read_line()
+
+    async def close_async(self) -> None:
+        """As `close`, on an event loop of the function's own."""
+        with self.socket, contextlib.suppress(ConnectionError):
+            await self.read_line_async()
+
+    def send(self, *messages: tuple[Any, ...], greeting: bytes = b"") -> None:
+        """Send messages; after the end of the call, they no longer count."""
+        with contextlib.suppress(ConnectionError):
+            self.socket.sendall(greeting + encode(*messages))

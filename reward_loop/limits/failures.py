@@ -7,9 +7,10 @@ from typing import Self
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
+from reward_loop.limits.permit import Limits
 from reward_loop.types import Outcome, RewardResult
 
-__all__ = ["FailureBound"]
+__all__ = ["FailureBound", "SharedFailureBound", "failure_bound"]
 
 _SHOWN = 3
 """How many causes a message names."""
@@ -69,6 +70,39 @@ class FailureBound:
                 "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, "
                 "raise reward_loop.max_failed_share."
             )
+
+
+class SharedFailureBound:
+    """The bound on failures over all workers of a job; counts as `FailureBound` does.
+
+    Args:
+        limits: those of the job, which count.
+        of: what is counted, if not whole samples.
+    """
+
+    def __init__(self, limits: Limits, of: str = "") -> None:
+        self._limits = limits
+        self._of = of
+
+    def count(self, result: RewardResult) -> None:
+        """Count one sample.
+
+        Raises:
+            TooManyFailuresError: too large a share of the latest samples of the job failed.
+            JobServiceError: the limiter service of the job cannot be reached.
+        """
+        self._limits.count(result.outcome is Outcome.FAILED, result.error, self._of)
+
+
+def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
+    """Return the counter of failed samples: of the whole job if it has a service, else of one manager.
+
+    Args:
+        options: the bound, and the address of the job's service.
+        limits: those of the job.
+        of: what is counted, if not whole samples.
+    """
+    return SharedFailureBound(limits, of) if options.job else FailureBound.of_options(options, of)
 
 
 def _cause(error: str) -> str:

@@ -1,4 +1,8 @@
-"""The limits of one service: whose turn it is, and who is in."""
+"""The limits of one service: a state machine without clock and I/O. Times are seconds of the caller's clock.
+
+A call begins if all of these allow it: the number of calls in flight (fixed, or found by `AdaptiveConcurrency`), the
+`Rate` of requests and the `Rate` of tokens. Calls begin in order; traffic classes take turns.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +13,201 @@ from typing import Any
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import LimitError
-from reward_loop.limits.adaptive import AdaptiveConcurrency
-from reward_loop.limits.window import Charge, SlidingWindow
+from reward_loop.limits.permit import ENDED, GRANTED, WAITING, Permit
 
-__all__ = ["PERIOD_S", "Limiter", "Ticket"]
+__all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate"]
 
 PERIOD_S = 60.0
 """Requests and tokens are counted by the minute."""
 
+MARGIN, MARGIN_S = 0.01, 0.25
+"""A charge counts for longer than the period: by this share of it, and at least by these seconds. Calls reach the
+service some time after they begin, not all equally late; so the limit also holds by the clock of the service. Of a
+minute, the margin costs one percent of the rate."""
 
-class Ticket:
-    """One call's place: in the queue, then among those in flight, then nowhere."""
+GRAINS = 64
+"""Parts of a second. Requests within one part are one charge, so that a minute of thousands of calls a second stays
+small. A power of two, so that times are exact."""
 
-    __slots__ = ("charge", "share", "state", "tokens")
+INITIAL = 20
+"""First limit of adaptive concurrency, as in inspect_ai."""
 
-    def __init__(self, tokens: float, share: str) -> None:
-        self.tokens = tokens
-        self.share = share
-        self.state = "waiting"
-        self.charge: Charge | None = None
+SLOW_START = 2.0
+"""Until the first refusal, the limit grows by this factor a round, as in TCP (RFC 5681)."""
 
-    def admit(self) -> None:
-        """The call may begin: from now on it is in flight."""
+GROWTH = 1.05
+"""After the first refusal, the limit grows by this factor a round, at least by one call; as in inspect_ai."""
 
-    def refuse(self, error: LimitError) -> None:
-        """The call will never begin, as the limit has been lowered."""
+CUT = 0.8
+"""A refusal multiplies the limit by this factor, as in inspect_ai."""
+
+COOL_DOWN_S = 15.0
+"""Seconds after a cut without another cut or growth: calls that began before the cut show the same congestion."""
+
+
+class Charge:
+    """The amount of one call, or of the requests within one grain of time."""
+
+    __slots__ = ("amount", "time")
+
+    def __init__(self, time: float, amount: float) -> None:
+        self.time = time
+        self.amount = amount
+
+
+class Rate:
+    """At most ``limit`` in any window of ``period`` seconds, paced: at most ``burst`` at once.
+
+    Two bounds hold together. A bucket that refills evenly paces the calls; a call above its size begins when the bucket
+    is full, and later calls wait until that debt is refilled. A bucket alone would allow limit + burst in a window, so
+    a log of the charges bounds the window.
+
+    Args:
+        period: seconds.
+        unit: the smallest burst: 1 request, or 0 tokens.
+    """
+
+    def __init__(self, period: float, unit: float = 0.0) -> None:
+        self.limit = self.burst = math.inf
+        self._period = period
+        self._lifetime = period + max(period * MARGIN, MARGIN_S)
+        self._unit = unit
+        self._charges: deque[Charge] = deque()
+        self._total = 0.0
+        self._level = math.inf
+        self._filled_at = 0.0
+
+    def configure(self, limit: float | None, burst_seconds: float) -> None:
+        """Change the limit. Earlier charges and debts remain."""
+        self.limit = math.inf if limit is None else limit
+        self.burst = max(self._unit, self.limit / self._period * burst_seconds)
+        self._level = min(self._level, self.burst) if limit is not None else math.inf
+
+    def free_at(self, now: float, amount: float) -> float:
+        """Return when ``amount`` may begin: ``now``, a later time, or infinity if it is above the limit."""
+        if self.limit == math.inf:
+            return now
+        return max(self._window_free_at(now, amount), self._bucket_free_at(now, amount))
+
+    def used(self, now: float) -> float:
+        """Return the sum of the charges in the window that ends now."""
+        self._forget(now)
+        return self._total
+
+    def add(self, now: float, amount: float) -> Charge:
+        """Count ``amount``, which `correct` may change."""
+        charge = Charge(now, amount)
+        self._charges.append(charge)
+        self._take(now, amount)
+        return charge
+
+    def count(self, now: float, amount: float) -> None:
+        """Count ``amount`` as part of the charge of this grain of time."""
+        time = math.ceil(now * GRAINS) / GRAINS
+        if self._charges and self._charges[-1].time >= time:
+            self._charges[-1].amount += amount
+        else:
+            self._charges.append(Charge(time, amount))
+        self._take(now, amount)
+
+    def correct(self, now: float, charge: Charge, amount: float) -> None:
+        """Change the amount of a charge that is still in the window."""
+        self._forget(now)
+        if now < charge.time + self._lifetime:
+            self._take(now, amount - charge.amount)
+            charge.amount = amount
+
+    def _take(self, now: float, amount: float) -> None:
+        self._total += amount
+        self._fill(now)
+        self._level = min(self.burst, self._level - amount)
+
+    def _fill(self, now: float) -> None:
+        if now > self._filled_at:
+            if self.limit < math.inf:
+                filled = (now - self._filled_at) * self.limit / self._period
+                self._level = min(self.burst, self._level + filled)
+            self._filled_at = now
+
+    def _bucket_free_at(self, now: float, amount: float) -> float:
+        self._fill(now)
+        missing = min(amount, self.burst) - self._level
+        # Not exactly 0: a level that was refilled to the needed one may be off by a rounding error.
+        return now if missing <= 1e-9 * self.burst else now + missing * self._period / self.limit
+
+    def _window_free_at(self, now: float, amount: float) -> float:
+        self._forget(now)
+        excess = self._total + amount - self.limit
+        if excess <= 0:
+            return now
+        if amount > self.limit:
+            return math.inf
+        for charge in self._charges:
+            excess -= charge.amount
+            if excess <= 0:
+                return charge.time + self._lifetime
+        return now
+
+    def _forget(self, now: float) -> None:
+        charges = self._charges
+        while charges and charges[0].time + self._lifetime <= now:
+            self._total -= charges.popleft().amount
+        if not charges:
+            self._total = 0.0  # drops rounding errors
+
+
+class AdaptiveConcurrency:
+    """How many calls may be in flight, found from the answers of the service.
+
+    A *round* is as many answers as the limit has calls. Only answers grow the limit and only refusals (HTTP 429) cut
+    it: timeouts, broken connections and other errors change nothing.
+    """
+
+    def __init__(self, maximum: int | None = None) -> None:
+        self.limit = float(INITIAL)
+        self.not_before = 0.0
+        """No call begins earlier: the service sent ``Retry-After``."""
+        self._slow_start = True
+        self._answers = 0
+        self._cool_down_until = 0.0
+        self.bound(maximum)
+
+    def bound(self, maximum: int | None) -> None:
+        """Set the greatest limit."""
+        self._maximum = math.inf if maximum is None else maximum
+        self.limit = min(self.limit, self._maximum)
+
+    @property
+    def calls(self) -> int:
+        """The limit, in whole calls."""
+        return max(1, int(self.limit))
+
+    def answered(self, now: float, in_flight: int) -> None:
+        """The service answered a call, while ``in_flight`` calls, this one included, were in flight."""
+        # Without at least half of the limit in flight, the answers do not show that the service could take more.
+        if now < self._cool_down_until or in_flight < self.calls // 2:
+            return
+        self._answers += 1
+        if self._answers < self.calls:
+            return
+        self._answers = 0
+        grown = self.limit * SLOW_START if self._slow_start else max(self.limit * GROWTH, self.limit + 1)
+        self.limit = min(grown, self._maximum)
+
+    def refused(self, now: float, retry_after: float | None = None) -> None:
+        """The service refused a call (HTTP 429)."""
+        if retry_after is not None:
+            self.not_before = max(self.not_before, now + retry_after)
+        if now < self._cool_down_until:
+            return
+        self._slow_start = False
+        self._answers = 0
+        self.limit = max(1.0, self.limit * CUT)
+        self._cool_down_until = max(now + COOL_DOWN_S, self.not_before)
 
 
 class Limiter:
-    """Admits calls to one service, in order, within its limits. It has no clock and does no I/O.
-
-    Callers of different shares (training, validation) have a queue each, and their turns alternate.
+    """Grants permits for calls to one service.
 
     Args:
         name: the service, for messages.
@@ -49,46 +217,36 @@ class Limiter:
 
     def __init__(self, name: str, config: LimitConfig, period: float = PERIOD_S) -> None:
         self.name = name
-        self._period = period
         self.in_flight = 0
-        self._queues: dict[str, deque[Ticket]] = {}
-        self._requests: SlidingWindow | None = None
-        self._tokens: SlidingWindow | None = None
+        self._queues: dict[str, deque[Permit]] = {}
+        self._requests = Rate(period, unit=1.0)
+        self._tokens = Rate(period)
         self._adaptive: AdaptiveConcurrency | None = None
         self.configure(config)
 
     def configure(self, config: LimitConfig) -> None:
-        """Change the limits; what has been counted stays counted."""
+        """Change the limits; earlier calls still count. Waiting calls that can never begin are refused."""
         self.config = config
-        self._requests = self._window(self._requests, config.requests_per_minute)
-        self._tokens = self._window(self._tokens, config.tokens_per_minute)
+        self._requests.configure(config.requests_per_minute, config.burst_seconds)
+        self._tokens.configure(config.tokens_per_minute, config.burst_seconds)
         if not config.adaptive:
             self._adaptive = None
         elif self._adaptive is None:
             self._adaptive = AdaptiveConcurrency(config.max_concurrent)
         else:
-            self._adaptive.maximum = config.max_concurrent
-            if config.max_concurrent is not None:
-                self._adaptive.limit = min(self._adaptive.limit, config.max_concurrent)
-        for ticket in itertools.chain.from_iterable(self._queues.values()):
-            if ticket.state == "waiting" and (error := self._too_large(ticket)) is not None:
-                ticket.state = "gone"
-                ticket.refuse(error)
+            self._adaptive.bound(config.max_concurrent)
+        for permit in list(itertools.chain.from_iterable(self._queues.values())):
+            if permit.state == WAITING and (error := self._too_large(permit)) is not None:
+                permit.refuse(error)
 
-    def _too_large(self, ticket: Ticket) -> LimitError | None:
+    def _too_large(self, permit: Permit) -> LimitError | None:
         limit = self.config.tokens_per_minute
-        if limit is None or ticket.tokens <= limit:
+        if limit is None or permit.tokens <= limit:
             return None
         return LimitError(
-            f"limit {self.name!r}: a call asks for {ticket.tokens:g} tokens, and tokens_per_minute is {limit}: "
+            f"limit {self.name!r}: a call asks for {permit.tokens:g} tokens, and tokens_per_minute is {limit}: "
             "raise it, or make smaller calls"
         )
-
-    def _window(self, window: SlidingWindow | None, limit: int | None) -> SlidingWindow:
-        # A window without a limit counts on: it may get one later.
-        window = window or SlidingWindow(math.inf, self._period)
-        window.limit = math.inf if limit is None else limit
-        return window
 
     @property
     def has_queue(self) -> bool:
@@ -98,7 +256,7 @@ class Limiter:
     @property
     def waiting(self) -> int:
         """How many calls wait."""
-        return sum(ticket.state == "waiting" for queue in self._queues.values() for ticket in queue)
+        return sum(permit.state == WAITING for queue in self._queues.values() for permit in queue)
 
     @property
     def max_in_flight(self) -> float:
@@ -108,9 +266,7 @@ class Limiter:
         return math.inf if self.config.max_concurrent is None else self.config.max_concurrent
 
     def status(self, now: float) -> dict[str, Any]:
-        """The limits, and how far they are used."""
-        assert self._requests is not None
-        assert self._tokens is not None
+        """Return the limits, and how much of them is used."""
         return {
             **self.config.model_dump(),
             "in_flight": self.in_flight,
@@ -120,83 +276,70 @@ class Limiter:
             "tokens_last_minute": self._tokens.used(now),
         }
 
-    def enter(self, now: float, ticket: Ticket) -> None:
-        """Admit a call, or queue it until `advance` does.
+    def enter(self, now: float, permit: Permit) -> None:
+        """Grant a permit, or queue it until `advance` grants it.
 
         Raises:
-            LimitError: it asks for more tokens than a whole minute has.
+            LimitError: the call asks for more tokens than a whole minute has.
         """
-        if (error := self._too_large(ticket)) is not None:
+        if (error := self._too_large(permit)) is not None:
             raise error
-        if not self._queues and self._room_at(now, ticket) <= now:
-            self._admit(now, ticket)
+        if not self._queues and self._free_at(now, permit) <= now:
+            self._grant(now, permit)
         else:
-            self._queues.setdefault(ticket.share, deque()).append(ticket)
+            self._queues.setdefault(permit.traffic_class, deque()).append(permit)
 
     def advance(self, now: float) -> float | None:
-        """Admit whoever may begin now. Return when to look again, if time alone will let someone in."""
-        while ticket := self._next():
-            at = self._room_at(now, ticket)
+        """Grant all permits that are possible now. Return when time alone will allow the next one, if it will."""
+        while permit := self._next():
+            at = self._free_at(now, permit)
             if at > now:
                 return None if at == math.inf else at
-            # Its share has had its turn: the next is looked for in the others first.
-            queue = self._queues.pop(ticket.share)
+            # This class goes to the end of the turns.
+            queue = self._queues.pop(permit.traffic_class)
             queue.popleft()
             if queue:
-                self._queues[ticket.share] = queue
-            self._admit(now, ticket)
+                self._queues[permit.traffic_class] = queue
+            self._grant(now, permit)
         return None
 
-    def _admit(self, now: float, ticket: Ticket) -> None:
-        ticket.state = "in flight"
+    def _grant(self, now: float, permit: Permit) -> None:
         self.in_flight += 1
-        assert self._requests is not None
-        assert self._tokens is not None
         self._requests.count(now, 1)
-        if ticket.tokens:
-            ticket.charge = self._tokens.add(now, ticket.tokens)
-        ticket.admit()
+        if permit.tokens:
+            permit.charge = self._tokens.add(now, permit.tokens)
+        permit.grant()
 
-    def _next(self) -> Ticket | None:
-        for share, queue in list(self._queues.items()):
-            while queue and queue[0].state != "waiting":
+    def _next(self) -> Permit | None:
+        for traffic_class, queue in list(self._queues.items()):
+            while queue and queue[0].state != WAITING:
                 queue.popleft()
             if queue:
                 return queue[0]
-            del self._queues[share]
+            del self._queues[traffic_class]
         return None
 
-    def _room_at(self, now: float, ticket: Ticket) -> float:
+    def _free_at(self, now: float, permit: Permit) -> float:
         if self.in_flight >= self.max_in_flight:
-            return math.inf  # until one of them leaves
-        assert self._requests is not None
-        assert self._tokens is not None
-        at = max(self._requests.free_at(now, 1), self._tokens.free_at(now, ticket.tokens))
+            return math.inf  # until a call ends
+        at = max(self._requests.free_at(now, 1), self._tokens.free_at(now, permit.tokens))
         return at if self._adaptive is None else max(at, self._adaptive.not_before)
 
-    def used(self, now: float, ticket: Ticket, tokens: float) -> None:
-        """Correct the estimate of a call by what it really used."""
-        assert self._tokens is not None
-        if ticket.charge is None:
-            ticket.charge = self._tokens.add(now, tokens)
+    def used(self, now: float, permit: Permit, tokens: float) -> None:
+        """Replace the estimate of a call by the tokens that it used. Afterwards, call `advance`."""
+        if permit.charge is None:
+            permit.charge = self._tokens.add(now, tokens)
         else:
-            self._tokens.correct(now, ticket.charge, tokens)
+            self._tokens.correct(now, permit.charge, tokens)
 
-    def leave(self, now: float, ticket: Ticket, *, refused: bool = False, retry_after: float | None = None) -> None:
-        """A call has ended, or will not be made. Afterwards, `advance`.
-
-        Args:
-            now: the time.
-            ticket: its place.
-            refused: the service said that it is too much.
-            retry_after: the seconds that it asked for.
-        """
-        state, ticket.state = ticket.state, "gone"
-        if state != "in flight":
+    def leave(self, now: float, permit: Permit, accepted: bool | None = None, retry_after: float | None = None) -> None:
+        """End a call that holds a permit, with the arguments of `Permit.leave`. Afterwards, call `advance`."""
+        if permit.state != GRANTED:
             return
+        permit.state = ENDED
         if self._adaptive is not None:
-            if refused:
+            if accepted:
+                self._adaptive.answered(now, self.in_flight)
+            elif accepted is False:
                 self._adaptive.refused(now, retry_after)
-            else:
-                self._adaptive.succeeded(now, self.in_flight)
         self.in_flight -= 1

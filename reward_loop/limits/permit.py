@@ -1,56 +1,265 @@
-"""What all calls of a job share, as they see it: its limits, its budget, and the count of its failures."""
+"""The permit that a call holds within a limit, and the interface of the object that grants permits."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
 
-__all__ = ["DEFAULT", "RETRY", "Job", "Place"]
+from reward_loop._util.transient import is_refusal, retry_after
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import LimitError
+
+__all__ = [
+    "ABANDONED",
+    "DEFAULT",
+    "ENDED",
+    "GRANTED",
+    "RETRY",
+    "WAITING",
+    "Holder",
+    "Limits",
+    "Permit",
+    "answer_of",
+    "granted",
+    "live",
+]
 
 DEFAULT = "default"
-"""The limit that holds for every call of the function."""
+"""The limit for every call of the reward function."""
 
 RETRY = "retry"
-"""The limit that holds for every call that is made again, besides."""
+"""The additional limit for every call after the first of a sample."""
+
+WAITING, GRANTED, ENDED = "waiting", "granted", "ended"
+
+ABANDONED = "the call that waits for a permit has ended"
 
 
-class Place(Protocol):
-    """One call's place within a limit; it must `leave`."""
+live: weakref.WeakSet[Limits] = weakref.WeakSet()
+"""The limits in use in this process, for the command ``reward-loop limits``. No code shares limits through this set."""
+
+
+class Holder(Protocol):
+    """The object that keeps the limit of a permit, or the connection to it."""
+
+    def correct(self, permit: Permit, tokens: float) -> None:
+        """Replace the estimate of a permit."""
+
+    def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
+        """End a permit; called by `Permit.leave`."""
+
+
+class Permit:
+    """One call's permit: waiting, then granted, then ended.
+
+    Args:
+        limits: keeps the limit; ``None`` for a permit without a limit.
+        name: the limit.
+        tokens: the estimate.
+        traffic_class: ``train`` or ``validate``; each has a queue of its own.
+        settled: called once, when the permit stops waiting: granted, refused or abandoned.
+    """
+
+    __slots__ = ("charge", "error", "id", "limits", "name", "settled", "state", "timer", "tokens", "traffic_class")
+
+    def __init__(
+        self,
+        limits: Holder | None,
+        name: str,
+        tokens: float = 0,
+        traffic_class: str = "train",
+        settled: Callable[[Permit], None] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.name = name
+        self.tokens = tokens
+        self.traffic_class = traffic_class
+        self.settled = settled
+        self.state = WAITING
+        self.error: Exception | None = None
+        """Why the permit was refused."""
+        self.charge: Any = None
+        """The limiter's record of the tokens."""
+        self.id: Any = None
+        """The number of the permit on a connection."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def grant(self) -> None:
+        """Let the call begin."""
+        self._settle(GRANTED)
+
+    def refuse(self, error: Exception) -> None:
+        """End the wait without a permit."""
+        self.error = error
+        self._settle(ENDED)
 
     def used(self, tokens: float) -> None:
-        """Correct the estimate of its tokens."""
+        """Replace the estimate by the tokens that the call used so far."""
+        if self.limits is not None:
+            self.limits.correct(self, tokens)
 
-    def leave(self, refused: bool = False, retry_after: float | None = None) -> None:
-        """The call has ended; ``refused`` if the service said that it is too much."""
+    def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
+        """End the permit; only the first time counts.
+
+        Args:
+            accepted: True: the service answered. False: the service refused the call (HTTP 429). None: there was no
+                answer of the service, so the end shows nothing about its capacity.
+            retry_after: the seconds that the service asked to wait.
+        """
+        if self.state == ENDED:
+            return
+        if self.limits is None:
+            self.state = ENDED
+        else:
+            self.limits.release(self, accepted, retry_after)
+        if self.state == WAITING:
+            self.error = self.error or LimitError(ABANDONED)
+            self._settle(ENDED)
+        self.state = ENDED
+
+    def _settle(self, state: str) -> None:
+        if self.state != WAITING:
+            return
+        self.state = state
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.settled is not None:
+            self.settled(self)
+
+    def expire_after(self, seconds: float | None) -> None:
+        """Refuse the permit if it still waits after ``seconds``."""
+        if seconds is not None and self.state == WAITING:
+            self.timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
+
+    def _expire(self, seconds: float) -> None:
+        if self.state == WAITING:
+            self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
+            self.leave()
 
 
-class Job(Protocol):
-    """What a reward function's calls ask before they are made, and report to afterwards."""
+class Limits(Holder, ABC):
+    """Limits and budget of a job, and the count of its failed samples; for one event loop at a time.
+
+    The code that constructs the object closes it. Functions and managers share limits if they get the same object, or,
+    in different processes, the address of the same service.
+    """
 
     name: str
-    """Of the job, for people."""
-    limited: frozenset[str]
-    """The names of the limits there are."""
-    spent: str | None
+    """Of the job, for messages."""
+    options: RewardLoopConfig
+    loop: asyncio.AbstractEventLoop | None = None
+    """The event loop that uses the limits now; another one may use them after its end."""
+    max_waits: dict[str, float | None]
+    """By the name of the limit, the seconds that a call may wait."""
+    spent: str | None = None
     """Why no more calls are made: the budget is used up."""
+    stopped: str | None = None
+    """Why the run must stop: too many samples failed."""
 
-    async def enter(self, name: str, tokens: float, share: str) -> Place:
-        """Wait for a place within a limit.
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """Use the running event loop from now on, unless the earlier one still runs; return the one in use."""
+        if self.loop is None or not self.loop.is_running():
+            self.loop = asyncio.get_running_loop()
+            live.add(self)
+        return self.loop
+
+    def check_loop(self) -> None:
+        """Refuse permits to a second event loop.
 
         Raises:
-            LimitError: there will be none for this call.
-            JobServiceError: whoever keeps the limits cannot be reached.
+            LimitError: another event loop that still runs uses the limits.
+        """
+        if self.bind() is not asyncio.get_running_loop():
+            raise LimitError(
+                "these limits are in use by another event loop: give each event loop limits of its own, or share a "
+                "service by its address (reward_loop.limits.server.serve_limits, reward_loop.job)"
+            )
+
+    @abstractmethod
+    def open(
+        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
+    ) -> Permit:
+        """Ask for a permit, on the running event loop; see `Permit` for the arguments.
+
+        Raises:
+            LimitError: the limit does not exist, or can never grant this permit.
         """
 
+    @abstractmethod
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used."""
+        """Count what a call used towards the budget."""
 
+    @abstractmethod
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample, or what ``of`` names in it.
+        """Count one sample, or one component ``of`` a sample.
 
         Raises:
             TooManyFailuresError: too large a share of the latest samples failed.
-            JobServiceError: whoever counts cannot be reached.
+            JobServiceError: the service that counts cannot be reached.
         """
 
+    @abstractmethod
+    async def status(self) -> dict[str, Any]:
+        """Return the limits, and how much of them is used."""
+
+    @abstractmethod
+    async def configure(self, name: str, changes: dict[str, Any]) -> None:
+        """Change options of a limit, or add a limit, while the job runs.
+
+        Raises:
+            ConfigError: an option is wrong.
+            JobServiceError: the service cannot be reached.
+        """
+
+    @abstractmethod
     async def why_stopped(self) -> str | None:
-        """Say why the run must stop, if it must."""
+        """Return why the run must stop, or ``None``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the object holds; from any thread. A later call opens it again."""
+
+    async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
+        """Wait for a permit.
+
+        Raises:
+            LimitError: no permit is granted to this call.
+            JobServiceError: the service that keeps the limits cannot be reached.
+        """
+        return await granted(lambda settled: self.open(name, tokens, traffic_class, settled))
+
+
+async def granted(open_permit: Callable[[Callable[[Permit], None]], Permit]) -> Permit:
+    """Wait for the permit that ``open_permit(settled)`` asks for.
+
+    Raises:
+        LimitError: no permit is granted to this call.
+        JobServiceError: the service that keeps the limits cannot be reached.
+    """
+    turn: asyncio.Future[None] | None = None
+
+    def settled(permit: Permit) -> None:
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    permit = open_permit(settled)
+    if permit.state == WAITING:
+        turn = asyncio.get_running_loop().create_future()
+        try:
+            await turn
+        except BaseException:
+            permit.leave()
+            raise
+    if permit.error is not None:
+        raise permit.error
+    return permit
+
+
+def answer_of(error: BaseException | None) -> tuple[bool | None, float | None]:
+    """Return what the end of a call shows about the service: the arguments of `Permit.leave`."""
+    if error is None:
+        return True, None
+    return (False, retry_after(error)) if is_refusal(error) else (None, None)

@@ -1,4 +1,4 @@
-"""The job's state in one place, for all its workers: a small TCP service."""
+"""The limiter service: lets other processes use the limits that this one keeps."""
 
 from __future__ import annotations
 
@@ -6,232 +6,307 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
 
-import orjson
-
+from reward_loop._util.background_loop import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooManyFailuresError
-from reward_loop.limits.limiter import PERIOD_S, Ticket
-from reward_loop.limits.local import JobState
-from reward_loop.limits.protocol import CONNECT_TIMEOUT_S, MAX_LINE, Lines, notice_death, proof
+from reward_loop.limits.limiter import PERIOD_S
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.permit import ENDED, GRANTED, Permit
+from reward_loop.limits.protocol import JOB, MAX_LINE, Messages, decode, hello, notice_death
 
-__all__ = ["JobService", "serve_job"]
+__all__ = ["CallServer", "LimitServer", "serve_limits"]
 
 GREETING_TIMEOUT_S = 10.0
-"""Seconds within which a client must have proved that it knows the token."""
+"""Seconds within which a client must prove that it has the token."""
 
 
-class JobService:
-    """Keeps a `JobState` for clients. `start` it in a running loop, and `stop` it there.
+class Owner(Protocol):
+    """What the messages of a client act on: the limits of a job, or one call of a function."""
+
+    def open(
+        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
+    ) -> Permit:
+        """Ask for a permit."""
+
+    def spend(self, cost: float, tokens: float) -> None:
+        """Count what was used."""
+
+
+class LimitServer:
+    """Serves the limits of a job. `start` it in a running event loop, and `stop` it there.
 
     Args:
-        options: the limits, the budget and the bound on failures.
-        period: seconds over which requests and tokens are counted; a minute, but for tests.
+        limits: those of the job, or their options.
     """
 
-    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
-        self.state = JobState(options, period)
-        self._token = secrets.token_urlsafe(24)
+    def __init__(self, limits: LocalLimits | RewardLoopConfig) -> None:
+        self.limits = limits if isinstance(limits, LocalLimits) else LocalLimits(limits)
+        self.token = secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
-        self._clients: dict[_Client, asyncio.Task[None]] = {}
+        self._connections: dict[_JobConnection, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen. Return what clients connect by: ``host:port:token``."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_LINE)
         port = self._server.sockets[0].getsockname()[1]
-        return f"{host}:{port}:{self._token}"
+        self.limits.name = f"{host}:{port}"
+        return f"{host}:{port}:{self.token}"
 
     async def stop(self) -> None:
         """Close all connections."""
         assert self._server is not None
         self._server.close()
-        for task in self._clients.values():
-            task.cancel()
-        await asyncio.gather(*self._clients.values(), return_exceptions=True)
+        await self.disconnect()
         await self._server.wait_closed()
+        self.limits.close()
 
-    def tell_all(self, *message: Any) -> None:
+    async def disconnect(self) -> None:
+        """Close the connections that there are; clients may connect again."""
+        tasks = list(self._connections.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def send_to_all(self, *message: Any) -> None:
         """Send a message to all clients."""
-        for client in self._clients:
-            client.lines.send(*message)
+        for connection in self._connections:
+            connection.messages.send(*message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = _Client(self, Lines(writer))
-        try:
-            notice_death(writer)
-            async with asyncio.timeout(GREETING_TIMEOUT_S):
-                nonce = secrets.token_hex(16)
-                writer.write(nonce.encode() + b"\n")
-                answer = (await reader.readline()).decode().strip()
-                if not hmac.compare_digest(answer, proof(self._token, nonce)):
-                    writer.write(b"\n")
-                    return
+        with _closing(writer):
+            if await _greet(reader, writer, {JOB: self.token}) is None:
+                return
+            connection = _JobConnection(self, writer)
             task = asyncio.current_task()
             assert task is not None
-            self._clients[client] = task
-            client.greet()
-            async for line in reader:
-                for message in orjson.loads(line):
-                    client.receive(*message)
-        except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
-            pass  # The connection is of no more use, whatever ended it.
-        finally:
-            self._clients.pop(client, None)
-            client.gone()
-            writer.close()
+            self._connections[connection] = task
+            try:
+                connection.greet()
+                await connection.run(reader)
+            finally:
+                del self._connections[connection]
 
 
-class _Client:
-    """One connection, seen from the service."""
-
-    def __init__(self, service: JobService, lines: Lines) -> None:
-        self._service = service
-        self._state = service.state
-        self.lines = lines
-        self._calls: dict[int, tuple[str, Ticket]] = {}
-
-    def greet(self) -> None:
-        self.lines.send("limited", self._state.max_waits)
-        if self._state.spent:
-            self.lines.send("spent", self._state.spent)
-        if self._state.stopped:
-            self.lines.send("stop", self._state.stopped)
-
-    def receive(self, what: str, *rest: Any) -> None:
-        handlers: dict[str, Callable[..., None]] = {
-            "enter": self._enter,
-            "used": self._used,
-            "leave": self._leave,
-            "spend": self._spend,
-            "count": self._count,
-            "configure": self._configure,
-            "status": self._status,
-        }
-        handlers[what](*rest)
-
-    def gone(self) -> None:
-        for name, ticket in self._calls.values():
-            self._state.leave(name, ticket, False, None)
-        self._calls.clear()
-
-    def _enter(self, call: int, name: str, tokens: float, share: str) -> None:
-        ticket = _There(self.lines, call, tokens, share)
-        self._calls[call] = (name, ticket)
-        try:
-            self._state.queue(name, ticket)
-        except LimitError as error:
-            self._calls.pop(call, None)
-            self.lines.send("refuse", call, str(error))
-
-    def _used(self, call: int, tokens: float) -> None:
-        if call in self._calls:
-            name, ticket = self._calls[call]
-            self._state.correct(name, ticket, tokens)
-
-    def _leave(self, call: int, refused: bool, retry_after: float | None) -> None:
-        if call in self._calls:
-            name, ticket = self._calls.pop(call)
-            self._state.leave(name, ticket, refused, retry_after)
-
-    def _spend(self, cost: float, tokens: float) -> None:
-        before = self._state.spent
-        self._state.spend(cost, tokens)
-        if self._state.spent != before:
-            self._service.tell_all("spent", self._state.spent)
-
-    def _count(self, failed: bool, error: str | None, of: str) -> None:
-        try:
-            self._state.count(failed, error, of)
-        except TooManyFailuresError as stop:
-            self._service.tell_all("stop", str(stop))
-
-    def _configure(self, request: int, name: str, changes: dict[str, Any]) -> None:
-        try:
-            self._state.configure(name, changes)
-        except ConfigError as error:
-            self.lines.send("answer", request, str(error))
-            return
-        self.lines.send("answer", request, None)
-        self._service.tell_all("limited", self._state.max_waits)
-
-    def _status(self, request: int) -> None:
-        self.lines.send("answer", request, self._state.status())
-
-
-class _There(Ticket):
-    """The place of a call in a client's process."""
-
-    __slots__ = ("_call", "_lines")
-
-    def __init__(self, lines: Lines, call: int, tokens: float, share: str) -> None:
-        super().__init__(tokens, share)
-        self._lines = lines
-        self._call = call
-
-    def admit(self) -> None:
-        self._lines.send("admit", self._call)
-
-    def refuse(self, error: LimitError) -> None:
-        self._lines.send("refuse", self._call, str(error))
+async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> str | None:
+    """Return the name of the grant whose token the client has, or ``None``."""
+    notice_death(writer)
+    async with asyncio.timeout(GREETING_TIMEOUT_S):
+        nonce = secrets.token_hex(16).encode()
+        writer.write(nonce + b"\n")
+        answer = await reader.readline()
+    grant = answer.partition(b" ")[0].decode("ascii", "replace")
+    if grant in tokens and hmac.compare_digest(answer, hello(grant, tokens[grant], nonce)):
+        return grant
+    writer.write(b"\n")
+    return None
 
 
 @contextlib.contextmanager
-def serve_job(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
-    """Keep a job's state in a thread of this process, for as long as the context lasts.
+def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
+    """Close the connection at the end, also where the peer has closed or broken it."""
+    try:
+        yield
+    except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
+        pass
+    finally:
+        writer.close()
+
+
+class _Connection:
+    """One connection: its permits end with it."""
+
+    def __init__(self, owner: Owner, writer: asyncio.StreamWriter) -> None:
+        self.messages = Messages(writer)
+        self._owner = owner
+        self._permits: dict[int, Permit] = {}
+        self.handlers: dict[str, Callable[..., None]] = {
+            "enter": self._enter,
+            "used": self._used,
+            "leave": self._leave,
+            "spend": owner.spend,
+        }
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Process messages until the client closes the connection."""
+        try:
+            async for line in reader:
+                for what, *rest in decode(line):
+                    if what == "close":
+                        return
+                    self.handlers[what](*rest)
+        finally:
+            permits, self._permits = self._permits, {}
+            for permit in permits.values():
+                permit.leave()
+
+    def _enter(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
+        try:
+            permit = self._owner.open(name, tokens, traffic_class, partial(self._settled, number))
+        except LimitError as error:
+            self.messages.send("refuse", number, type(error).__name__, str(error))
+            return
+        if permit.state != ENDED:
+            self._permits[number] = permit
+
+    def _settled(self, number: int, permit: Permit) -> None:
+        if permit.state == GRANTED:
+            self.messages.send("grant", number)
+        elif self._permits.pop(number, None) is not None:  # else the client itself has ended it
+            self.messages.send("refuse", number, type(permit.error).__name__, str(permit.error))
+
+    def _used(self, number: int, tokens: float) -> None:
+        if (permit := self._permits.get(number)) is not None:
+            permit.used(tokens)
+
+    def _leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
+        if (permit := self._permits.pop(number, None)) is not None:
+            permit.leave(accepted, retry_after)
+
+
+class _JobConnection(_Connection):
+    """The connection of a worker of the job."""
+
+    def __init__(self, server: LimitServer, writer: asyncio.StreamWriter) -> None:
+        super().__init__(server.limits, writer)
+        self._server = server
+        self._limits = server.limits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.handlers |= {
+            "spend": self._spend,
+            "count": self._count,
+            "configure": partial(self._answer, self._configure),
+            "status": partial(self._answer, self._limits.status),
+        }
+
+    def greet(self) -> None:
+        """Send what a client must have before its first call."""
+        self.messages.send("limits", self._limits.max_waits)
+        if self._limits.spent:
+            self.messages.send("spent", self._limits.spent)
+        if self._limits.stopped:
+            self.messages.send("stop", self._limits.stopped)
+
+    def _spend(self, cost: float, tokens: float) -> None:
+        before = self._limits.spent
+        self._limits.spend(cost, tokens)
+        if self._limits.spent != before:
+            self._server.send_to_all("spent", self._limits.spent)
+
+    def _count(self, failed: bool, error: str | None, of: str) -> None:
+        try:
+            self._limits.count(failed, error, of)
+        except TooManyFailuresError as stop:
+            self._server.send_to_all("stop", str(stop))
+
+    def _answer(self, question: Callable[..., Any], request: int, *arguments: Any) -> None:
+        async def answer() -> None:
+            self.messages.send("answer", request, await question(*arguments))
+
+        task = asyncio.create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _configure(self, name: str, changes: dict[str, Any]) -> str | None:
+        try:
+            await self._limits.configure(name, changes)
+        except ConfigError as error:
+            return str(error)
+        self._server.send_to_all("limits", self._limits.max_waits)
+        return None
+
+
+class CallOwner(Owner, Protocol):
+    """One call of a function in a process of its own."""
+
+    def answer(self, accepted: bool | None, retry_after: float | None) -> None:
+        """Take down what a request showed about the service."""
+
+
+class CallServer:
+    """Serves single calls of functions to the processes that they run in, over a local socket.
+
+    It listens from the first call in an event loop to the end of that loop, or until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, CallOwner] = {}
+        self._tokens: dict[str, str] = {}
+        self._listener: tuple[asyncio.AbstractEventLoop, AsyncGenerator[str, None], str] | None = None
+
+    @contextlib.asynccontextmanager
+    async def serve(self, call: CallOwner) -> AsyncIterator[tuple[str, str, str]]:
+        """Serve a call; yields the address, the grant and the token for its process."""
+        address = await self._address()
+        grant, token = secrets.token_hex(8), secrets.token_hex(16)
+        self._calls[grant], self._tokens[grant] = call, token
+        try:
+            yield address, grant, token
+        finally:
+            del self._calls[grant], self._tokens[grant]
+
+    async def _address(self) -> str:
+        loop = asyncio.get_running_loop()
+        if self._listener is None or self._listener[0] is not loop:
+            # An event loop that shuts down closes its asynchronous generators, and with this one the listening socket.
+            listener = self._listen()
+            address = await anext(listener)
+            if self._listener is None or self._listener[0] is not loop:
+                self._listener = loop, listener, address
+            else:  # a concurrent call was faster
+                await listener.aclose()
+        return self._listener[2]
+
+    async def _listen(self) -> AsyncGenerator[str, None]:
+        # In the abstract namespace of Linux: a killed process leaves no file behind.
+        address = f"\0reward-loop/limits/{secrets.token_hex(16)}"
+        server = await asyncio.start_unix_server(self._serve, address)
+        try:
+            yield address
+        finally:
+            server.close()
+            if self._listener is not None and self._listener[2] == address:
+                self._listener = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with _closing(writer):
+            grant = await _greet(reader, writer, self._tokens)
+            if grant is not None and (call := self._calls.get(grant)) is not None:
+                connection = _Connection(call, writer)
+                connection.handlers["answer"] = call.answer
+                await connection.run(reader)
+
+
+@contextlib.contextmanager
+def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
+    """Serve the limits of a job from a thread of this process, for as long as the context lasts.
 
     Args:
         options: the limits, the budget and the bound on failures.
-        host: the address to listen on. Other nodes reach a job by an address of this one.
-        period: seconds over which requests and tokens are counted; a minute, but for tests.
+        host: the address to listen on. Other nodes reach the service by an address of this node.
+        period: seconds over which requests and tokens are counted; shorter than a minute in tests only.
 
     Yields:
         ``host:port:token``, for ``reward_loop.job`` of the workers.
 
     Raises:
-        RewardLoopError: it cannot listen there.
+        RewardLoopError: the service cannot listen there.
     """
-    ready = _Ready()
-    thread = threading.Thread(
-        target=lambda: asyncio.run(_serve(options, host, period, ready)), name="job-service", daemon=True
-    )
-    thread.start()
-    address, stop = ready.wait()
-    try:
+
+    @contextlib.asynccontextmanager
+    async def served() -> AsyncIterator[str]:
+        server = LimitServer(LocalLimits(options, period))
+        try:
+            address = await server.start(host)
+        except OSError as error:
+            raise RewardLoopError(f"the limiter service cannot listen on {host}: {error}") from error
+        try:
+            yield address
+        finally:
+            await server.stop()
+
+    with in_background(served, name="limiter-service") as address:
         yield address
-    finally:
-        stop()
-        thread.join()
-
-
-class _Ready:
-    """How the thread of a service says that it listens, or why it cannot."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._outcome: Any = None
-
-    def set(self, outcome: Any) -> None:
-        self._outcome = outcome
-        self._event.set()
-
-    def wait(self) -> Any:
-        self._event.wait(CONNECT_TIMEOUT_S)
-        if not isinstance(self._outcome, tuple):
-            raise RewardLoopError(f"the service of the job cannot listen: {self._outcome}")
-        return self._outcome
-
-
-async def _serve(options: RewardLoopConfig, host: str, period: float, ready: _Ready) -> None:
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    service = JobService(options, period)
-    try:
-        address = await service.start(host)
-    except OSError as error:
-        ready.set(error)
-        return
-    ready.set((address, lambda: loop.call_soon_threadsafe(stopped.set)))
-    await stopped.wait()
-    await service.stop()

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from reward_loop._util.text import shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.limits.shared import failure_bound
+from reward_loop.limits.client import open_limits
+from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.permit import Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy
 from reward_loop.records import Call, record, records, watch
@@ -40,6 +42,7 @@ class RewardLoopManagerBase:
         compute_score: Any = None,
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
+        limits: Limits | None = None,
     ) -> None:
         """Read the options and the function's signature.
 
@@ -51,6 +54,8 @@ class RewardLoopManagerBase:
                 keeps its own deadline and threads. ``None`` suits only managers that do not call it.
             reward_router_address: ``host:port`` of the router before the reward models, passed to the function.
             reward_model_tokenizer: the reward model's tokenizer, passed to the function.
+            limits: limits and budget that this manager shares with others, which the caller closes. By default those of
+                ``compute_score``, if it is a `function_type` with the same options, else the manager's own.
 
         Raises:
             ConfigError: an option is wrong.
@@ -63,12 +68,15 @@ class RewardLoopManagerBase:
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
         self._decoder = None if tokenizer is None else ResponseDecoder(tokenizer)
+        limits = limits or _limits_of(compute_score, self.options)
+        self._owns_limits = limits is None
+        self.limits = limits or open_limits(self.options)
         self.function: Any = None
         if compute_score is not None:
-            self.function = scoring_function(type(self), compute_score, self.options)
+            self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
         self.records = records(self.options.log_dir) if self.options.log_dir else None
         watch(self.options.watchdog_s)
-        self.failures = failure_bound(self.options)
+        self.failures = failure_bound(self.options, self.limits)
 
     @classmethod
     def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
@@ -179,9 +187,18 @@ class RewardLoopManagerBase:
         return apply_policy(result, self.options)
 
     def close(self) -> None:
-        """End the processes that run the user's function. It waits for them: not on the event loop."""
+        """End the processes of the user's function, and close the manager's own limits.
+
+        The call waits for the processes: do not make it on the event loop.
+        """
         if self.function is not None:
             self.function.close()
+        self.close_limits()
+
+    def close_limits(self) -> None:
+        """Close the limits, unless they belong to another object."""
+        if self._owns_limits:
+            self.limits.close()
 
     @classmethod
     def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:
@@ -205,6 +222,15 @@ def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **
     if isinstance(function, kind):
         return function
     return kind(function, options=options, **more)
+
+
+def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
+    """Return the limits of a `function_type`, if they are those of the options."""
+    limits: Limits | None = getattr(function, "limits", None)
+    if not isinstance(limits, Limits):
+        return None
+    same = all(getattr(limits.options, name) == getattr(options, name) for name in ("limits", "budget", "job"))
+    return limits if same else None
 
 
 def verl_options(config: Any, path: str) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import ComponentConfig, Config, RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ConfigError, InvalidScoreError
-from reward_loop.limits.permit import DEFAULT
-from reward_loop.limits.shared import failure_bound
+from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
@@ -50,7 +50,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
             raise ConfigError(f"reward_loop.components: {listing(taken)} is a name of another meaning: rename it")
         self._components = {
-            name: _Component(name, component, self.options, self.function)
+            name: _Component(name, component, self.options, self.function, self.limits)
             for name, component in self.options.components.items()
         }
 
@@ -65,9 +65,10 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return {name: component.function for name, component in self._components.items()}
 
     def close(self) -> None:
-        """End the processes of all components."""
+        """End the processes of all components, and close the manager's own limits."""
         for component in self._components.values():
             component.function.close()
+        self.close_limits()
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the components; one that has no score, and no default, decides what becomes of the sample."""
@@ -137,7 +138,9 @@ def _without_place(sample: RewardSample, name: str, result: RewardResult) -> Rew
 class _Component:
     """One reward: its function, and what becomes of a sample that it does not score."""
 
-    def __init__(self, name: str, config: ComponentConfig, options: RewardLoopConfig, default: Any) -> None:
+    def __init__(
+        self, name: str, config: ComponentConfig, options: RewardLoopConfig, default: Any, limits: Limits
+    ) -> None:
         where = f"reward_loop.components.{name}"
         own = {key: value for key in config.model_fields_set if (value := getattr(config, key)) is not None}
         if config.limit != DEFAULT and config.limit not in options.limits:
@@ -157,6 +160,7 @@ class _Component:
                 self.options,
                 reward_kwargs=config.reward_kwargs,
                 limit=config.limit,
+                limits=limits,
             )
         elif default is None:
             raise ConfigError(f"{where}.path: which function this is; there is none besides that it could be")
@@ -164,7 +168,7 @@ class _Component:
             raise ConfigError(f"{where}.{unused[0]}: has an effect only beside {where}.path")
         else:
             self.function = default
-        self.failures = failure_bound(options, where)
+        self.failures = failure_bound(options, limits, where)
 
     def settle(self, result: RewardResult) -> tuple[float | None, Policy | None]:
         """Return the score, or the policy of a sample that this component leaves without one."""

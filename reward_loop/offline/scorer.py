@@ -57,6 +57,8 @@ def load_scorer(
         raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
     if spec is not None and components and all(component.path for component in components):
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
+    if issubclass(cls, managers.RewardLoopManagerBase):
+        options = cls.read_options(options)  # for the function, too: a manager may set limits
     loaded = load_function(spec) if spec is not None else None
     function = None
     if loaded is not None:

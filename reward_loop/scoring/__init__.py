@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.limits.limit import limit
+from reward_loop.limits.lease import limit
 from reward_loop.scoring.batched import ListScoringFunction
 from reward_loop.scoring.call import ScoringFunction
 from reward_loop.scoring.isolation import isolated

@@ -10,6 +10,7 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError
+from reward_loop.limits.permit import Limits
 from reward_loop.processes.invocation import Ended, describe_exception
 from reward_loop.scoring.call import ScoringFunction, copied, describe, failed_after, not_called, to_result
 from reward_loop.scoring.isolation import carry_mark
@@ -95,8 +96,13 @@ class ListScoringFunction:
     def timeout(self, seconds: float | None) -> None:
         self._function.timeout = seconds
 
+    @property
+    def limits(self) -> Limits:
+        """The limits and the budget of its calls."""
+        return self._function.limits
+
     def close(self) -> None:
-        """End the processes that the function ran in, if any."""
+        """End the processes of the function, and close its own limits."""
         self._function.close()
 
     async def __call__(self, samples: Sequence[RewardSample], **context: Any) -> list[RewardResult]:

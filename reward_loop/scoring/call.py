@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from reward_loop._util.transient import is_refusal, is_transient, retry_after
+from reward_loop._util.transient import is_transient
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
@@ -23,10 +23,10 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
-from reward_loop.limits.isolated import within_reach
-from reward_loop.limits.lease import CallLimits, current_limits
-from reward_loop.limits.permit import DEFAULT, RETRY, Job
-from reward_loop.limits.shared import job_of
+from reward_loop.limits.client import open_limits
+from reward_loop.limits.lease import CallScope, current_scope
+from reward_loop.limits.permit import DEFAULT, RETRY, Limits
+from reward_loop.limits.server import CallServer
 from reward_loop.processes.invocation import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
@@ -63,6 +63,7 @@ class ScoringFunction:
         max_memory_mb: int | None = None,
         options: RewardLoopConfig | None = None,
         limit: str = DEFAULT,
+        limits: Limits | None = None,
     ) -> None:
         """Read the signature.
 
@@ -77,6 +78,8 @@ class ScoringFunction:
             max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
             options: these five options, and limits, retries, cache and budget beside them.
             limit: which of the limits holds for each call, if it is configured.
+            limits: limits and budget that the function shares with others, which the caller closes. By default the
+                function has its own, made from ``options``, and closes them.
 
         Raises:
             FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
@@ -103,7 +106,9 @@ class ScoringFunction:
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
-        self._job: tuple[asyncio.AbstractEventLoop, Job] | None = None
+        self._owns_limits = limits is None
+        self.limits = open_limits(options) if limits is None else limits
+        self._processes = CallServer()
         self.timeout = options.timeout
 
     @property
@@ -148,11 +153,19 @@ class ScoringFunction:
         Raises:
             FunctionLoadError: it is async, or cannot be sent to a process.
         """
-        self.close()
+        self._close_processes()
         self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
 
     def close(self) -> None:
-        """End the processes that the function runs in, if it does and none is at work. A later call starts others."""
+        """End the processes of the function if none of them runs a call, and close its own limits.
+
+        A later call starts other processes, and opens the limits again.
+        """
+        self._close_processes()
+        if self._owns_limits:
+            self.limits.close()
+
+    def _close_processes(self) -> None:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
@@ -172,19 +185,21 @@ class ScoringFunction:
         if sample.error is not None:
             return not_called(sample)
         arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
-        share = "validate" if sample.validate else "train"
+        traffic_class = "validate" if sample.validate else "train"
         if self._cache is not None:
-            return await self._cached(self._cache, sample, arguments, share)
-        return self._result(sample, await self._call(arguments, share))
+            return await self._cached(self._cache, sample, arguments, traffic_class)
+        return self._result(sample, await self._call(arguments, traffic_class))
 
-    async def _cached(self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], share: str) -> RewardResult:
+    async def _cached(
+        self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], traffic_class: str
+    ) -> RewardResult:
         key = cache.key(arguments)
         known = await cache.get(key)
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
         async def call() -> Ended:
-            ended = await self._call(arguments, share)
+            ended = await self._call(arguments, traffic_class)
             result = self._result(sample, ended)
             if result.score is not None:
                 await cache.put(key, result.score, result.extra_info)
@@ -268,27 +283,20 @@ class ScoringFunction:
             arguments["reward_model_tokenizer"] = tokenizer
         return arguments
 
-    def _job_here(self) -> Job:
-        loop = asyncio.get_running_loop()
-        if self._job is None or self._job[0] is not loop:
-            self._job = (loop, job_of(self._options))
-        return self._job[1]
-
-    async def _call(self, arguments: dict[str, Any], share: str) -> Ended:
+    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> Ended:
         """Call the function, and again while it fails in a way that may pass."""
-        job = self._job_here()
         started = time.monotonic()
-        ended = await self._attempt(job, arguments, share)
+        ended = await self._attempt(arguments, traffic_class)
         if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
             # Elsewhere: what the further attempts need would be kept for every call that is in flight.
-            ended = await self._call_again(job, arguments, share, started, ended)
+            ended = await self._call_again(arguments, traffic_class, started, ended)
         return ended
 
-    async def _call_again(self, job: Job, arguments: dict[str, Any], share: str, started: float, first: Ended) -> Ended:
+    async def _call_again(self, arguments: dict[str, Any], traffic_class: str, started: float, first: Ended) -> Ended:
         tries = [first]
 
         async def attempt() -> Ended:
-            tries.append(await self._attempt_again(job, arguments, share, tries[-1]))
+            tries.append(await self._attempt_again(arguments, traffic_class, tries[-1]))
             return tries[-1]
 
         elapsed = time.monotonic() - started
@@ -299,98 +307,93 @@ class ScoringFunction:
         ended.waited = max(0.0, time.monotonic() - started - ended.seconds - ended.queued)
         return ended
 
-    async def _attempt_again(self, job: Job, arguments: dict[str, Any], share: str, last: Ended) -> Ended:
-        """Call the function once more, within the limit that holds for that."""
-        if RETRY not in job.limited:
-            return await self._attempt(job, arguments, share)
+    async def _attempt_again(self, arguments: dict[str, Any], traffic_class: str, last: Ended) -> Ended:
+        """Call the function once more, within the limit for retries."""
+        if RETRY not in self.limits.max_waits:
+            return await self._attempt(arguments, traffic_class)
         try:
-            place = await job.enter(RETRY, 0, share)
+            permit = await self.limits.enter(RETRY, 0, traffic_class)
         except LimitError as error:
             assert last.exception is not None
             why = describe_exception(last.exception)
             return _not_called(LimitError(f"was not called again: {error}. It had raised {why}"))
         try:
-            return await self._attempt(job, arguments, share)
+            return await self._attempt(arguments, traffic_class)
         finally:
-            place.leave()
+            permit.leave()
 
-    def _attempt(self, job: Job, arguments: dict[str, Any], share: str) -> Coroutine[Any, Any, Ended]:
-        """Call the function once, within the limit that holds for every call."""
-        limits = CallLimits(job, share, asyncio.get_running_loop())
-        # No coroutine in between where nothing is limited: with thousands of calls in flight each counts.
-        if job.spent is None and self._limit not in job.limited:
-            return self._run(arguments, limits)
-        return self._attempt_limited(job, arguments, share, limits)
+    def _attempt(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, Ended]:
+        """Call the function once, within the limit for every call."""
+        self.limits.bind()
+        scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop())
+        # Without a coroutine in between where nothing is limited: this path is the same for all calls in flight.
+        if self.limits.spent is None and self._limit not in self.limits.max_waits:
+            return self._run(arguments, scope)
+        return self._attempt_limited(arguments, scope)
 
-    async def _attempt_limited(self, job: Job, arguments: dict[str, Any], share: str, limits: CallLimits) -> Ended:
-        if job.spent is not None:
-            return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
+    async def _attempt_limited(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
+        if self.limits.spent is not None:
+            return _not_called(BudgetSpentError(f"was not called: {self.limits.spent}"))
         asked = time.monotonic()
         try:
-            place = await job.enter(self._limit, 0, share)
+            scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
             return _not_called(LimitError(f"was not called: {error}"))
         queued = time.monotonic() - asked
-        failure: BaseException | None = None
+        ended: Ended | None = None
         try:
-            ended = await self._run(arguments, limits)
-            failure = ended.exception
+            ended = await self._run(arguments, scope)
         finally:
-            if failure is not None and is_refusal(failure):
-                place.leave(True, retry_after(failure))
-            else:
-                place.leave()
+            returned = ended is not None and ended.cut_short is None and (ended.exception or not ended.described)
+            scope.leave(ended.exception if ended is not None else None, bool(returned))
         ended.waited += queued
         return ended
 
-    async def _run(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
+    async def _run(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
         """Run the function. Whatever it does, and a deadline that has passed, is data."""
-        token = current_limits.set(limits)
+        token = current_scope.set(scope)
+        abandoned = True
         try:
             if self._target.is_async:
                 # As `_on_loop`, without its coroutine: with thousands of calls in flight each counts.
-                call = self._start(self._target.call, arguments, self.timeout, limits.waited)
+                call = self._start(self._target.call, arguments, self.timeout, scope.waited)
                 try:
                     ended = await call.future
                 finally:
                     self._leave(call, self.timeout)
             else:
-                ended = await self._run_sync(arguments, limits)
-        except asyncio.CancelledError:
-            limits.give_up()
-            raise
+                ended = await self._run_sync(arguments, scope)
+            abandoned = False
         except TimeoutError as error:
             assert self.timeout is not None
-            limits.give_up()
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
-            return Ended(None, None, self.timeout, cut_short=late, waited=limits.waited(time.monotonic()))
+            return Ended(None, None, self.timeout, cut_short=late, waited=scope.waited(time.monotonic()))
         except RewardCrashedError as error:
             return Ended(None, None, 0.0, cut_short=error)
         except (OSError, RuntimeError) as error:
             # What the function raises is data: this is the system, which has no more descriptors, processes or threads.
             return _not_called(RewardCrashedError(f"could not be called: {type(error).__name__}: {error}"))
         finally:
-            current_limits.reset(token)
-            if limits.leases:
-                limits.release()
-        waited = limits.waited(time.monotonic())
+            current_scope.reset(token)
+            scope.end(abandoned)
+        waited = scope.waited(time.monotonic())
         if waited:
             ended.waited = waited
             ended.seconds = max(0.0, ended.seconds - waited)
         return ended
 
-    async def _run_sync(self, arguments: dict[str, Any], limits: CallLimits) -> Ended:
+    async def _run_sync(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
         call, asked = Call(self._target.call, (), arguments), time.monotonic()
         if isinstance(self._executor, DaemonThreads):
-            ended = await self._executor.run(call, self.timeout, limits.waited)
+            ended = await self._executor.run(call, self.timeout, scope.waited)
         else:
-            async with within_reach(limits) as reach:
-                ended = await self._executor.run(call, self.timeout, limits.waited, reach)
+            async with self._processes.serve(scope) as context:
+                ended = await self._executor.run(call, self.timeout, scope.waited, context)
         queued = max(0.0, time.monotonic() - asked - ended.seconds)
         if ended.exception is None and inspect.isawaitable(ended.value):
             seconds = ended.seconds
             left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-            ended = await self._on_loop(ended.value, left, limits.waited)
+            ended = await self._on_loop(ended.value, left, scope.waited)
             ended.seconds += seconds
         ended.queued = queued
         return ended

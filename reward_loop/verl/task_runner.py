@@ -27,7 +27,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
 
-        from reward_loop.limits.server import serve_job
+        from reward_loop.limits.server import serve_limits
         from reward_loop.serving.manager import serve_reward_model
         from reward_loop.verl.colocated import ColocatedRewardModel
         from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
@@ -59,7 +59,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
             elif model is not None:
                 address = stack.enter_context(serve_reward_model(model)).reward_router_address
             if config.reward_loop.job is None:
-                config.reward_loop.job = stack.enter_context(serve_job(reward_loop_options(config), node))
+                config.reward_loop.job = stack.enter_context(serve_limits(reward_loop_options(config), node))
             trainer_cls: Any = with_reward_loop(trainer_class)
             trainer = trainer_cls(config, address, colocated)
             self.trainer = trainer

@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
-from reward_loop.limits.shared import failure_bound, job_of
+from reward_loop.limits.client import open_limits
+from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import last_row, uid_of
 from reward_loop.managers.policy import apply_policy
@@ -75,14 +77,15 @@ class RewardWorker:
 
     def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
         self._options = reward_loop_options(config)
-        self._manager = _build_manager(config, reward_router_address)
+        self._limits = open_limits(self._options)
+        self._manager = _build_manager(config, reward_router_address, self._limits)
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
         watch(self._options.watchdog_s)
-        self._failures = failure_bound(self._options)
+        self._failures = failure_bound(self._options, self._limits)
 
     async def compute_score(self, data: Any) -> Reward:
         """The reward of one rollout.
@@ -105,7 +108,7 @@ class RewardWorker:
     async def fatal_error(self) -> str | None:
         """Why the run must stop, if it must. Also says that the worker is up."""
         if self._fatal is None and self._options.job:
-            self._fatal = await job_of(self._options).why_stopped()
+            self._fatal = await self._limits.why_stopped()
         return self._fatal
 
     async def has_post_process(self) -> bool:
@@ -166,7 +169,7 @@ class RewardWorker:
             )
 
 
-def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any:
+def _build_manager(config: DictConfig, reward_router_address: str | None, limits: Limits) -> Any:
     from verl.utils import hf_tokenizer
     from verl.utils.fs import copy_to_local
 
@@ -182,7 +185,7 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
         ),
     }
     if scores_by_model(config):
-        return DiscriminativeRewardLoopManager(config, compute_score=_model_scoring(config), **keywords)
+        return DiscriminativeRewardLoopManager(config, compute_score=_model_scoring(config, limits), **keywords)
     function = _user_function(config)  # its module may register the manager
     manager = config.reward.reward_manager
     if manager.source == "importlib":
@@ -192,7 +195,7 @@ def _build_manager(config: DictConfig, reward_router_address: str | None) -> Any
     else:
         cls = None
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
-        built = cls(config=config, compute_score=_scoring_function(cls, config, function), **keywords)
+        built = cls(config=config, compute_score=_scoring_function(cls, config, function, limits), **keywords)
     else:
         from verl.trainer.ppo.reward import load_reward_manager
 
@@ -218,7 +221,7 @@ def _user_function(config: DictConfig) -> Any:
     return load_function(custom.path, custom.name) if custom.path else None
 
 
-def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, function: Any) -> Any:
+def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, function: Any, limits: Limits) -> Any:
     options = reward_loop_options(config)
     if options.max_processes is None:
         share = max(1, usable_cores() // config.reward.num_workers)
@@ -235,10 +238,10 @@ def _scoring_function(cls: type[RewardLoopManagerBase], config: DictConfig, func
         function, reward_kwargs = default_compute_score, _sandbox_kwargs(config)
     elif reward_kwargs is not None:
         reward_kwargs = OmegaConf.to_container(reward_kwargs)
-    return scoring_function(cls, function, options, reward_kwargs=reward_kwargs)
+    return scoring_function(cls, function, options, reward_kwargs=reward_kwargs, limits=limits)
 
 
-def _model_scoring(config: DictConfig) -> Any:
+def _model_scoring(config: DictConfig, limits: Limits) -> Any:
     options, model = reward_loop_options(config), reward_model_options(config)
     assert model is not None
     return scoring_function(
@@ -246,6 +249,7 @@ def _model_scoring(config: DictConfig) -> Any:
         discriminative.compute_score,
         options,
         reward_kwargs={"model": model.served_model_name or model.model_path},
+        limits=limits,
     )
 
 

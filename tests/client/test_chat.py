@@ -10,7 +10,6 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.shared import job_of
 from reward_loop.records import Call
 from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, NoChoices, Status
 
@@ -74,7 +73,9 @@ async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:
         function = ScoringFunction(compute_score, options=options)
         assert (await function(RewardSample("x"), reward_router_address=judge.address)).score == 1.0
         each = len(json.dumps(judge.requests[0].body).split()) + 2
-    assert job_of(options).tokens == 2 * each
+    assert function.limits.tokens == 2 * each + len(json.dumps(judge.requests[-1].body).split()) + 2
+    window = function.limits.snapshot()["limits"]["judge"]["tokens_last_minute"]
+    assert window == 2 * each
 
 
 async def test_a_busy_judge_is_asked_again() -> None:

@@ -1,12 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.limits.adaptive import COOL_DOWN_S, CUT, INITIAL, AdaptiveConcurrency
+from reward_loop.limits.limiter import COOL_DOWN_S, CUT, INITIAL, AdaptiveConcurrency
 
 
 def a_round(adaptive, now=0.0):
     for _ in range(adaptive.calls):
-        adaptive.succeeded(now, adaptive.calls)
+        adaptive.answered(now, adaptive.calls)
 
 
 def test_it_doubles_until_the_first_refusal_and_then_grows_slowly():
@@ -45,7 +45,7 @@ def test_retry_after_is_obeyed_and_lengthens_the_cool_down():
 def test_a_limit_that_is_not_reached_does_not_grow():
     adaptive = AdaptiveConcurrency()
     for _ in range(1000):
-        adaptive.succeeded(0.0, 1)
+        adaptive.answered(0.0, 1)
     assert adaptive.calls == INITIAL
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from reward_loop import RewardLoopConfig
 from reward_loop.cli import app
-from reward_loop.limits.server import serve_job
+from reward_loop.limits.server import serve_limits
 from tests.gsm8k import ROOT
 
 JOB = """
@@ -108,7 +108,7 @@ def test_a_process_of_its_own_is_shown_and_changed(jobs: Jobs) -> None:
 
 
 def test_a_change_holds_for_all_workers_of_a_job(jobs: Jobs) -> None:
-    with serve_job(OPTIONS) as address:
+    with serve_limits(OPTIONS) as address:
         first = jobs.start(address)
         asked(first)
         second = jobs.start(address)

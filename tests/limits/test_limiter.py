@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from reward_loop.config import LimitConfig
 from reward_loop.errors import LimitError
-from reward_loop.limits.limiter import PERIOD_S, Limiter, Ticket
+from reward_loop.limits.limiter import PERIOD_S, Limiter
+from reward_loop.limits.permit import Permit
 
 CALLS = st.lists(
     st.tuples(st.floats(0, 20), st.floats(0.1, 100), st.integers(0, 60), st.sampled_from(["train", "validate"])),
@@ -17,17 +18,14 @@ CALLS = st.lists(
 )
 
 
-class Told(Ticket):
-    """Says when it is admitted."""
-
-    def __init__(self, tokens, share, admit):
-        super().__init__(tokens, share)
-        self.admit = admit
+def asking(tokens, traffic_class, granted):
+    """A permit that calls ``granted`` when it is granted."""
+    return Permit(None, "judge", tokens, traffic_class, lambda permit: granted() if permit.state == "granted" else None)
 
 
 def drive(limiter, calls):
-    """Play calls (gap before it, seconds, tokens, share) in virtual time; returns their beginnings and ends."""
-    now, order, events, spans, tickets = 0.0, itertools.count(), [], {}, {}
+    """Play calls (gap before it, seconds, tokens, traffic_class) in virtual time; returns their beginnings and ends."""
+    now, order, events, spans, permits = 0.0, itertools.count(), [], {}, {}
 
     def begins(number, seconds):
         def admit():
@@ -37,16 +35,16 @@ def drive(limiter, calls):
         return admit
 
     arrival = 0.0
-    for number, (gap, seconds, tokens, share) in enumerate(calls):
+    for number, (gap, seconds, tokens, traffic_class) in enumerate(calls):
         arrival += gap
-        tickets[number] = Told(tokens, share, begins(number, seconds))
+        permits[number] = asking(tokens, traffic_class, begins(number, seconds))
         heapq.heappush(events, (arrival, next(order), "arrive", number))
     while events:
         now, _, what, number = heapq.heappop(events)
         if what == "arrive":
-            limiter.enter(now, tickets[number])
+            limiter.enter(now, permits[number])
         elif what == "end":
-            limiter.leave(now, tickets[number])
+            limiter.leave(now, permits[number])
         again = limiter.advance(now)
         if again is not None:
             heapq.heappush(events, (again, next(order), "look", -1))
@@ -69,68 +67,68 @@ def test_all_limits_hold_and_every_call_gets_its_turn(calls, concurrent, request
 
 
 @given(CALLS)
-def test_each_share_is_served_in_order(calls):
+def test_each_traffic_class_is_served_in_order(calls):
     spans = drive(Limiter("judge", LimitConfig(max_concurrent=2, requests_per_minute=5)), calls)
-    for share in ("train", "validate"):
-        begins = [spans[number][0] for number, call in enumerate(calls) if call[3] == share]
+    for traffic_class in ("train", "validate"):
+        begins = [spans[number][0] for number, call in enumerate(calls) if call[3] == traffic_class]
         assert begins == sorted(begins)
 
 
 def test_training_and_validation_take_turns():
     limiter, order = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    tickets = {}
+    permits = {}
     for name in ("t1", "t2", "t3", "t4", "v1", "v2"):
-        share = "train" if name[0] == "t" else "validate"
-        tickets[name] = Told(0, share, lambda name=name: order.append(name))
-        limiter.enter(0.0, tickets[name])
-    while len(order) < len(tickets):
-        limiter.leave(0.0, tickets[order[-1]])
+        traffic_class = "train" if name[0] == "t" else "validate"
+        permits[name] = asking(0, traffic_class, lambda name=name: order.append(name))
+        limiter.enter(0.0, permits[name])
+    while len(order) < len(permits):
+        limiter.leave(0.0, permits[order[-1]])
         limiter.advance(0.0)
     assert order == ["t1", "t2", "v1", "t3", "v2", "t4"]
 
 
-def test_who_gives_up_waiting_is_passed_over():
+def test_an_abandoned_permit_is_passed_over():
     limiter, order = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(3)]
-    for ticket in tickets:
-        limiter.enter(0.0, ticket)
-    limiter.leave(0.0, tickets[1])
-    limiter.leave(0.0, tickets[0])
+    permits = [asking(0, "train", lambda i=i: order.append(i)) for i in range(3)]
+    for permit in permits:
+        limiter.enter(0.0, permit)
+    permits[1].leave()
+    limiter.leave(0.0, permits[0])
     limiter.advance(0.0)
     assert order == [0, 2]
     assert (limiter.in_flight, limiter.waiting) == (1, 0)
-    limiter.leave(0.0, tickets[0])  # a second time
+    limiter.leave(0.0, permits[0])  # a second time
     assert limiter.in_flight == 1
 
 
 def test_limits_can_be_changed_while_calls_are_in_flight():
     limiter, order = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(4)]
-    for ticket in tickets:
-        limiter.enter(0.0, ticket)
+    permits = [asking(0, "train", lambda i=i: order.append(i)) for i in range(4)]
+    for permit in permits:
+        limiter.enter(0.0, permit)
     limiter.configure(LimitConfig(max_concurrent=3))
     limiter.advance(0.0)
     assert order == [0, 1, 2]
     limiter.configure(LimitConfig(max_concurrent=1))
-    limiter.leave(0.0, tickets[0])
+    limiter.leave(0.0, permits[0])
     limiter.advance(0.0)
     assert order == [0, 1, 2]
     # What was counted before there was a limit counts.
-    limiter.configure(LimitConfig(requests_per_minute=4))
+    limiter.configure(LimitConfig(requests_per_minute=4, burst_seconds=60))
     assert limiter.advance(1.0) is None
     assert order == [0, 1, 2, 3]
-    late = Told(0, "train", lambda: order.append("late"))
+    late = asking(0, "train", lambda: order.append("late"))
     limiter.enter(2.0, late)
     assert limiter.advance(2.0) > PERIOD_S
 
 
 def test_real_usage_takes_the_place_of_the_estimate():
-    limiter, order = Limiter("judge", LimitConfig(tokens_per_minute=100)), []
-    tickets = [Told(80, "train", lambda i=i: order.append(i)) for i in range(2)]
-    for ticket in tickets:
-        limiter.enter(0.0, ticket)
+    limiter, order = Limiter("judge", LimitConfig(tokens_per_minute=100, burst_seconds=60)), []
+    permits = [asking(80, "train", lambda i=i: order.append(i)) for i in range(2)]
+    for permit in permits:
+        limiter.enter(0.0, permit)
     assert order == [0]
-    limiter.used(0.0, tickets[0], 20)
+    limiter.used(0.0, permits[0], 20)
     limiter.advance(0.0)
     assert order == [0, 1]
 
@@ -138,18 +136,18 @@ def test_real_usage_takes_the_place_of_the_estimate():
 def test_a_call_that_is_larger_than_a_minute():
     limiter = Limiter("judge", LimitConfig(tokens_per_minute=100))
     with pytest.raises(LimitError, match=r"limit 'judge'.*101 tokens.*tokens_per_minute is 100"):
-        limiter.enter(0.0, Told(101, "train", lambda: None))
+        limiter.enter(0.0, asking(101, "train", lambda: None))
 
 
 def test_a_refusal_holds_back_all_calls_of_an_adaptive_limit():
     limiter, order = Limiter("judge", LimitConfig(adaptive=True)), []
-    tickets = [Told(0, "train", lambda i=i: order.append(i)) for i in range(30)]
-    for ticket in tickets:
-        limiter.enter(0.0, ticket)
+    permits = [asking(0, "train", lambda i=i: order.append(i)) for i in range(30)]
+    for permit in permits:
+        limiter.enter(0.0, permit)
     assert len(order) == 20
-    limiter.leave(0.0, tickets[0], refused=True, retry_after=7)
-    for ticket in tickets[1:20]:
-        limiter.leave(1.0, ticket)
+    limiter.leave(0.0, permits[0], False, 7)
+    for permit in permits[1:20]:
+        limiter.leave(1.0, permit)
     assert limiter.advance(1.0) == 7
     limiter.advance(7.0)
     assert len(order) == 30

@@ -14,8 +14,7 @@ from reward_loop import (
     TooManyFailuresError,
     limit,
 )
-from reward_loop.limits.server import JobService
-from reward_loop.limits.shared import job_of
+from reward_loop.limits.server import LimitServer
 from reward_loop.managers import CompositeRewardLoopManager
 
 SOURCE = """
@@ -174,11 +173,11 @@ async def test_each_component_has_its_own_deadline(make):
 @pytest.mark.parametrize("gate", [None, 0.5])
 async def test_without_the_service_of_its_limits_a_run_stops(make, gate):
     limits = {"default": {"max_concurrent": 4}}
-    service = JobService(RewardLoopConfig(limits=limits))
+    service = LimitServer(RewardLoopConfig(limits=limits))
     address = await service.start()
     await service.stop()
     manager = make({"form": {"gate": gate}, "accuracy": {}}, limits=limits, job=address)
-    with pytest.raises(JobServiceError, match="cannot be reached"):
+    with pytest.raises(JobServiceError, match="unreachable"):
         await run(manager, "<4>")
 
 
@@ -192,16 +191,18 @@ async def test_a_judge_that_is_down_stops_the_run_though_it_has_a_default(make):
 
 async def test_failures_of_a_component_count_over_the_whole_job(make, path):
     options = {"min_samples_for_failed_share": 4}
-    service = JobService(RewardLoopConfig(**options))
+    service = LimitServer(RewardLoopConfig(**options))
     address = await service.start()
     parts = {"form": {}, "Judge": {"on_failed": "default", "retry": {"max_attempts": 1}}}
     workers = [make(parts, job=address, **options) for _ in range(2)]
     for manager in workers:
         for _ in range(2):  # four in all: fewer in each worker than the bound needs
             await run(manager, "down")
-    job = job_of(workers[0].options)
-    assert "components.Judge: 4 of the last 4 samples failed" in await job.why_stopped()
-    await job.close()
+    for manager in workers:  # each has a connection of its own
+        await manager.limits.why_stopped()
+    assert "components.Judge: 4 of the last 4 samples failed" in await workers[0].limits.why_stopped()
+    for manager in workers:
+        manager.close()
     await service.stop()
 
 

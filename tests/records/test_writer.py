@@ -15,7 +15,6 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, TransientError, limit
 from reward_loop.client import Judge, Number
-from reward_loop.limits.shared import job_of
 from reward_loop.records import Records, records
 from reward_loop.testing import FakeJudge
 from tests.gsm8k import ROOT
@@ -83,7 +82,7 @@ async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
 
     config = RewardLoopConfig(log_dir=str(tmp_path), max_threads=1, limits={"judge": {"max_concurrent": 1}})
     manager = NaiveRewardLoopManager(config, compute_score=compute_score)
-    place = await job_of(config).enter("judge", 0, "train")
+    place = await manager.limits.enter("judge", 0, "train")
     calls = [asyncio.create_task(manager.run_single(RewardSample(text, uid=text))) for text in "abc"]
     await until(lambda: {"a", "b"} <= set(tried))
     await asyncio.sleep(0.8)

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
-from reward_loop.limits.server import serve_job
+from reward_loop.limits.server import serve_limits
 from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
@@ -354,7 +354,7 @@ async def test_limits_of_all_workers_are_changed_from_outside(cluster: None, pol
                     assert len(job["processes"]) == 2
                     return
 
-    with serve_job(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
+    with serve_limits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}})) as address:
         config = settled(
             policy,
             "reward.num_workers=2",

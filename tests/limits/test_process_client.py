@@ -10,14 +10,14 @@ import pytest
 
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
-from reward_loop.limits.server import JobService
-from reward_loop.limits.shared import job_of
+from reward_loop.limits.server import LimitServer
 from tests.descriptors import left_open
 
 
 def scoring(function, **options):
     config = RewardLoopConfig(isolation="process", **{"retry": {"max_attempts": 1}, "max_processes": 2, **options})
-    return ScoringFunction(function, options=config), config
+    scored = ScoringFunction(function, options=config)
+    return scored, scored.limits
 
 
 async def score(function, *texts):
@@ -27,8 +27,8 @@ async def score(function, *texts):
         await asyncio.to_thread(function.close)
 
 
-def judge(config):
-    return job_of(config).status()["limits"]["judge"]
+def judge(limits):
+    return limits.snapshot()["limits"]["judge"]
 
 
 async def until(condition):
@@ -63,14 +63,14 @@ def held_in_a_loop():
 
 @pytest.mark.parametrize("function", [held, held_in_a_loop])
 async def test_processes_keep_a_limit(function):
-    function, config = scoring(function, limits={"judge": {"max_concurrent": 2}})
+    function, limits = scoring(function, limits={"judge": {"max_concurrent": 2}}, max_processes=4)
     results = await score(function, *"abcdefghijkl")
     assert [result.error for result in results] == [None] * 12
     spans = [(result.extra_info["began"], result.extra_info["ended"]) for result in results]
     assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 2
     assert max(result.wait_seconds for result in results) > 0
-    assert (job_of(config).tokens, job_of(config).cost) == (60, 6)
-    await until(lambda: judge(config)["in_flight"] == 0)
+    assert (limits.tokens, limits.cost) == (60, 6)
+    await until(lambda: judge(limits)["in_flight"] == 0)
 
 
 def dies(solution_str):
@@ -94,12 +94,12 @@ def dies(solution_str):
 
 
 async def test_a_process_that_dies_gives_back_its_place():
-    function, config = scoring(dies, limits={"judge": {"max_concurrent": 1}}, timeout=4)
+    function, limits = scoring(dies, limits={"judge": {"max_concurrent": 1}}, timeout=4)
     ways = ["hang", "kill", "abort", "child", "raise"]
     results = await score(function, *ways, "fine")
     assert [result.outcome for result in results] == [Outcome.FAILED] * 5 + [Outcome.SCORED]
     assert [isinstance(result.exception, RewardTimeoutError) for result in results] == [True] + [False] * 5
-    await until(lambda: judge(config)["in_flight"] == judge(config)["waiting"] == 0)
+    await until(lambda: judge(limits)["in_flight"] == judge(limits)["waiting"] == 0)
 
 
 def waits():
@@ -108,12 +108,12 @@ def waits():
 
 
 async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
-    function, config = scoring(waits, limits={"judge": {"max_concurrent": 1}})
-    place = await job_of(config).enter("judge", 0, "train")
+    function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}})
+    place = await limits.enter("judge", 0, "train")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
-    await until(lambda: judge(config)["waiting"] == 2)
+    await until(lambda: judge(limits)["waiting"] == 2)
     calls[0].cancel()
-    await until(lambda: judge(config)["waiting"] == 1)
+    await until(lambda: judge(limits)["waiting"] == 1)
     place.leave()
     assert (await calls[1]).score == 1
     await asyncio.to_thread(function.close)
@@ -122,10 +122,10 @@ async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
 async def test_waiting_does_not_eat_the_deadline():
     # Each waits until the place is given back, after more than its deadline.
     timeout = 3.0
-    function, config = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
-    place = await job_of(config).enter("judge", 0, "train")
+    function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
+    place = await limits.enter("judge", 0, "train")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
-    await until(lambda: judge(config)["waiting"] == 2)
+    await until(lambda: judge(limits)["waiting"] == 2)
     await asyncio.sleep(1.1 * timeout)
     place.leave()
     for result in await asyncio.gather(*calls):
@@ -136,14 +136,14 @@ async def test_waiting_does_not_eat_the_deadline():
 
 
 async def test_the_limit_is_that_of_the_whole_job():
-    service = JobService(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    service = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
     address = await service.start()
 
     def state():
-        return service.state.status()["limits"]["judge"]
+        return service.limits.snapshot()["limits"]["judge"]
 
-    function, config = scoring(dies, job=address, timeout=60)
-    place = await job_of(config).enter("judge", 0, "train")
+    function, limits = scoring(dies, job=address, timeout=60)
+    place = await limits.enter("judge", 0, "train")
     hangs = asyncio.create_task(function(RewardSample("hang")))
     await until(lambda: state()["in_flight"] == 2)
     waiting = asyncio.create_task(function(RewardSample("fine")))
@@ -153,7 +153,7 @@ async def test_the_limit_is_that_of_the_whole_job():
     place.leave()
     await until(lambda: state()["in_flight"] == 0)
     await asyncio.to_thread(function.close)
-    await job_of(config).close()
+    limits.close()
     await service.stop()
 
 
@@ -172,10 +172,10 @@ def refuses(solution_str):
 
 @pytest.mark.parametrize("how", ["raise", "say"])
 async def test_a_refusal_shrinks_an_adaptive_limit(how):
-    function, config = scoring(refuses, limits={"judge": {"adaptive": True}})
-    assert judge(config)["max_in_flight"] == 20
+    function, limits = scoring(refuses, limits={"judge": {"adaptive": True}})
+    assert judge(limits)["max_in_flight"] == 20
     await score(function, how)
-    await until(lambda: judge(config)["max_in_flight"] == 16)
+    await until(lambda: judge(limits)["max_in_flight"] == 16)
 
 
 def misspelt():
@@ -206,10 +206,10 @@ def alarmed(solution_str):
 
 
 async def test_an_alarm_while_it_waits_spoils_nothing():
-    function, config = scoring(alarmed, limits={"judge": {"max_concurrent": 1}}, max_processes=1)
-    place = await job_of(config).enter("judge", 0, "train")
+    function, limits = scoring(alarmed, limits={"judge": {"max_concurrent": 1}}, max_processes=1)
+    place = await limits.enter("judge", 0, "train")
     assert (await function(RewardSample("rings"))).score == 0
-    await until(lambda: judge(config)["waiting"] == 0)
+    await until(lambda: judge(limits)["waiting"] == 0)
     place.leave()
     (result,) = await score(function, "b")
     assert result.score == 1

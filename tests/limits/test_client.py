@@ -5,11 +5,11 @@ import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
 from reward_loop.config import RewardLoopConfig
-from reward_loop.limits import shared
-from reward_loop.limits.client import RemoteJob
-from reward_loop.limits.local import JobState
-from reward_loop.limits.server import JobService, serve_job
-from reward_loop.limits.shared import SharedFailureBound, job_of
+from reward_loop.limits import local
+from reward_loop.limits.client import RemoteLimits, open_limits
+from reward_loop.limits.failures import SharedFailureBound
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.server import LimitServer, serve_limits
 from reward_loop.types import RewardResult
 
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: judge raised")
@@ -33,8 +33,8 @@ class Judge:
         self.together = together
         self.in_flight = self.peak = self.calls = 0
 
-    async def call(self, job, share="train"):
-        place = await job.enter("judge", 0, share)
+    async def call(self, job, traffic_class="train"):
+        place = await job.enter("judge", 0, traffic_class)
         self.in_flight += 1
         self.calls += 1
         self.peak = max(self.peak, self.in_flight)
@@ -50,16 +50,16 @@ async def kept(request):
 
     async def make(config):
         if request.param == "local":
-            state = JobState(config)
+            state = LocalLimits(config)
             return state, state
-        service = JobService(config)
+        service = LimitServer(config)
         services.append(service)
-        jobs.append(RemoteJob(await service.start(), config))
-        return jobs[-1], service.state
+        jobs.append(RemoteLimits(await service.start(), config))
+        return jobs[-1], service.limits
 
     yield make
     for job in jobs:
-        await job.close()
+        job.close()
     for service in services:
         await service.stop()
 
@@ -69,7 +69,7 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
     judge = Judge(together=3)
     await asyncio.gather(*(judge.call(job) for _ in range(100)))
     assert (judge.peak, judge.calls) == (3, 100)
-    await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
+    await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
 async def test_what_cannot_be_sent_holds_up_nothing_else(kept):
@@ -82,14 +82,14 @@ async def test_what_cannot_be_sent_holds_up_nothing_else(kept):
 
 
 async def test_a_message_that_json_cannot_hold_is_its_senders_error():
-    service = JobService(options(max_concurrent=1))
-    job = RemoteJob(await service.start(), options(max_concurrent=1))
+    service = LimitServer(options(max_concurrent=1))
+    job = RemoteLimits(await service.start(), options(max_concurrent=1))
     place = await job.enter("judge", 0, "train")
     with pytest.raises(TypeError):
         place.used(object())
     place.leave()
     (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
-    await job.close()
+    job.close()
     await service.stop()
 
 
@@ -97,7 +97,7 @@ async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
     job, state = await kept(options(max_concurrent=1))
     place = await job.enter("judge", 0, "train")
     waiting = asyncio.create_task(job.enter("judge", 0, "train"))
-    await turns(lambda: state.status()["limits"]["judge"]["waiting"] == 1)
+    await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -108,7 +108,7 @@ async def test_a_call_that_is_cancelled_gives_back_its_place(kept):
 async def test_waiting_has_an_end(kept):
     job, _ = await kept(options(max_concurrent=1, max_wait=1))
     place = await job.enter("judge", 0, "train")
-    with pytest.raises(LimitError, match=r"limit 'judge': no place within max_wait=1 s"):
+    with pytest.raises(LimitError, match=r"limit 'judge': no permit within max_wait=1 s"):
         await job.enter("judge", 0, "train")
     place.leave()
     (await job.enter("judge", 0, "train")).leave()
@@ -137,102 +137,104 @@ def failing(**more):
 
 
 async def test_failures_of_all_workers_count_together():
-    service = JobService(failing())
+    service = LimitServer(failing())
     address = await service.start()
-    workers = [RemoteJob(address) for _ in range(4)]
+    workers = [RemoteLimits(address) for _ in range(4)]
     for worker in workers:
         worker.count(True, "sample u7: judge raised")
     await turns(lambda: all(worker.stopped for worker in workers))
     with pytest.raises(TooManyFailuresError, match=r"(?s)4 of the last 4 samples failed.*u7"):
         workers[0].count(False, None)
-    late = RemoteJob(address)
+    late = RemoteLimits(address)
     await late.status()
     assert late.stopped
     for worker in (*workers, late):
-        await worker.close()
+        worker.close()
     await service.stop()
 
 
 async def test_a_manager_counts_over_the_whole_job():
-    service = JobService(failing())
+    service = LimitServer(failing())
     config = failing(job=await service.start())
-    bound = SharedFailureBound(config)
+    limits = open_limits(config)
+    bound = SharedFailureBound(limits)
     for _ in range(4):
         bound.count(FAILED)
-    await turns(lambda: job_of(config).stopped)
+    await turns(lambda: limits.stopped)
     with pytest.raises(TooManyFailuresError, match="sample u7"):
         bound.count(FAILED)
-    await job_of(config).close()
+    limits.close()
+
     await service.stop()
 
 
 async def test_limits_are_changed_while_the_job_runs():
-    service = JobService(options(max_concurrent=1))
+    service = LimitServer(options(max_concurrent=1))
     address = await service.start()
-    job, other = RemoteJob(address), RemoteJob(address)
+    job, other = RemoteLimits(address), RemoteLimits(address)
     first = await job.enter("judge", 0, "train")
     second = asyncio.create_task(other.enter("judge", 0, "train"))
-    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 1)
+    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await job.configure("judge", {"max_concurrent": 2})
     first.leave()
     (await second).leave()
     with pytest.raises(ConfigError, match=r"limits.judge.max_concurent: unknown option; did you mean 'max_concurrent'"):
         await job.configure("judge", {"max_concurent": 2})
     await job.configure("search", {"requests_per_minute": 5})
-    await turns(lambda: "search" in other.limited)
+    await turns(lambda: "search" in other.max_waits)
     for one in (job, other):
-        await one.close()
+        one.close()
     await service.stop()
 
 
 async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
     # It would wait for ever, and all the others behind it.
-    job, state = await kept(options(tokens_per_minute=100))
+    job, state = await kept(options(tokens_per_minute=100, burst_seconds=60))
     first = await job.enter("judge", 60, "train")
     large, small = (asyncio.create_task(job.enter("judge", tokens, "train")) for tokens in (80, 10))
-    await turns(lambda: state.status()["limits"]["judge"]["waiting"] == 2)
-    state.configure("judge", {"tokens_per_minute": 70})
+    await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 2)
+    await state.configure("judge", {"tokens_per_minute": 70})
     with pytest.raises(LimitError, match="a call asks for 80 tokens, and tokens_per_minute is 70"):
         await large
     (await small).leave()
     first.leave()
-    await turns(lambda: state.status()["limits"]["judge"]["in_flight"] == 0)
+    await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
 async def test_a_client_that_dies_frees_what_it_held():
-    service = JobService(options(max_concurrent=2))
+    service = LimitServer(options(max_concurrent=2))
     address = await service.start()
-    dying, other = RemoteJob(address), RemoteJob(address)
+    dying, other = RemoteLimits(address), RemoteLimits(address)
     for _ in range(2):
         await dying.enter("judge", 0, "train")
     queued = asyncio.create_task(dying.enter("judge", 0, "train"))
     waiting = asyncio.create_task(other.enter("judge", 0, "train"))
-    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 2)
-    await dying.close()
+    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 2)
+    dying.close()
     await waiting
     with pytest.raises(JobServiceError):
         await queued
-    status = service.state.status()["limits"]["judge"]
+    status = service.limits.snapshot()["limits"]["judge"]
     assert (status["in_flight"], status["waiting"]) == (1, 0)
-    await other.close()
-    await turns(lambda: service.state.status()["limits"]["judge"]["in_flight"] == 0)
+    other.close()
+    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["in_flight"] == 0)
     await service.stop()
 
 
 async def test_a_service_that_goes_is_an_error_and_not_a_hang():
-    service = JobService(options(max_concurrent=1))
-    job = RemoteJob(await service.start())
+    service = LimitServer(options(max_concurrent=1))
+    job = RemoteLimits(await service.start())
     await job.enter("judge", 0, "train")
     waiting = asyncio.create_task(job.enter("judge", 0, "train"))
-    await turns(lambda: service.state.status()["limits"]["judge"]["waiting"] == 1)
+    await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await service.stop()
-    with pytest.raises(JobServiceError, match=r"keeps the limits of all workers.*cannot be reached.*No call is made"):
+    with pytest.raises(JobServiceError, match=r"keeps the limits of all workers.*unreachable.*Calls are not made"):
         await waiting
     with pytest.raises(JobServiceError):
         await job.enter("judge", 0, "train")
     with pytest.raises(JobServiceError):
         job.count(False, None)
-    await job.close()
+    job.close()
 
 
 async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
@@ -255,36 +257,36 @@ async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
 
     async def connect(host, port, limit):
         reader = asyncio.StreamReader()
-        reader.feed_data(b'nonce\n[["limited",{"judge":null}]]\n')
+        reader.feed_data(b'nonce\n[["limits",{"judge":null}]]\n')
         reader.feed_eof()
         return reader, Writer()
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    job = RemoteJob("127.0.0.1:1:token")
+    job = RemoteLimits("127.0.0.1:1:token")
     async with asyncio.timeout(60):
-        with pytest.raises(JobServiceError, match="it has gone"):
+        with pytest.raises(JobServiceError, match="the connection has ended"):
             await job.enter("judge", 0, "train")
 
 
 async def test_a_node_that_is_gone_is_noticed_from_both_sides():
-    service = JobService(options(max_concurrent=1))
-    job = RemoteJob(await service.start())
+    service = LimitServer(options(max_concurrent=1))
+    job = RemoteLimits(await service.start())
     (await job.enter("judge", 0, "train")).leave()
-    ((client, _),) = service._clients.items()
-    for lines in (job._lines, client.lines):
-        connection = lines._writer.get_extra_info("socket")
+    ((client, _),) = service._connections.items()
+    for messages in (job._messages, client.messages):
+        connection = messages.writer.get_extra_info("socket")
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
-    await job.close()
+    job.close()
     await service.stop()
 
 
 async def test_nobody_gets_in_without_the_token():
-    service = JobService(options(max_concurrent=1))
+    service = LimitServer(options(max_concurrent=1))
     address = await service.start()
     with pytest.raises(JobServiceError, match="does not accept the token"):
-        await RemoteJob(address[:-1] + "?").enter("judge", 0, "train")
+        await RemoteLimits(address[:-1] + "?").enter("judge", 0, "train")
     host, port, _ = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await reader.readline()
@@ -296,15 +298,10 @@ async def test_nobody_gets_in_without_the_token():
 
 def test_a_job_address_that_is_none():
     with pytest.raises(ConfigError, match="host:port:token"):
-        RemoteJob("here")
+        RemoteLimits("here")
 
 
-async def test_one_job_for_all_functions_of_the_same_options():
-    assert job_of(options(max_concurrent=1)) is job_of(options(max_concurrent=1))
-    assert job_of(options(max_concurrent=1)) is not job_of(options(max_concurrent=2))
-
-
-async def test_a_loop_that_ends_meanwhile_has_no_jobs_to_tell_of(monkeypatch):
+async def test_a_loop_that_ends_while_the_command_asks_is_left_out():
     class Closed:
         def is_running(self):
             return True
@@ -312,29 +309,30 @@ async def test_a_loop_that_ends_meanwhile_has_no_jobs_to_tell_of(monkeypatch):
         def call_soon_threadsafe(self, *_):
             raise RuntimeError("Event loop is closed")
 
-    class Ending:
-        name = "ending"
-
+    class Ending(LocalLimits):
         async def status(self):
             raise asyncio.CancelledError
 
-    job_of(options(max_concurrent=1))
-    closed = Closed()
-    monkeypatch.setitem(shared._jobs, closed, {"closed": Ending()})
-    monkeypatch.setitem(shared._jobs[asyncio.get_running_loop()], "ending", Ending())
-    (told,) = await asyncio.to_thread(shared._limits)
-    assert (told["limits"]["judge"]["max_in_flight"], told["error"]) == (1, None)
+    running, closed, ending = LocalLimits(options(max_concurrent=1)), LocalLimits(options()), Ending(options())
+    for name, limits in (("running", running), ("closed", closed), ("ending", ending)):
+        limits.bind()
+        limits.name = name
+    closed.loop = Closed()
+    shown = {job["job"]: job for job in await asyncio.to_thread(local._limits)}
+    assert shown.keys() & {"running", "closed", "ending"} == {"running"}
+    assert (shown["running"]["limits"]["judge"]["max_in_flight"], shown["running"]["error"]) == (1, None)
+    closed.close()
 
 
 def test_the_service_in_a_thread():
     async def use(address):
-        job = RemoteJob(address)
+        job = RemoteLimits(address)
         (await job.enter("judge", 0, "train")).leave()
         status = await job.status()
-        await job.close()
+        job.close()
         return status
 
-    with serve_job(options(max_concurrent=1)) as address:
+    with serve_limits(options(max_concurrent=1)) as address:
         assert asyncio.run(use(address))["limits"]["judge"]["max_concurrent"] == 1
     with pytest.raises(JobServiceError):
         asyncio.run(use(address))

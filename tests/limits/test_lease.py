@@ -20,8 +20,7 @@ from reward_loop import (
     RewardTimeoutError,
     ScoringFunction,
 )
-from reward_loop.limits.server import JobService
-from reward_loop.limits.shared import job_of
+from reward_loop.limits.server import LimitServer
 from tests.counting import Counting
 
 SAMPLE = RewardSample("4", uid="u7")
@@ -33,7 +32,8 @@ class Refused(Exception):
 
 def scoring(function, **options):
     config = RewardLoopConfig(**{"retry": {"max_attempts": 1}, **options})
-    return ScoringFunction(function, options=config), config
+    scored = ScoringFunction(function, options=config)
+    return scored, scored.limits
 
 
 async def test_the_default_limit_holds_for_every_call():
@@ -50,13 +50,13 @@ async def test_a_call_without_an_estimate_counts_with_that_of_the_limit():
 
     async def judge():
         async with reward_loop.limit("judge"):
-            counted.append(job_of(config).status()["limits"]["judge"]["tokens_last_minute"])
+            counted.append(kept.snapshot()["limits"]["judge"]["tokens_last_minute"])
         async with reward_loop.limit("judge", tokens=10):
-            counted.append(job_of(config).status()["limits"]["judge"]["tokens_last_minute"])
+            counted.append(kept.snapshot()["limits"]["judge"]["tokens_last_minute"])
         return 1
 
-    limit = {"tokens_per_minute": 100, "estimated_tokens_per_request": 60}
-    function, config = scoring(judge, limits={"judge": limit})
+    limit = {"tokens_per_minute": 100, "estimated_tokens_per_request": 60, "burst_seconds": 60}
+    function, kept = scoring(judge, limits={"judge": limit})
     await function(SAMPLE)
     assert counted == [60, 70]
 
@@ -74,11 +74,11 @@ async def test_a_limit_inside_an_async_function():
             lease.used(tokens=5, cost=0.5)
         return 1
 
-    function, config = scoring(judge, limits={"judge": {"max_concurrent": 2}})
+    function, kept = scoring(judge, limits={"judge": {"max_concurrent": 2}})
     results = await asyncio.gather(*(function(SAMPLE) for _ in range(20)))
     assert peak == 2
     assert {result.outcome for result in results} == {Outcome.SCORED}
-    assert (job_of(config).tokens, job_of(config).cost) == (100, 10)
+    assert (kept.tokens, kept.cost) == (100, 10)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ async def test_what_a_call_used_is_a_number(tokens, error):
             lease.used(tokens=tokens, cost=tokens)
         return 1
 
-    service = JobService(RewardLoopConfig(limits={"judge": {"tokens_per_minute": 100}}))
-    function, config = scoring(judge, limits={"judge": {"tokens_per_minute": 100}}, job=await service.start())
+    service = LimitServer(RewardLoopConfig(limits={"judge": {"tokens_per_minute": 100}}))
+    function, kept = scoring(judge, limits={"judge": {"tokens_per_minute": 100}}, job=await service.start())
     result = await function(SAMPLE)
     assert (result.error is None) == (error is None)
     if error:
         assert f"tokens must be a finite number, 0 or more; {error}" in result.error
-    assert (await job_of(config).status())["tokens"] == (0 if error else float(tokens))
-    await job_of(config).close()
+    assert (await kept.status())["tokens"] == (0 if error else float(tokens))
+    kept.close()
     await service.stop()
 
 
@@ -118,11 +118,11 @@ async def test_a_limit_inside_a_sync_function():
             lease.used(cost=1)
         return 1
 
-    function, config = scoring(judge, limits={"judge": {"max_concurrent": 2}})
+    function, kept = scoring(judge, limits={"judge": {"max_concurrent": 2}})
     results = await asyncio.gather(*(function(SAMPLE) for _ in range(20)))
     assert peak == 2
     assert {result.outcome for result in results} == {Outcome.SCORED}
-    assert job_of(config).cost == 20
+    assert kept.cost == 20
 
 
 @pytest.mark.parametrize("name", ["default", "judge"])
@@ -139,18 +139,18 @@ async def test_validation_and_training_take_turns(name, remote):
             return 1
 
     limits = {name: {"max_concurrent": 1}}
-    service = JobService(RewardLoopConfig(limits=limits))
+    service = LimitServer(RewardLoopConfig(limits=limits))
     address = await service.start()
     config = RewardLoopConfig(limits=limits, job=address if remote else None)
     manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
-    job = job_of(config)
+    job = manager.limits
     place = await job.enter(name, 0, "train")
     # All of training has come first, and validation is still served every second time.
     samples = [RewardSample(f"train {i}") for i in range(6)] + [RewardSample(f"val {i}", validate=True) for i in (0, 1)]
     calls = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
     async with asyncio.timeout(60):
         while True:
-            status = await job.status() if remote else job.status()
+            status = await job.status()
             if status["limits"][name]["waiting"] == len(samples):
                 break
             await asyncio.sleep(0.001)
@@ -158,7 +158,7 @@ async def test_validation_and_training_take_turns(name, remote):
     await asyncio.gather(*calls)
     assert order == ["train 0", "val 0", "train 1", "val 1", "train 2", "train 3", "train 4", "train 5"]
     if remote:
-        await job.close()
+        job.close()
     await service.stop()
 
 
@@ -181,11 +181,11 @@ async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):
         return 1
 
     name = "judge" if inside else "default"
-    function, config = scoring(judge if is_async else sync_judge, limits={name: {"max_concurrent": 1}}, timeout=timeout)
-    place = await job_of(config).enter(name, 0, "train")
+    function, kept = scoring(judge if is_async else sync_judge, limits={name: {"max_concurrent": 1}}, timeout=timeout)
+    place = await kept.enter(name, 0, "train")
     calls = [asyncio.create_task(function(SAMPLE)) for _ in range(4)]
     async with asyncio.timeout(60):
-        while job_of(config).status()["limits"][name]["waiting"] < len(calls):  # noqa: ASYNC110
+        while kept.snapshot()["limits"][name]["waiting"] < len(calls):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await asyncio.sleep(1.1 * timeout)
     place.leave()
@@ -215,10 +215,10 @@ async def test_a_call_past_its_deadline_gives_back_its_place(is_async):
         return 1
 
     limits = {"judge": {"max_concurrent": 1}, "default": {"max_concurrent": 1}}
-    function, config = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
+    function, kept = scoring(judge if is_async else sync_judge, limits=limits, timeout=1)
     hanging = asyncio.create_task(function(RewardSample("hang")))
     async with asyncio.timeout(60):
-        while not job_of(config).status()["limits"]["judge"]["in_flight"]:  # noqa: ASYNC110
+        while not kept.snapshot()["limits"]["judge"]["in_flight"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     function.timeout = 60
     assert (await function(RewardSample("4"))).score == 1
@@ -241,12 +241,12 @@ async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
             refused.append(str(error))
         over.set()
 
-    function, config = scoring(judge, limits={"judge": {"max_concurrent": 1}})
+    function, kept = scoring(judge, limits={"judge": {"max_concurrent": 1}})
 
     def waiting():
-        return job_of(config).status()["limits"]["judge"]["waiting"]
+        return kept.snapshot()["limits"]["judge"]["waiting"]
 
-    place = await job_of(config).enter("judge", 0, "train")
+    place = await kept.enter("judge", 0, "train")
     call = asyncio.create_task(function(SAMPLE))
     assert await asyncio.to_thread(came.wait, 60)
     if not comes_late:
@@ -258,7 +258,7 @@ async def test_a_thread_whose_call_is_given_up_gets_no_place(comes_late):
     await asyncio.wait([call])
     go_on.set()
     assert await asyncio.to_thread(over.wait, 60)
-    assert refused == ["the call that asked for a place within a limit is over"]
+    assert refused == ["the call that waits for a permit has ended"]
     assert waiting() == 0
     place.leave()
 
@@ -278,7 +278,7 @@ async def test_an_async_call_that_swallows_its_end_gets_no_place():
 
     function, _ = scoring(judge, limits={"judge": {"max_concurrent": 1}}, timeout=0.01)
     assert isinstance((await function(SAMPLE)).exception, RewardTimeoutError)
-    assert await asyncio.wait_for(refused, 60) == "the call that asked for a place within a limit is over"
+    assert await asyncio.wait_for(refused, 60) == "the call that waits for a permit has ended"
 
 
 async def test_a_name_that_is_not_configured():
@@ -322,10 +322,10 @@ async def test_a_refusal_shrinks_an_adaptive_limit(inside):
             raise Refused
 
     name = "judge" if inside else "default"
-    function, config = scoring(judge, limits={name: {"adaptive": True}})
-    assert job_of(config).status()["limits"][name]["max_in_flight"] == 20
+    function, kept = scoring(judge, limits={name: {"adaptive": True}})
+    assert kept.snapshot()["limits"][name]["max_in_flight"] == 20
     await function(SAMPLE)
-    assert job_of(config).status()["limits"][name]["max_in_flight"] == 16
+    assert kept.snapshot()["limits"][name]["max_in_flight"] == 16
 
 
 async def test_transient_errors_are_tried_again_and_booked():
@@ -371,15 +371,15 @@ async def test_retries_of_all_samples_have_one_limit(remote):
         return 1
 
     options = {"limits": {"retry": {"max_concurrent": 2}}, "retry": {"initial_wait": 0}}
-    service = JobService(RewardLoopConfig(**options))
+    service = LimitServer(RewardLoopConfig(**options))
     if remote:
         options["job"] = await service.start()
-    function, config = scoring(judge, **options)
+    function, kept = scoring(judge, **options)
     results = await asyncio.gather(*(function(RewardSample("", f"{i}")) for i in range(20)))
     assert {(result.outcome, result.attempts) for result in results} == {(Outcome.SCORED, 2)}
     assert peak == 2
     if remote:
-        await job_of(config).close()
+        kept.close()
         await service.stop()
 
 
@@ -392,7 +392,7 @@ async def test_a_retry_without_a_place_says_why_there_was_to_be_one():
     first, second = await function(SAMPLE), await function(SAMPLE)
     for result, attempts in ((first, 2), (second, 1)):
         assert (result.outcome, result.attempts) == (Outcome.FAILED, attempts)
-        assert "was not called again: limit 'retry': no place within max_wait=0.01 s" in result.error
+        assert "was not called again: limit 'retry': no permit within max_wait=0.01 s" in result.error
         assert "It had raised TransientError: busy" in result.error
 
 
@@ -458,7 +458,7 @@ async def test_the_budget_is_that_of_the_whole_job(at_cap):
         return 1
 
     given = {"budget": {"max_tokens": 100, "at_cap": at_cap}, "default_score": -1.0}
-    service = JobService(RewardLoopConfig(**given))
+    service = LimitServer(RewardLoopConfig(**given))
     address = await service.start()
     # As in two processes: each has a loop, and so a connection, of its own.
     ready, spent = threading.Event(), threading.Event()
@@ -467,14 +467,14 @@ async def test_the_budget_is_that_of_the_whole_job(at_cap):
         async def run():
             config = RewardLoopConfig(job=address, **given)
             manager = reward_loop.NaiveRewardLoopManager(config, compute_score=judge)
-            job = job_of(config)
+            job = manager.limits
             await job.why_stopped()  # it is connected
             if first:
                 await asyncio.to_thread(ready.wait)
                 used = [await manager.run_single(SAMPLE) for _ in range(2)]
                 await job.why_stopped()
                 spent.set()
-                await job.close()
+                job.close()
                 return [reward["reward_score"] for reward in used]
             ready.set()
             await asyncio.to_thread(spent.wait)
@@ -482,7 +482,7 @@ async def test_the_budget_is_that_of_the_whole_job(at_cap):
             try:
                 return await manager.run_single(SAMPLE)
             finally:
-                await job.close()
+                job.close()
 
         return asyncio.run(run())
 
@@ -504,7 +504,7 @@ async def test_the_budget_is_that_of_the_whole_job(at_cap):
 async def test_eight_workers_keep_one_limit():
     # In verl 0.9, each worker has the whole limit for itself.
     limits = {"default": {"max_concurrent": 4}}
-    service = JobService(RewardLoopConfig(limits=limits))
+    service = LimitServer(RewardLoopConfig(limits=limits))
     address = await service.start()
     running = peak = 0
     four = asyncio.Barrier(4)
@@ -517,21 +517,18 @@ async def test_eight_workers_keep_one_limit():
         running -= 1
         return 1
 
-    # A default score of its own, that each has its own job: its own connection.
-    workers = []
-    for _ in range(8):
-        function, config = scoring(judge, limits=limits, job=address)
-        workers.append(function)
+    workers = [scoring(judge, limits=limits, job=address)[0] for _ in range(8)]
     results = await asyncio.gather(*(worker(SAMPLE) for worker in workers for _ in range(10)))
     assert peak == 4
     assert {result.outcome for result in results} == {Outcome.SCORED}
-    await job_of(config).close()
+    for worker in workers:
+        worker.close()
     await service.stop()
 
 
 async def test_without_its_service_a_run_stops():
     limits = {"default": {"max_concurrent": 4}}
-    service = JobService(RewardLoopConfig(limits=limits))
+    service = LimitServer(RewardLoopConfig(limits=limits))
     address = await service.start()
     await service.stop()
 

@@ -4,12 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.limits.window import GRAINS, MARGIN, SlidingWindow
+from reward_loop.limits.limiter import GRAINS, MARGIN, Rate
 
 PERIOD = 60.0
 
 gaps = st.floats(0, 90)
 calls = st.lists(st.tuples(gaps, st.integers(1, 40)), min_size=1, max_size=80)
+
+
+def rate(limit, burst_seconds=60.0, unit=0.0):
+    made = Rate(PERIOD, unit)
+    made.configure(limit, burst_seconds)
+    return made
 
 
 def greatest(charges: list[tuple[float, float]], period: float) -> float:
@@ -18,9 +24,9 @@ def greatest(charges: list[tuple[float, float]], period: float) -> float:
     return max(sum(a for _, a in charges[i : bisect_left(times, times[i] + period)]) for i in range(len(charges)))
 
 
-@given(calls, st.integers(40, 120), st.sampled_from([SlidingWindow.add, SlidingWindow.count]))
+@given(calls, st.integers(40, 120), st.sampled_from([Rate.add, Rate.count]))
 def test_no_window_ever_holds_more_than_the_limit(calls, limit, count):
-    window, now, made = SlidingWindow(limit, PERIOD), 0.0, []
+    window, now, made = rate(limit), 0.0, []
     for gap, amount in calls:
         now += gap
         at = window.free_at(now, amount)
@@ -34,9 +40,9 @@ def test_no_window_ever_holds_more_than_the_limit(calls, limit, count):
     assert greatest(made, PERIOD) <= limit
 
 
-@given(calls, st.floats(0, PERIOD * MARGIN), st.sampled_from([SlidingWindow.add, SlidingWindow.count]))
+@given(calls, st.floats(0, PERIOD * MARGIN), st.sampled_from([Rate.add, Rate.count]))
 def test_nor_does_one_of_the_service_to_which_calls_take_a_while(calls, latency, count):
-    window, now, made = SlidingWindow(50, PERIOD), 0.0, []
+    window, now, made = rate(50), 0.0, []
     for i, (gap, amount) in enumerate(calls):
         now = window.free_at(now + gap, amount)
         count(window, now, amount)
@@ -46,16 +52,16 @@ def test_nor_does_one_of_the_service_to_which_calls_take_a_while(calls, latency,
 
 
 def test_many_calls_are_few_charges():
-    window = SlidingWindow(float("inf"), PERIOD)
+    window = rate(None)
     for i in range(10_000):
         window.count(i / 10_000, 1)
     assert window.used(1.0) == 10_000
     assert len(window._charges) <= GRAINS + 1
 
 
-@pytest.mark.parametrize("count", [SlidingWindow.add, SlidingWindow.count])
+@pytest.mark.parametrize("count", [Rate.add, Rate.count])
 def test_it_is_used_to_99_percent(count):
-    window, now, made = SlidingWindow(600, PERIOD), 0.0, 0
+    window, now, made = rate(600), 0.0, 0
     while now < 100 * PERIOD:
         now = window.free_at(now, 1)
         count(window, now, 1)
@@ -65,7 +71,7 @@ def test_it_is_used_to_99_percent(count):
 
 def test_a_bucket_would_let_twice_as_much_through():
     # 600 at once, and then as soon as there is room: a bucket that refills has room at once.
-    window = SlidingWindow(600, PERIOD)
+    window = rate(600)
     for _ in range(600):
         assert window.free_at(0.0, 1) == 0.0
         window.add(0.0, 1)
@@ -73,7 +79,7 @@ def test_a_bucket_would_let_twice_as_much_through():
 
 
 def test_an_estimate_is_corrected():
-    window = SlidingWindow(100, PERIOD)
+    window = rate(100)
     charge = window.add(0.0, 80)
     assert window.free_at(1.0, 50) > 1.0
     window.correct(1.0, charge, 20)
@@ -85,4 +91,43 @@ def test_an_estimate_is_corrected():
 
 
 def test_what_never_fits():
-    assert SlidingWindow(10, PERIOD).free_at(0.0, 11) == float("inf")
+    assert rate(10).free_at(0.0, 11) == float("inf")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 60, 6000])
+@pytest.mark.parametrize("burst_seconds", [0.01, 1.0, 60.0])
+def test_a_paced_rate_uses_95_percent_of_the_limit(limit, burst_seconds):
+    paced, now, made = rate(limit, burst_seconds, unit=1.0), 0.0, 0
+    while now < 20 * PERIOD:
+        now = paced.free_at(now, 1)
+        if paced.free_at(now, 1) <= now:
+            paced.count(now, 1)
+            made += 1
+    assert made >= 0.95 * limit * 20
+
+
+@given(calls, st.floats(0.01, 10))
+def test_a_burst_is_bounded(calls, burst_seconds):
+    paced, now, made = rate(120, burst_seconds), 0.0, []
+    for gap, amount in calls:
+        now += gap
+        while (at := paced.free_at(now, amount)) > now:
+            now = at
+        paced.add(now, amount)
+        made.append((now, amount))
+    # Each begins when the earlier ones are refilled but for a burst, or the whole burst if it is larger.
+    for i, (first, _) in enumerate(made):
+        total = 0.0
+        for time, amount in made[i:]:
+            allowed = paced.burst + (time - first) * 2 + 1e-6
+            assert total + min(amount, paced.burst) <= allowed
+            total += amount
+
+
+def test_later_calls_wait_for_the_debt_of_a_call_above_the_burst():
+    paced = rate(600)  # 10 a second
+    paced.configure(600, 1.0)
+    assert paced.free_at(0.0, 300) == 0.0
+    paced.add(0.0, 300)
+    assert paced.free_at(0.0, 1) == pytest.approx(29.1)
+    assert paced.free_at(0.0, 0) == pytest.approx(29.0)

@@ -1,0 +1,143 @@
+"""What the limiter service of a job does: permits a second, and how long a permit takes.
+
+    python benchmarks/limits.py [--quick]
+
+64 clients, each with a connection of its own, in 4 processes, ask one service for permits of a limit that is never
+reached, and end them at once.
+
+- Permits a second: each client keeps 16 calls in flight.
+- Time of a permit: all clients together ask at a fixed rate, a fifth of that. The time from the request to the permit
+  includes the round trip.
+
+Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from reward_loop import RewardLoopConfig  # noqa: E402
+from reward_loop.limits.client import RemoteLimits  # noqa: E402
+from reward_loop.limits.server import serve_limits  # noqa: E402
+
+CLIENTS = 64
+PROCESSES = 4
+IN_FLIGHT = 16
+SHARE = 0.2
+
+
+async def saturate(client: RemoteLimits, seconds: float) -> int:
+    """Ask without a pause; returns the number of permits."""
+    until, permits = time.perf_counter() + seconds, 0
+
+    async def ask() -> None:
+        nonlocal permits
+        while time.perf_counter() < until:
+            (await client.enter("judge")).leave()
+            permits += 1
+
+    await asyncio.gather(*(ask() for _ in range(IN_FLIGHT)))
+    return permits
+
+
+async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) -> list[float]:
+    """Ask at a fixed rate, whether or not earlier permits have come; returns the seconds of each permit."""
+    began = time.perf_counter()
+    took: list[float] = []
+
+    async def ask(at: float) -> None:
+        (await client.enter("judge")).leave()
+        took.append(time.perf_counter() - at)
+
+    calls = []
+    for number in range(int(seconds * rate)):
+        at = began + (number + phase) / rate
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        calls.append(asyncio.create_task(ask(time.perf_counter())))
+    await asyncio.gather(*calls)
+    return took
+
+
+async def work(address: str) -> None:
+    """A process of clients; each line of its input is a measurement: its kind, the seconds, and the rate."""
+    clients = [RemoteLimits(address) for _ in range(CLIENTS // PROCESSES)]
+    await asyncio.gather(*(client.status() for client in clients))
+    print("ready", flush=True)
+    while line := (await asyncio.to_thread(sys.stdin.readline)).split():
+        seconds, rate = float(line[1]), float(line[2])
+        if line[0] == "saturate":
+            print(sum(await asyncio.gather(*(saturate(client, seconds) for client in clients))), flush=True)
+            continue
+        phases = ((client, number / len(clients)) for number, client in enumerate(clients))
+        took = await asyncio.gather(*(pace(client, seconds, rate, phase) for client, phase in phases))
+        print(json.dumps([seconds for one in took for seconds in one]), flush=True)
+
+
+def measure(seconds: float) -> dict[str, float]:
+    """Run the service and the clients; returns the figures."""
+    options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": 1_000_000}}})
+    with serve_limits(options) as address:
+        command = [sys.executable, __file__, "--work", address]
+        processes = [
+            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(PROCESSES)
+        ]
+        try:
+            answers(processes)
+            permits = sum(int(answer) for answer in answers(processes, f"saturate {seconds} 0")) / seconds
+            rate = permits * SHARE / CLIENTS
+            lists = [json.loads(answer) for answer in answers(processes, f"pace {seconds} {rate}")]
+            took = sorted(seconds for one in lists for seconds in one)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+    return {
+        "clients": CLIENTS,
+        "permits_per_s": round(permits),
+        "asked_per_s": round(rate * CLIENTS),
+        "p50_ms": round(1000 * took[len(took) // 2], 2),
+        "p99_ms": round(1000 * took[int(len(took) * 0.99)], 2),
+    }
+
+
+def answers(processes: list[subprocess.Popen[str]], question: str | None = None) -> list[str]:
+    """Send a line to all processes, and return the line that each prints."""
+    for process in processes:
+        assert process.stdin is not None
+        if question is not None:
+            process.stdin.write(f"{question}\n")
+            process.stdin.flush()
+    found = []
+    for process in processes:
+        assert process.stdout is not None
+        found.append(process.stdout.readline())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="shorter measurements, under 50 s")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        asyncio.run(work(options.work))
+        return
+    result = measure(5.0 if options.quick else 20.0)
+    print(f"{'limiter service, ' + str(CLIENTS) + ' clients':46}{'permits/s':>11}{'p50 ms':>9}{'p99 ms':>9}")
+    print(f"{'as fast as possible':46}{result['permits_per_s']:>11,}")
+    print(f"{'at a fifth of that':46}{result['asked_per_s']:>11,}{result['p50_ms']:>9}{result['p99_ms']:>9}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
+
+import asyncio
+
+import pytest
+
+import reward_loop
+from reward_loop import LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.client import Judge, Number, chat_complete, classify, score
+from reward_loop.limits.client import RemoteLimits
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.server import LimitServer
+from reward_loop.managers import RateLimitedRewardLoopManager
+from reward_loop.offline.scorer import load_scorer
+from reward_loop.testing import FakeJudge, Status
+
+SAMPLE = RewardSample("4", uid="u7")
+JUDGE = reward_loop.limit("judge")
+NO_RETRY = {"max_attempts": 1}
+
+
+async def status(limits):
+    return (await limits.status())["limits"]
+
+
+async def ask(reward_router_address):
+    await chat_complete(reward_router_address, "?")
+    return 1.0
+
+
+def ask_in_thread(reward_router_address):
+    return asyncio.run(ask(reward_router_address))
+
+
+async def ask_within_judge(reward_router_address):
+    async with JUDGE:
+        return await ask(reward_router_address)
+
+
+def ask_within_judge_in_process(reward_router_address):
+    return asyncio.run(ask_within_judge(reward_router_address))
+
+
+async def ask_judge(reward_router_address):
+    await Judge("{{it}}", Number(0, 1))(reward_router_address, it="?")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation"),
+    [
+        (ask, "thread"),
+        (ask_in_thread, "thread"),
+        (ask_in_thread, "process"),
+        (ask_judge, "thread"),
+        (ask_within_judge, "thread"),
+        (ask_within_judge_in_process, "process"),
+    ],
+)
+async def test_tokens_of_the_client_count_once_in_each_limit_and_in_the_budget(function, isolation):
+    limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("default", "judge")}
+    options = RewardLoopConfig(limits=limits, budget={"max_tokens": 1000}, isolation=isolation)
+    scoring = ScoringFunction(function, options=options)
+    async with FakeJudge("0.5") as judge:
+        for _ in range(3):
+            assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
+    counted = await scoring.limits.status()
+    used = counted["tokens"]
+    assert used > 0
+    assert used % 3 == 0
+    assert counted["limits"]["default"]["tokens_last_minute"] == used
+    within = function in (ask_within_judge, ask_within_judge_in_process)
+    assert counted["limits"]["judge"]["tokens_last_minute"] == (used if within else 0)
+    await asyncio.to_thread(scoring.close)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_the_budget_counts_tokens_of_the_client(remote):
+    given = {"budget": {"max_tokens": 1, "at_cap": "mask"}}
+    server = LimitServer(RewardLoopConfig(**given))
+    address = await server.start()
+    manager = NaiveRewardLoopManager(RewardLoopConfig(**given, job=address if remote else None), compute_score=ask)
+    async with FakeJudge("0.5") as judge:
+        manager.reward_router_address = judge.address
+        for _ in range(3):
+            await manager.run_single(SAMPLE)
+            await manager.limits.why_stopped()  # the service has counted
+        assert len(judge.requests) == 1
+    manager.close()
+    await server.stop()
+
+
+async def test_tokens_of_the_client_replace_the_estimate_of_rate_limited():
+    config = {"reward": {"max_tpm": 100_000, "estimated_tokens_per_request": 90_000, "max_concurrent": 9}}
+    async with FakeJudge("0.5") as judge:
+        manager = RateLimitedRewardLoopManager(config, compute_score=ask, reward_router_address=judge.address)
+        await manager.run_single(SAMPLE)
+    limit = (await status(manager.limits))["default"]
+    assert 0 < limit["tokens_last_minute"] == manager.limits.tokens < 1000
+
+
+async def test_the_command_score_keeps_the_limits_of_its_manager():
+    scorer = load_scorer("tests.limits.test_sharing:ask", "rate_limited", RewardLoopConfig())
+    assert scorer.manager.function.limits.max_waits.keys() == {"default"}
+
+
+@pytest.mark.parametrize(
+    "answer", [{"usage": {"total_tokens": 7}}, {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}]
+)
+async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch):
+    async def post(*args, **kwargs):
+        return answer
+
+    monkeypatch.setattr("reward_loop.client.chat.post", post)
+    monkeypatch.setattr("reward_loop.client.discriminative.post", post)
+
+    async def asks():
+        for request in (chat_complete("x", "?"), classify("x", "?"), score("x", "?", ["a"])):
+            with pytest.raises(reward_loop.RequestError):
+                await request
+        return 1.0
+
+    scoring = ScoringFunction(asks)
+    assert (await scoring(SAMPLE)).error is None
+    assert scoring.limits.tokens == 21
+
+
+async def test_one_limit_object_is_shared_by_concurrent_calls():
+    running = peak = 0
+
+    async def judge():
+        nonlocal running, peak
+        async with JUDGE as lease:
+            running += 1
+            peak = max(peak, running)
+            await asyncio.sleep(0.001)
+            lease.used(tokens=1)
+            running -= 1
+        return 1.0
+
+    scoring = ScoringFunction(judge, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(10)))
+    assert [result.error for result in results] == [None] * 10
+    assert peak == 2
+    assert scoring.limits.tokens == 10
+    assert (await status(scoring.limits))["judge"]["in_flight"] == 0
+
+
+def test_one_limit_object_is_shared_by_threads():
+    def judge():
+        with JUDGE, JUDGE:
+            return 1.0
+
+    scoring = ScoringFunction(judge, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 40}}))
+
+    async def main():
+        results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(20)))
+        assert [result.error for result in results] == [None] * 20
+        assert (await status(scoring.limits))["judge"]["in_flight"] == 0
+
+    asyncio.run(main())
+
+
+async def test_a_second_manager_has_a_budget_of_its_own_unless_limits_are_shared():
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=100)
+        return 1.0
+
+    options = RewardLoopConfig(budget={"max_tokens": 100, "at_cap": "mask"})
+    first = NaiveRewardLoopManager(options, compute_score=judge)
+    assert (await first.run_single(SAMPLE))["reward_score"] == 1.0
+    assert (await first.run_single(SAMPLE))["reward_extra_info"]["reward_masked"]
+    second = NaiveRewardLoopManager(options, compute_score=judge)
+    assert (await second.run_single(SAMPLE))["reward_score"] == 1.0
+    shares = NaiveRewardLoopManager(options, compute_score=judge, limits=first.limits)
+    assert (await shares.run_single(SAMPLE))["reward_extra_info"]["reward_masked"]
+
+
+async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
+    limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    (await limits.enter("judge")).leave()
+    with pytest.raises(LimitError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, limits.enter("judge"))
+
+
+def test_a_budget_outlasts_an_event_loop():
+    async def judge():
+        async with reward_loop.limit("judge") as lease:
+            lease.used(tokens=100)
+        return 1.0
+
+    options = RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}, budget={"max_tokens": 100})
+    scoring = ScoringFunction(judge, options=options)
+    assert asyncio.run(scoring(SAMPLE)).score == 1.0
+    assert "budget is used up" in asyncio.run(scoring(SAMPLE)).error
+
+
+async def test_a_client_that_has_reconnected_counts_again():
+    server = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    limits = RemoteLimits(await server.start())
+    held = await limits.enter("judge")
+    await server.disconnect()
+    async with asyncio.timeout(60):
+        while limits._lost is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    with pytest.raises(reward_loop.JobServiceError):
+        limits.count(False, None)
+    (await limits.enter("judge")).leave()
+    held.leave()  # of the old connection: ended already
+    limits.count(False, None)
+    assert (await status(limits))["judge"]["in_flight"] == 0
+    limits.close()
+    await server.stop()
+
+
+class Unavailable(Exception):
+    status = 503
+
+
+async def hangs():
+    await asyncio.Event().wait()
+
+
+async def breaks():
+    raise ConnectionResetError
+
+
+async def unavailable():
+    raise Unavailable
+
+
+async def own_mistake():
+    raise KeyError("x")
+
+
+async def breaks_within_judge():
+    async with JUDGE:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge])
+async def test_an_outage_does_not_grow_an_adaptive_limit(function):
+    limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
+    options = RewardLoopConfig(limits=limits, timeout=0.01 if function is hangs else 60, retry=NO_RETRY)
+    scoring = ScoringFunction(function, options=options)
+    await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
+    found = await status(scoring.limits)
+    assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
+
+
+async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adaptive_limit():
+    async def handles(reward_router_address):
+        try:
+            async with JUDGE:
+                try:
+                    await chat_complete(reward_router_address, "?")
+                except reward_loop.RequestError:
+                    return 0.0
+        finally:
+            pass
+
+    limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
+    scoring = ScoringFunction(handles, options=RewardLoopConfig(limits=limits, retry=NO_RETRY))
+    async with FakeJudge("0.5") as judge:
+        judge.script(*(Status(503) for _ in range(40)))
+        await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(40)))
+        found = await status(scoring.limits)
+        assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
+        judge.script(Status(429))
+        await scoring(SAMPLE, reward_router_address=judge.address)
+    found = await status(scoring.limits)
+    assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 16, "judge": 16}
+
+
+async def test_answers_grow_an_adaptive_limit():
+    async def answers():
+        await asyncio.sleep(0)
+        return 1.0
+
+    scoring = ScoringFunction(answers, options=RewardLoopConfig(limits={"default": {"adaptive": True}}))
+    await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
+    assert (await status(scoring.limits))["default"]["max_in_flight"] >= 40
+
+
+@pytest.mark.parametrize(("burst_seconds", "at_once"), [(1.0, 100), (0.001, 1), (2.0, 200)])
+async def test_a_minutes_requests_do_not_begin_at_once(burst_seconds, at_once):
+    limit = {"requests_per_minute": 6000, "burst_seconds": burst_seconds}
+    limits = LocalLimits(RewardLoopConfig(limits={"judge": limit}))
+    permits = [limits.open("judge", 0, "train") for _ in range(300)]
+    granted = sum(permit.state == "granted" for permit in permits)
+    assert at_once <= granted < 300  # a few more if opening took long
+    for permit in permits:
+        permit.leave()
