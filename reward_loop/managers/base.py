@@ -11,7 +11,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.limits.shared import failure_bound
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy
-from reward_loop.records import Call, record, records, watch
+from reward_loop.records import ActiveSample, record, records, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.dense_rewards import check_parts
 from reward_loop.types import Reward, RewardResult, RewardSample
@@ -144,14 +144,14 @@ class RewardLoopManagerBase:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample. While that lasts it is among the calls in work; then its record is written."""
-        with Call(sample, self.name) as call:
+        with ActiveSample(sample, self.name) as call:
             result = check_parts(sample, await self.score_one(sample))
             if self.records is not None:
                 self.records.write(record(call, result))
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
-        """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
+        """Call the function for one sample. Errors of the function are *failed* results, not exceptions."""
         return self._call(sample)
 
     def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:

@@ -15,7 +15,7 @@ from reward_loop.limits.shared import failure_bound
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
 from reward_loop.scoring import load_function
-from reward_loop.scoring.call import describe, failed_after
+from reward_loop.scoring.outcome import failed_after
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
@@ -130,8 +130,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
 
 def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
     keys = listing(PART_KEYS & result.extra_info.keys())
-    problem = f"{describe(sample)}: reward_loop.components.{name} returned {keys}; a sum has no place for parts"
-    return failed_after(result, InvalidScoreError(problem))
+    problem = f"returned {keys}; the sum of `composite` has no place for parts of a reward"
+    return failed_after(result, InvalidScoreError(problem, sample=sample, function=f"reward_loop.components.{name}"))
 
 
 class _Component:

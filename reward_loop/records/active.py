@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["Call", "current", "in_work"]
+__all__ = ["ActiveSample", "current", "in_work"]
 
 
-class Call:
+class ActiveSample:
     """One call of a reward function, and what those that work for it have to tell.
 
     It counts as in work within ``with``. There, and in the threads that are started there, it is the `current` one.
@@ -72,15 +72,15 @@ class Call:
         }
 
 
-_in_work: dict[Call, None] = {}  # in the order in which they started
-_current: ContextVar[Call | None] = ContextVar("reward_call", default=None)
+_in_work: dict[ActiveSample, None] = {}  # in the order in which they started
+_current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
 
 
-def current() -> Call | None:
+def current() -> ActiveSample | None:
     """The call that this code runs in, if any."""
     return _current.get()
 
 
-def in_work() -> list[Call]:
+def in_work() -> list[ActiveSample]:
     """All calls of this process that are in work, the oldest first."""
     return list(_in_work)

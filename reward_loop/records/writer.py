@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop._util.json import encode
-from reward_loop.records.active import Call
+from reward_loop.records.active import ActiveSample
 from reward_loop.types import RewardResult
 
 __all__ = ["Records", "record", "records"]
@@ -108,7 +108,7 @@ def records(directory: str | Path) -> Records:
         return _writers[key]
 
 
-def record(call: Call, result: RewardResult) -> dict[str, Any]:
+def record(call: ActiveSample, result: RewardResult) -> dict[str, Any]:
     """What is written about a sample. All times are in seconds; ``time`` is that of its end, since 1970.
 
     ``queue_s`` is the wait for a thread or process, ``wait_s`` that for limits and between attempts, ``work_s`` the

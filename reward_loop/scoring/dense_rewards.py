@@ -8,8 +8,8 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import InvalidScoreError
-from reward_loop.scoring.call import describe, failed_after
 from reward_loop.scoring.normalise import is_finite
+from reward_loop.scoring.outcome import failed_after
 from reward_loop.types import PART_KEYS, RewardResult, RewardSample
 
 __all__ = ["check_parts"]
@@ -23,7 +23,7 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
     """
     if result.score is not None and not is_finite(result.score):
         problem = f"its score is {result.score:g}, which is not finite in float32"
-        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
     if PART_KEYS.isdisjoint(result.extra_info):
         return result
     for name in PART_KEYS & result.extra_info.keys():
@@ -34,7 +34,7 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
             problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
         else:
             continue
-        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
     return result
 
 

@@ -24,7 +24,7 @@ from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
-from reward_loop.records import Call, record, records, watch
+from reward_loop.records import ActiveSample, record, records, watch
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
@@ -134,7 +134,7 @@ class RewardWorker:
         name = type(self._manager).__name__
         row = last_row(data)
         sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
-        with Call(sample, f"reward manager {name}") as call:
+        with ActiveSample(sample, f"reward manager {name}") as call:
             result = await self._result_of_foreign(data, name)
             if self._records is not None:
                 self._records.write(record(call, result))

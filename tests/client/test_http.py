@@ -12,7 +12,7 @@ from reward_loop import RewardSample
 from reward_loop.client import chat_complete
 from reward_loop.client.http import post, shared_session, url_of
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import Call, in_work
+from reward_loop.records import ActiveSample, in_work
 from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
 from tests.servers import refusing, until
@@ -102,7 +102,7 @@ async def test_cancellation_reaches_the_server() -> None:
 async def test_what_is_asked_is_known_while_it_is_asked() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())
-        with Call(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
+        with ActiveSample(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
             task = asyncio.create_task(chat_complete(judge.address, "?", model="m"))
             await until(lambda: judge.requests)
             assert call in in_work()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop import ConfigError, RewardSample
-from reward_loop.records import Call, watch, watchdog
+from reward_loop.records import ActiveSample, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
 from tests.gsm8k import ROOT
 
@@ -54,7 +54,7 @@ def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatc
     logger = logging.getLogger("reward_loop.records.watchdog")
     logger.addHandler(heard)
     try:
-        with Call(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
+        with ActiveSample(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
             call.ask("POST http://judge/v1/chat/completions")
             watch(0.01)
             while "sample q7" not in (message := messages.get(timeout=60)):
@@ -104,7 +104,7 @@ def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptur
 
 async def test_it_answers_while_the_event_loop_is_blocked() -> None:
     watch(60)
-    with Call(RewardSample("x", uid="here"), "f"):
+    with ActiveSample(RewardSample("x", uid="here"), "f"):
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
     assert "here" in [call["uid"] for call in answered["oldest"]]
     await asyncio.sleep(0)

@@ -423,7 +423,7 @@ async def test_post_process_scores():
 @pytest.mark.parametrize(
     ("process", "error", "message"),
     [
-        (lambda scores: scores[:-1], InvalidScoreError, "was given 2 scores and returned 1"),
+        (lambda scores: scores[:-1], InvalidScoreError, "received 2 scores and returned 1"),
         (lambda scores: None, InvalidScoreError, "must return a list of numbers"),
         (lambda scores: [float("nan")] * 2, InvalidScoreError, "not finite"),
         (lambda scores: 1 / 0, RewardFunctionError, "ZeroDivisionError"),
@@ -489,7 +489,7 @@ async def test_a_system_that_has_no_more_threads_or_processes(monkeypatch, isola
         result = await function(SAMPLE)
     assert result.outcome is Outcome.FAILED
     assert result.error == (
-        f"sample u7 (data source 'math'): plain (test_call.py) could not be called: {type(error).__name__}: {error}"
+        f"sample u7 (data source 'math'): plain (test_call.py) could not be started: {type(error).__name__}: {error}"
     )
     assert (await function(SAMPLE)).score == 1
     await asyncio.to_thread(function.close)
