@@ -46,6 +46,16 @@ from reward_loop.types import Outcome, RewardResult, RewardSample
 __all__ = ["ScoringFunction"]
 
 
+class _Unset:
+    """The default of an argument that is taken from the options."""
+
+    def __repr__(self) -> str:
+        return "<as in RewardLoopConfig>"
+
+
+_UNSET: Any = _Unset()
+
+
 class ScoringFunction:
     """A reward function with its signature read, its deadline and its threads.
 
@@ -61,11 +71,11 @@ class ScoringFunction:
         function: Any,
         *,
         reward_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = 300.0,
-        max_threads: int = 64,
-        isolation: Literal["thread", "process"] = "thread",
-        max_processes: int | None = None,
-        max_memory_mb: int | None = None,
+        timeout: float | None = _UNSET,
+        max_threads: int = _UNSET,
+        isolation: Literal["thread", "process"] = _UNSET,
+        max_processes: int | None = _UNSET,
+        max_memory_mb: int | None = _UNSET,
         options: RewardLoopConfig | None = None,
         limit: str = DEFAULT,
     ) -> None:
@@ -75,28 +85,39 @@ class ScoringFunction:
             function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
                 signature has been read.
             reward_kwargs: configured arguments of the function, or of its class.
-            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
-            isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
-            max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
-            max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
-            options: these five options, and limits, retries, cache and budget beside them.
-            limit: which of the limits holds for each call, if it is configured.
+            timeout: seconds from the start of the function to its deadline (300); ``None`` for no deadline.
+            max_threads: how many calls of a sync function run at a time (64); the deadline of the others waits too.
+            isolation: where a sync function runs that is not marked with `isolated` (``"thread"``); see
+                docs/reward-functions.md.
+            max_processes: as ``max_threads``, for functions in processes; by default the number of cores.
+            max_memory_mb: the memory of such a process and its child processes; one that exceeds it is killed.
+            options: all options, these five included; given instead of them.
+            limit: the name of the limit for each call; it has no effect unless it is configured.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
-            ConfigError: ``limit`` is the one that holds for calls that are made again.
+            FunctionLoadError: the function cannot be called with what the reward loop provides, or not in a process.
+            ConfigError: ``limit`` is the limit for retries, or an argument has no effect beside another one.
         """
         if limit == RETRY:
-            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another one")
+            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another limit")
+        own: dict[str, Any] = {
+            "timeout": timeout,
+            "max_threads": max_threads,
+            "isolation": isolation,
+            "max_processes": max_processes,
+            "max_memory_mb": max_memory_mb,
+        }
+        own = {name: value for name, value in own.items() if value is not _UNSET}
         if options is None:
-            options = RewardLoopConfig(
-                timeout=timeout,
-                max_threads=max_threads,
-                isolation=isolation,
-                max_processes=max_processes,
-                max_memory_mb=max_memory_mb,
+            options = RewardLoopConfig(**own)
+        elif own:
+            name, value = next(iter(own.items()))
+            raise ConfigError(
+                f"ScoringFunction: {name}={value!r} and options={type(options).__name__}(...) are both given: set "
+                f"{name} in the options"
             )
+        if reward_kwargs and isinstance(function, Target):
+            raise ConfigError(f"reward_kwargs have no effect: the signature of {function.name} has been read already")
         self._options = options
         self._limit = limit
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
