@@ -81,7 +81,7 @@ class RewardWorker:
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
-        watch(self._options.watchdog_s)
+        watch()  # so that an idle worker answers `reward-loop stuck` too
         self._failures = failure_bound(self._options)
 
     async def compute_score(self, data: Any) -> Reward:
@@ -134,7 +134,7 @@ class RewardWorker:
         name = type(self._manager).__name__
         row = last_row(data)
         sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
-        with ActiveSample(sample, f"reward manager {name}") as call:
+        with ActiveSample(sample, f"reward manager {name}", self._options.watchdog_s) as call:
             result = await self._result_of_foreign(data, name)
             if self._records is not None:
                 self._records.write(record(call, result))

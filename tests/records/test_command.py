@@ -23,7 +23,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
-    watch(60)
+    watch()
     with ActiveSample(RewardSample("x", uid="q[7]", data_source="gsm8k"), "compute_score (judge.py)") as call:
         call.ask("POST http://judge/v1/chat/completions")
         done = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--threads"])
