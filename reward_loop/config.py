@@ -243,10 +243,11 @@ class RewardLoopConfig(Config):
     several workers; without it, each manager has its own."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
-    """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
+    """Samples that have been running for longer than this many seconds are logged, again every so many seconds;
+    ``null`` for never. It holds for the samples of its own manager: several managers in a process may differ."""
 
     log_dir: str | None = None
-    """Where every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+    """Directory in which every process writes a JSONL file with a record of each sample; ``null`` for no records."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

@@ -5,13 +5,13 @@
     ├── FunctionLoadError           the user's function cannot be found, imported or called
     ├── ScoringError                one sample could not be scored
     │   ├── RewardFunctionError     the user's function raised
-    │   ├── RewardTimeoutError      it ran past its deadline
-    │   ├── RewardCrashedError      it took its process with it: a crash, `os._exit`, too much memory
-    │   ├── InvalidScoreError       it returned something that is no score
-    │   ├── UnscoredError           it returned None, and the policy is to raise
+    │   ├── RewardTimeoutError      the function ran past its deadline
+    │   ├── RewardCrashedError      its process died: a crash, `os._exit`, too much memory
+    │   ├── InvalidScoreError       the function returned a value that is not a score
+    │   ├── UnscoredError           the function returned None, and the policy is to raise
     │   ├── LimitError              a limit cannot let a call through
     │   ├── BudgetSpentError        the run's budget is used up
-    │   └── IncompleteGroupError    others of its group, which it is compared with, did not come
+    │   └── IncompleteGroupError    the other samples of the group did not arrive in time
     ├── TransientError              for functions to raise: the call failed, and may succeed if it is made again
     ├── JobServiceError             what all workers of a job share cannot be reached
     ├── TooManyFailuresError        the share of failed samples passed its bound
@@ -22,10 +22,13 @@
         ├── ServerStartError        it did not become ready
         └── ServerDiedError         it ended, and will not be restarted
 
-Messages name the sample, the function or the option, and say what to change.
+Messages name the sample, the function or the option, and say what to change. The fields of a `ScoringError` hold the
+uid of the sample, the function, the number of attempts and the service's ``Retry-After``.
 """
 
 from __future__ import annotations
+
+from typing import Protocol, Self
 
 __all__ = [
     "BudgetSpentError",
@@ -64,8 +67,71 @@ class FunctionLoadError(RewardLoopError):
     """The user's function cannot be found, imported or called with what the reward loop provides."""
 
 
+class _Sample(Protocol):
+    """The part of a `RewardSample` that messages name."""
+
+    @property
+    def uid(self) -> str | None: ...
+    @property
+    def data_source(self) -> str: ...
+
+
 class ScoringError(RewardLoopError):
-    """One sample could not be scored."""
+    """One sample could not be scored. The message is made from the fields.
+
+    Args:
+        problem: what went wrong, without the names of the sample and the function.
+        sample: the sample, a `RewardSample`.
+        function: name and file of the function.
+        attempts: how often the function was called for the sample.
+        retry_after: seconds that the service asked to wait before the next call.
+    """
+
+    problem: str
+    sample_uid: str | None = None
+    data_source: str = ""
+    function: str | None = None
+    attempts: int | None = None
+    retry_after: float | None = None
+
+    _counts_attempts = True
+    """Whether the problem is the end of a call, so that the message says how many calls there were."""
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        sample: _Sample | None = None,
+        function: str | None = None,
+        attempts: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        message = problem
+        if self._counts_attempts and attempts is not None and attempts > 1:
+            message = f"was called {attempts} times; the last call {message}"
+        if function is not None:
+            message = f"{function} {message}"
+        if sample is not None:
+            message = f"{describe(sample)}: {message}"
+            self.sample_uid, self.data_source = sample.uid, sample.data_source
+        super().__init__(message)
+        self.problem, self.function, self.attempts, self.retry_after = problem, function, attempts, retry_after
+
+    def about(self, sample: _Sample, function: str | None = None, attempts: int | None = None) -> Self:
+        """Return the same error with the fields of a sample and its call."""
+        return type(self)(
+            self.problem,
+            sample=sample,
+            function=self.function if function is None else function,
+            attempts=self.attempts if attempts is None else attempts,
+            retry_after=self.retry_after,
+        )
+
+
+def describe(sample: _Sample) -> str:
+    """Return the name of a sample in messages: its uid and its data source."""
+    name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
+    return f"{name} (data source {sample.data_source!r})" if sample.data_source else name
 
 
 class RewardFunctionError(ScoringError):
@@ -77,11 +143,11 @@ class RewardTimeoutError(ScoringError):
 
 
 class RewardCrashedError(ScoringError):
-    """The process in which the user's function ran died: of a crash, by ``os._exit``, or of too much memory."""
+    """The process in which the user's function ran died (a crash, ``os._exit``, too much memory) or could not start."""
 
 
 class InvalidScoreError(ScoringError):
-    """The user's function returned something that is no score: a string, NaN, a dict without ``score``."""
+    """The user's function returned a value that is not a score: a string, NaN, a dict without ``score``."""
 
 
 class UnscoredError(ScoringError):
@@ -91,9 +157,13 @@ class UnscoredError(ScoringError):
 class LimitError(ScoringError):
     """A call asks for more than its limit ever allows, waited too long, or names a limit that does not exist."""
 
+    _counts_attempts = False
+
 
 class BudgetSpentError(ScoringError):
     """The run's budget is used up, so that the function was not called."""
+
+    _counts_attempts = False
 
 
 class TransientError(RewardLoopError):
@@ -116,7 +186,7 @@ class JobServiceError(RewardLoopError):
 
 
 class IncompleteGroupError(ScoringError):
-    """Samples that this one is compared with did not come in time."""
+    """The other samples of the group did not arrive in time."""
 
 
 class TooManyFailuresError(RewardLoopError):

@@ -57,16 +57,18 @@ MoreOptions = Annotated[
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    """What an option of the form ``NAME=VALUE`` was given, each time.
+    """Return the names and values of an option of the form ``NAME=VALUE`` that may be repeated.
 
     Raises:
-        typer.BadParameter: one is not of that form.
+        typer.BadParameter: a value is not of that form, or a name is repeated.
     """
-    found = {}
+    found: dict[str, str] = {}
     for item in items or ():
         key, equals, value = item.partition("=")
         if not equals or not key or not value:
             raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice, {found[key]!r} and {value!r}", param_hint=option)
         found[key] = value
     return found
 
@@ -80,18 +82,20 @@ def json_or_text(value: str) -> Any:
 
 
 def nested(options: dict[str, str], option: str) -> dict[str, Any]:
-    """Options whose names have dots, as options within options: ``limits.judge.max_concurrent=8``.
+    """Turn dots in the names of options into nested options: ``limits.judge.max_concurrent=8``.
 
     Raises:
-        typer.BadParameter: a name is given a value, and options of its own.
+        typer.BadParameter: a group of options has a value of its own as well.
     """
     found: dict[str, Any] = {}
     for path, value in options.items():
         *groups, name = path.split(".")
-        group: Any = found
-        for part in groups:
+        group = found
+        for i, part in enumerate(groups):
+            if (whole := ".".join(groups[: i + 1])) in options:
+                raise typer.BadParameter(
+                    f"{whole}={options[whole]} contradicts {path}={value}: give one of them", param_hint=option
+                )
             group = group.setdefault(part, {})
-            if not isinstance(group, dict):
-                raise typer.BadParameter(f"{path}: {part} has a value already", param_hint=option)
         group[name] = json_or_text(value)
     return found

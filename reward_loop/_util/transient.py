@@ -1,25 +1,26 @@
-"""Which failures may pass by themselves."""
+"""Classify exceptions: may the call succeed later, did the service refuse it, and how long should the caller wait."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reward_loop._util.retry_after import retry_after_seconds
 
-__all__ = ["is_refusal", "is_transient", "retry_after"]
+__all__ = ["is_refusal", "is_transient", "retry_after", "status_of"]
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Besides 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and Anthropic take these
-(but 425) for transient."""
+"""Transient beside 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and Anthropic
+retry these, except 425."""
 
 REFUSAL_STATUS = frozenset({429, 529})
-"""Too many requests; overloaded, as Anthropic says it."""
+"""Too many requests (429), and Anthropic's status for an overloaded service (529)."""
 
 _TRANSIENT = {
     "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
+    "asyncio": {"IncompleteReadError"},
     "httpx": {"TransportError"},
     "httpcore": {"NetworkError", "TimeoutException", "RemoteProtocolError"},
     "openai": {"APIConnectionError"},
@@ -28,8 +29,8 @@ _TRANSIENT = {
     "urllib3": {"ProtocolError", "TimeoutError", "NewConnectionError"},
     "http": {"IncompleteRead", "RemoteDisconnected"},
 }
-"""By package, the classes whose instances, subclasses included, are connections that broke. They are known by name, so
-that none of these packages is needed."""
+"""By package, the exception classes of broken connections; subclasses count too. They are named as text, so that none
+of these packages is imported."""
 
 _PERMANENT = {
     "aiohttp": {"ClientConnectorCertificateError", "ClientSSLError", "InvalidURL"},
@@ -37,45 +38,51 @@ _PERMANENT = {
     "requests": {"SSLError"},
     "ssl": {"SSLCertVerificationError"},
 }
-"""Those among them that will be no different the next time."""
+"""Exception classes that a retry does not change, although some of them are subclasses of those in `_TRANSIENT`."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the call may succeed if it is made again.
+    """Return whether a retry of the call may succeed.
 
-    An error that says so itself, by an attribute ``transient``, is believed. Else a status code decides, if the error,
-    or one that it was raised from, has one; else its type.
+    The error and the errors that it was raised from (``raise ... from``) are examined together. The first attribute
+    ``transient`` decides; without one, the first HTTP status decides; without a status, the types decide, and a
+    permanent type overrules a transient one.
     """
-    for cause in _causes(error):
-        says = getattr(cause, "transient", None)  # as do TransientError and RequestError
-        if isinstance(says, bool):
-            return says
-        status = _status(cause)
-        if status is not None:
-            return status in TRANSIENT_STATUS or 500 <= status <= 599
-        if _is_one_of(cause, _PERMANENT):
-            return False
-        if isinstance(cause, ConnectionError | TimeoutError | asyncio.IncompleteReadError):
-            return True
-        if _is_one_of(cause, _TRANSIENT):
-            return True
-    return False
+    causes = list(_causes(error))
+    for cause in causes:
+        transient = _attribute(cause, "transient")  # TransientError and RequestError have it
+        if isinstance(transient, bool):
+            return transient
+    status = status_of(error)
+    if status is not None:
+        return status in TRANSIENT_STATUS or 500 <= status <= 599
+    if any(_is_one_of(cause, _PERMANENT) for cause in causes):
+        return False
+    return any(isinstance(cause, ConnectionError | TimeoutError) or _is_one_of(cause, _TRANSIENT) for cause in causes)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the service said that it has too much to do, which is what adaptive limits shrink at."""
+    """Return whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
     return any(_status(cause) in REFUSAL_STATUS for cause in _causes(error))
 
 
+def status_of(error: BaseException) -> int | None:
+    """Return the first HTTP status of the error and the errors that it was raised from, ``None`` without one."""
+    return next((status for cause in _causes(error) if (status := _status(cause)) is not None), None)
+
+
 def retry_after(error: BaseException) -> float | None:
-    """The seconds after which the service asked to be called again, if it did: a number, or a date."""
+    """Return the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
+
+    ``None`` if the service did not ask, or the value is not valid.
+    """
     for cause in _causes(error):
-        own = getattr(cause, "retry_after", None)
+        own = _attribute(cause, "retry_after")
         if isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own):
             return max(0.0, float(own))
-        response = getattr(cause, "response", None)
-        for headers in (getattr(cause, "headers", None), getattr(response, "headers", None)):
-            if isinstance(headers, Mapping) or hasattr(headers, "get"):
+        response = _attribute(cause, "response")
+        for headers in (_attribute(cause, "headers"), _attribute(response, "headers")):
+            if _attribute(headers, "get") is not None:
                 seconds = _seconds(headers)
                 if seconds is not None:
                     return seconds
@@ -83,18 +90,26 @@ def retry_after(error: BaseException) -> float | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it was raised from on purpose (``raise ... from error``)."""
+    """Yield the error and the errors that it was raised from (``raise ... from error``)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        # urllib's URLError keeps what happened in `reason`.
-        reason = getattr(error, "reason", None)
+        # urllib's URLError has its cause in `reason`.
+        reason = _attribute(error, "reason")
         error = error.__cause__ or (reason if isinstance(reason, BaseException) else None)
 
 
+def _attribute(owner: Any, name: str) -> Any:
+    """Return an attribute, ``None`` if it is missing, or if it is a property that raises."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
 def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
+    response = _attribute(error, "response")
     for owner, name in (
         (error, "status_code"),
         (error, "status"),
@@ -102,7 +117,7 @@ def _status(error: BaseException) -> int | None:
         (response, "status"),
         (error, "code"),  # urllib's HTTPError
     ):
-        status = getattr(owner, name, None)
+        status = _attribute(owner, name)
         if isinstance(status, int) and 100 <= status <= 599:
             return int(status)
     return None
@@ -117,5 +132,7 @@ def _seconds(headers: Any) -> float | None:
         value = headers.get(name) or headers.get(name.lower())
         return None if value is None else str(value)
 
-    milliseconds = retry_after_seconds(header("Retry-After-Ms"))  # as OpenAI says it
-    return retry_after_seconds(header("Retry-After")) if milliseconds is None else milliseconds / 1000
+    with contextlib.suppress(Exception):  # headers of unknown types: an error here must not hide the user's error
+        milliseconds = retry_after_seconds(header("Retry-After-Ms"))  # sent by OpenAI
+        return retry_after_seconds(header("Retry-After")) if milliseconds is None else milliseconds / 1000
+    return None

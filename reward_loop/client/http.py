@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -73,7 +74,7 @@ async def _post(
             url,
             data=encode(body),
             headers=headers,
-            proxy=_proxy(url),
+            proxy=_proxy(url) if "://" in (address or "") else None,  # `host:port` is a server of the cluster
             timeout=aiohttp.ClientTimeout(total=timeout),
         ) as response:
             data = await response.read()
@@ -150,12 +151,22 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 
 def _proxy(url: str) -> str | None:
-    """The proxy that the environment names; what is on the own network by number is asked directly."""
+    """Return the proxy of ``http_proxy``, ``https_proxy`` and ``no_proxy``; loopback addresses have none."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    if parts.scheme == "http" or proxy_bypass(host):
+    if _is_loopback(host) or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    return getproxies().get(parts.scheme)
+    proxy = getproxies().get(parts.scheme)
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _start(data: bytes) -> str:

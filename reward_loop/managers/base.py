@@ -10,12 +10,12 @@ from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
-from reward_loop.limits.permit import Limits
+from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy
-from reward_loop.records import Call, record, records, watch
+from reward_loop.records import ActiveSample, record, records, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.scoring.dense_rewards import check_parts
+from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
@@ -75,7 +75,6 @@ class RewardLoopManagerBase:
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
         self.records = records(self.options.log_dir) if self.options.log_dir else None
-        watch(self.options.watchdog_s)
         self.failures = failure_bound(self.options, self.limits)
 
     @classmethod
@@ -151,15 +150,16 @@ class RewardLoopManagerBase:
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
-        """Score one sample. While that lasts it is among the calls in work; then its record is written."""
-        with Call(sample, self.name) as call:
-            result = check_parts(sample, await self.score_one(sample))
+        """Score one sample. It is one of the active samples meanwhile; its record is written at the end."""
+        watch()
+        with ActiveSample(sample, self.name, self.options.watchdog_s) as active:
+            result = check_result(sample, await self.score_one(sample))
             if self.records is not None:
-                self.records.write(record(call, result))
+                self.records.write(record(active, result))
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
-        """Call the function for one sample. What goes wrong there is a *failed* result, not an exception."""
+        """Call the function for one sample. Errors of the function are *failed* results, not exceptions."""
         return self._call(sample)
 
     def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
@@ -213,13 +213,25 @@ class RewardLoopManagerBase:
 
 
 def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **more: Any) -> Any:
-    """Return what calls ``function`` for a manager class: a function of one sample, or of lists.
+    """Return the scoring function of a manager class: for one sample, or for lists of samples.
+
+    Args:
+        manager: the class.
+        function: the user's function, or a scoring function, which is returned as it is.
+        options: the options of the scoring function.
+        more: more arguments of the scoring function: ``reward_kwargs`` and ``limit``.
 
     Raises:
         FunctionLoadError: it cannot be called with what the reward loop provides.
+        ConfigError: ``more`` has no effect, since ``function`` is a scoring function already.
     """
     kind = getattr(manager, "function_type", ScoringFunction)
     if isinstance(function, kind):
+        if ignored := sorted(name for name, value in more.items() if value and (name, value) != ("limit", DEFAULT)):
+            raise ConfigError(
+                f"{ignored[0]}={more[ignored[0]]!r} has no effect: {function.name} is a {kind.__name__} already; give "
+                f"it {ignored[0]} when it is made"
+            )
         return function
     return kind(function, options=options, **more)
 

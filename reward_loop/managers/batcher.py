@@ -1,11 +1,13 @@
-"""Hold samples back until those that belong together are there."""
+"""Collect the samples that one call scores together."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from reward_loop.records import ActiveBatch, ActiveSample, current
 from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["SampleCollector"]
@@ -43,6 +45,8 @@ class SampleCollector:
             batch = self._open[key] = _Batch(loop.call_later(wait, self._close, key, self._expired))
         result: asyncio.Future[RewardResult] = loop.create_future()
         batch.members[result] = sample
+        if (active := current()) is not None:
+            batch.active[result] = active
         if len(batch.members) >= size:
             self._close(key, self._score)
         try:
@@ -60,6 +64,7 @@ class SampleCollector:
         """Forget a sample whose task was cancelled; the last one takes the call with it."""
         if batch.call is None:
             del batch.members[result]
+            batch.active.pop(result, None)
             if not batch.members:
                 batch.timer.cancel()
                 del self._open[key]
@@ -71,12 +76,17 @@ class SampleCollector:
 class _Batch:
     timer: asyncio.TimerHandle
     members: dict[asyncio.Future[RewardResult], RewardSample] = field(default_factory=dict)
+    active: dict[asyncio.Future[RewardResult], ActiveSample] = field(default_factory=dict)
+    """The members as active samples; members that are scored without a manager are missing."""
     call: asyncio.Task[None] | None = None
-    """Owned here; the members, which wait for it, hold the batch."""
+    """Owned here; the members wait for it, and hold the batch."""
 
     async def run(self, score: Score) -> None:
+        active = list(self.active.values())
         try:
-            results = dict(zip(self.members, await score(list(self.members.values())), strict=True))
+            # The task has the context of one member: without this, its requests would be booked to that one.
+            with ActiveBatch(active) if active else contextlib.nullcontext():
+                results = dict(zip(self.members, await score(list(self.members.values())), strict=True))
         except BaseException as error:
             for member in self.members:
                 if not member.done():

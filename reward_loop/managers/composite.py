@@ -1,4 +1,4 @@
-"""Several rewards a sample, added up."""
+"""The weighted sum of several rewards for a sample."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.registry import register
-from reward_loop.scoring import load_function
-from reward_loop.scoring.call import describe, failed_after
+from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring.outcome import failed_after
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, RewardResult, RewardSample
 
 __all__ = ["CompositeRewardLoopManager"]
@@ -71,10 +71,16 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         self.close_limits()
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Call the components; one that has no score, and no default, decides what becomes of the sample."""
+        """Call the components, count the outcome of each, and add up the scores.
+
+        A component without a score and without a default decides on the sample: the first one whose policy stops the
+        run, else the first one.
+        """
         results = await self._results(sample)
         total = 0.0
         info: dict[str, Any] = {}
+        decides: RewardResult | None = None
+        stops = False
         for name, component in self._components.items():
             result = results.get(name)
             if result is None:
@@ -83,7 +89,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if PART_KEYS & result.extra_info.keys():
                 result = _without_place(sample, name, result)
             component.failures.count(result)
-            score, policy = component.settle(result)
+            score, policy = component.resolve(result)
             logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
             info |= {
                 **logged,
@@ -95,19 +101,22 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             }
             if result.error:
                 info[f"{name}/error"] = result.error
-            if score is None:
-                return replace(result, extra_info=info, policy=policy)
-            info[name] = score
-            total += component.config.weight * score
-        ended = results.values()
-        return RewardResult(
-            Outcome.SCORED,
-            total,
-            {"score": total, **info},
-            seconds=sum(result.seconds for result in ended),
-            wait_seconds=sum(result.wait_seconds for result in ended),
-            queue_seconds=sum(result.queue_seconds for result in ended),
-            attempts=max(result.attempts for result in ended),
+            if score is not None:
+                info[name] = score
+                total += component.config.weight * score
+            elif decides is None or (component.stops(result) and not stops):
+                decides, stops = replace(result, policy=policy), component.stops(result)
+        called = results.values()
+        if decides is None:
+            decides = RewardResult(Outcome.SCORED, total)
+            info = {"score": total, **info}
+        return replace(
+            decides,
+            extra_info=info,
+            seconds=sum(result.seconds for result in called),
+            wait_seconds=sum(result.wait_seconds for result in called),
+            queue_seconds=sum(result.queue_seconds for result in called),
+            attempts=max(result.attempts for result in called),
         )
 
     async def _results(self, sample: RewardSample) -> dict[str, RewardResult]:
@@ -121,7 +130,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 for name, component in self._components.items():
                     calls[name] = group.create_task(component.function(sample, **context))
                     if component.config.gate is not None:
-                        score, _ = component.settle(await calls[name])
+                        score, _ = component.resolve(await calls[name])
                         if score is None or score < component.config.gate:
                             break
         except ExceptionGroup as errors:  # what stops the run
@@ -131,8 +140,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
 
 def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
     keys = listing(PART_KEYS & result.extra_info.keys())
-    problem = f"{describe(sample)}: reward_loop.components.{name} returned {keys}; a sum has no place for parts"
-    return failed_after(result, InvalidScoreError(problem))
+    problem = f"returned {keys}; the sum of `composite` has no place for parts of a reward"
+    return failed_after(result, InvalidScoreError(problem, sample=sample, function=f"reward_loop.components.{name}"))
 
 
 class _Component:
@@ -154,6 +163,13 @@ class _Component:
         )
         if config.path is not None:
             function = load_function(config.path, config.name)
+            if isinstance(function, ScoringFunction) and (
+                ignored := sorted((_OF_THE_FUNCTION - {"name"}) & own.keys())
+            ):
+                raise ConfigError(
+                    f"{where}.{ignored[0]}: has no effect, since {where}.path names a ScoringFunction, which has its "
+                    "own options: set it there"
+                )
             self.function = scoring_function(
                 RewardLoopManagerBase,
                 function,
@@ -170,18 +186,24 @@ class _Component:
             self.function = default
         self.failures = failure_bound(options, limits, where)
 
-    def settle(self, result: RewardResult) -> tuple[float | None, Policy | None]:
-        """Return the score, or the policy of a sample that this component leaves without one."""
+    def resolve(self, result: RewardResult) -> tuple[float | None, Policy | None]:
+        """Return the score, or ``None`` and the policy for a sample without one."""
         if result.score is not None:
             return result.score, None
         policy: Policy | None = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
-        if isinstance(result.exception, BudgetSpentError):  # which has a policy of its own
+        if isinstance(result.exception, BudgetSpentError):  # its policy is budget.at_cap
             policy = "default" if self.options.budget.at_cap == "default" else None
         return (self.options.default_score, None) if policy == "default" else (None, policy)
 
+    def stops(self, result: RewardResult) -> bool:
+        """Return whether a result without a score stops the run."""
+        if isinstance(result.exception, BudgetSpentError):
+            return self.options.budget.at_cap == "stop"
+        return self.resolve(result)[1] == "raise"
+
 
 def _merged(options: C, own: Mapping[str, Any]) -> C:
-    """Return the options with one's own in their place; a group keeps those of its options that are not named."""
+    """Return the options with a component's own in their place; a group keeps its options that are not named."""
     update = {
         key: _merged(getattr(options, key), {name: getattr(value, name) for name in value.model_fields_set})
         if isinstance(value, Config)

@@ -10,8 +10,8 @@ from reward_loop._util.text import listing, shorten
 from reward_loop.errors import InvalidScoreError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
-from reward_loop.scoring.call import describe, failed_after
 from reward_loop.scoring.normalise import is_finite
+from reward_loop.scoring.outcome import failed_after
 from reward_loop.types import Reward, RewardResult, RewardSample
 
 __all__ = ["GDPORewardLoopManager"]
@@ -44,10 +44,10 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         if not wrong:
             return result
         problem = (
-            f"{describe(sample)}: {self.function.name} must return a dict with a number for each of "
-            f"algorithm.gdpo_reward_keys; {listing(wrong)} is missing or none, in {shorten(dict(result.extra_info))}"
+            f"must return a dict with a number for each of algorithm.gdpo_reward_keys; "
+            f"{listing(wrong)} is missing or not a number, in {shorten(dict(result.extra_info))}"
         )
-        return failed_after(result, InvalidScoreError(problem))
+        return failed_after(result, InvalidScoreError(problem, sample=sample, function=self.function.name))
 
     def to_reward(self, result: RewardResult) -> Reward:
         """As any manager; where the sample has no score, each of its rewards is what the policy makes of that."""

@@ -11,7 +11,7 @@ from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.batcher import SampleCollector
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ListScoringFunction
-from reward_loop.scoring.call import ended_badly
+from reward_loop.scoring.outcome import failed
 from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["GroupRewardLoopManager"]
@@ -49,7 +49,7 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
                 "RewardSample.group_size"
             )
         if (problem := self._given_up.get(sample.group)) is not None:
-            return ended_badly(IncompleteGroupError(problem))
+            return failed(IncompleteGroupError(problem))
         return await self._collector.score(sample, sample.group, size, self.options.group.timeout)
 
     async def _incomplete(self, samples: list[RewardSample]) -> list[RewardResult]:
@@ -65,4 +65,4 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         # Those that come late need not wait for the others, which have ended.
         self._given_up[first.group] = problem
         asyncio.get_running_loop().call_later(timeout, self._given_up.pop, first.group, None)
-        return [ended_badly(IncompleteGroupError(problem)) for _ in samples]
+        return [failed(IncompleteGroupError(problem)) for _ in samples]

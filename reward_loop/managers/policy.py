@@ -1,9 +1,9 @@
-"""What becomes of samples without a score."""
+"""The policies for samples without a score."""
 
 from __future__ import annotations
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import BudgetSpentError
+from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
 from reward_loop.types import Outcome, Reward, RewardResult
 
 __all__ = ["apply_policy"]
@@ -24,8 +24,8 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
         policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
         if isinstance(result.exception, BudgetSpentError):
             policy = options.budget.at_cap
-        if policy in ("raise", "stop") and result.exception is not None:
-            raise result.exception
+        if policy in ("raise", "stop"):
+            raise result.exception or _error_of(result)
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
     return {
@@ -41,3 +41,10 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             "reward_error": result.error or "",
         },
     }
+
+
+def _error_of(result: RewardResult) -> ScoringError:
+    """Return the error of a result that a manager made without an exception."""
+    if result.outcome is Outcome.UNSCORED:
+        return UnscoredError(result.error or "a sample is unscored; its reward manager gave no cause")
+    return ScoringError(result.error or "a sample failed; its reward manager gave no cause")

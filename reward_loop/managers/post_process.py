@@ -9,7 +9,7 @@ from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import apply_policy
 from reward_loop.scoring import ScoringFunction
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["PostProcess", "is_scored"]
 
@@ -52,7 +52,7 @@ class PostProcess:
 
     def _failed(self, reward: Reward, name: str | None, error: ScoringError) -> Reward:
         info = reward.get("reward_extra_info") or {}
-        failure = type(error)(f"{'a sample' if name is None else f'sample {name}'}: {error}")
+        failure = error.about(RewardSample("", uid=name))
         failure.__cause__ = error
         result = RewardResult(
             Outcome.FAILED,

@@ -1,4 +1,4 @@
-"""A call of the user's function, and how it ended: as data, wherever it ran."""
+"""A call of the user's function, and its outcome: the same data for threads, processes and the event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 
-__all__ = ["Call", "Ended", "describe_exception"]
+__all__ = ["CallOutcome", "Invocation", "RemoteError", "describe_exception"]
 
 _OURS = tuple(str(Path(__file__).parent.with_name(part)) + os.sep for part in ("limits", "processes", "scoring"))
 """Where the lines lie that a traceback leaves out."""
@@ -20,48 +21,92 @@ _TRACEBACK_FRAMES = 3
 _MESSAGE_CHARACTERS = 500
 
 
+class RemoteError(Exception):
+    """Stands for an exception of the function in its process, and keeps what decides on retries and limits.
+
+    Many exceptions cannot be unpickled (those with keyword-only arguments); then this is the exception of the call.
+    Pickle drops the traceback and the causes of the others; this is their ``__cause__``.
+
+    Args:
+        description: what `describe_exception` returned in the process.
+        transient: whether a retry may succeed.
+        status: the HTTP status that the service answered with; a refusal goes before others.
+        retry_after: seconds that the service asked to wait.
+    """
+
+    def __init__(self, description: str, transient: bool, status: int | None, retry_after: float | None) -> None:
+        super().__init__(description)
+        self.description = description
+        self.transient = transient
+        self.status = status
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteError:
+        """Return the stand-in of an exception."""
+        status = 429 if is_refusal(error) else status_of(error)
+        return cls(describe_exception(error), is_transient(error), status, retry_after(error))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteError, (self.description, self.transient, self.status, self.retry_after)
+
+
 @dataclass(slots=True)
-class Ended:
-    """How a call ended."""
+class CallOutcome:
+    """The outcome of a call of the user's function, as data."""
 
     value: Any
+    """What it returned."""
     exception: BaseException | None
+    """What it raised."""
     seconds: float
-    """How long the function ran."""
-    described: str = ""
-    """What `describe_exception` said of the exception where it was raised, if that was in another process."""
+    """How long the function ran, in seconds."""
+    error: ScoringError | None = None
+    """Why there is neither a value nor an exception: the call was stopped, lost, or did not start."""
     attempts: int = 1
     """How often the function was called."""
     waited: float = 0.0
-    """How many seconds it waited for limits, and between attempts."""
+    """Seconds of waiting for limits, and between attempts."""
     queued: float = 0.0
-    """How many seconds it waited for a thread or a process."""
-    cut_short: ScoringError | None = None
-    """Why it did not end by itself, or was not called at all."""
+    """Seconds of waiting for a thread or a process."""
+
+    @classmethod
+    def without_call(cls, error: ScoringError) -> CallOutcome:
+        """Return the outcome where the function was not called."""
+        return cls(None, None, 0.0, error, attempts=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@dataclass(slots=True)
+class Invocation:
     """A function and its arguments; calling it calls the function in this thread.
 
-    Nothing is raised: not even SystemExit may end the thread, or the process.
+    Every exception is caught: even SystemExit must not end the thread or the process.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    started: float | None = None
+    """When the function started, by `time.monotonic`; set by the executor that runs it."""
 
-    def __call__(self) -> Ended:
+    def __call__(self) -> CallOutcome:
+        self.started = time.monotonic()
         started = time.perf_counter()
         try:
             value, exception = self.function(*self.args, **self.kwargs), None
         except BaseException as error:
             value, exception = None, error
-        return Ended(value, exception, time.perf_counter() - started)
+        return CallOutcome(value, exception, time.perf_counter() - started)
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type, message, and the last lines of user code that it passed."""
+    """Return type, message, and the last lines of user code in the traceback.
+
+    For an exception that was raised in another process, they are those of that process.
+    """
+    remote = error if isinstance(error, RemoteError) else error.__cause__
+    if isinstance(remote, RemoteError):
+        return remote.description
     try:
         message = str(error)
     except Exception:

@@ -24,9 +24,9 @@ from typing import Any
 import cloudpickle
 
 from reward_loop._util.parent_death_pipe import Lifeline
-from reward_loop.errors import FunctionLoadError, RewardCrashedError
+from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
 from reward_loop.processes.forkserver import Report
-from reward_loop.processes.invocation import Call, Ended
+from reward_loop.processes.invocation import CallOutcome, Invocation
 from reward_loop.processes.worker import CALL, DIED, ENDED, HEADER, STARTED, Setup, unpack
 
 __all__ = ["WorkerProcesses", "usable_cores"]
@@ -92,35 +92,36 @@ class WorkerProcesses:
 
     async def run(
         self,
-        call: Call,
+        call: Invocation,
         timeout: float | None = None,
         waited: Callable[[float], float] = lambda now: 0.0,
         context: Any = None,
-    ) -> Ended:
+    ) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
 
         Args:
-            call: what to call, by keyword only.
+            call: the function with its keyword arguments; its ``started`` is set when the function starts.
             timeout: seconds from the start of the function to its deadline.
             waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
             context: what `worker.context` is during the call.
 
         Raises:
-            TimeoutError: ``timeout`` seconds passed since the function started; it says where the function was.
-            RewardCrashedError: the process died meanwhile.
+            TimeoutError: ``timeout`` seconds passed since the function started; its text shows the line that ran.
+            RewardCrashedError: the process died during the call.
         """
         assert call.function is self._function
         assert not call.args
         try:
             arguments = _framed(_dumps((context, call.kwargs)))
         except Exception as error:
-            return Ended(None, None, 0.0, f"cannot be sent its arguments: {type(error).__name__}: {error}")
+            problem = f"cannot be sent its arguments: {type(error).__name__}: {error}"
+            return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
         async with self._slots_here():
             while True:
                 worker = self._idle.pop() if self._idle else self._start()
                 self._working += 1
                 try:
-                    return await worker.call(arguments, timeout, waited)
+                    return await worker.call(call, arguments, timeout, waited)
                 except _DiedIdleError:
                     continue
                 finally:
@@ -241,18 +242,28 @@ class _Worker:
         self.usable = False
         """Whether it waits for a call."""
 
-    async def call(self, arguments: bytes, timeout: float | None, waited: Callable[[float], float]) -> Ended:
-        """One call, from its arguments to its end."""
+    async def call(
+        self, call: Invocation, arguments: bytes, timeout: float | None, waited: Callable[[float], float]
+    ) -> CallOutcome:
+        """Run one call.
+
+        Args:
+            call: the call; only its ``started`` is used.
+            arguments: the frame with the arguments.
+            timeout: seconds from the start of the function to its deadline.
+            waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
+        """
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
         loop = asyncio.get_running_loop()
         answer: _Answer | None = None
+        call.started = None
         try:
             # It reads them once it has loaded the function: what does not fit into the socket must wait for that.
             async with asyncio.timeout(_START_SECONDS):
                 with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
                     await loop.sock_sendall(self._channel, setup + arguments)
-            answer = _Answer(loop, timeout, waited)
+            answer = _Answer(call, loop, timeout, waited)
             # By hand: `sock_recv` would wake a task for every frame, and the worker waits meanwhile.
             loop.add_reader(self._channel, self._read, answer)
             try:
@@ -262,11 +273,11 @@ class _Worker:
                 loop.remove_reader(self._channel)
         except TimeoutError:
             at = await self._give_up()
-            if answer is None or answer.started is None:
+            if call.started is None:
                 raise RewardCrashedError(f"was not loaded in a process within {_START_SECONDS:g} s{at}") from None
             raise TimeoutError(at) from None
         if kind == DIED:
-            if was_idle and answer.started is None:
+            if was_idle and call.started is None:
                 raise _DiedIdleError
             raise RewardCrashedError(_death(content))
         self.usable = kind == ENDED
@@ -331,27 +342,31 @@ class _Worker:
 
 
 class _Answer:
-    """What a worker says about a call: that it has started, and how it has ended. Silence for too long is an end."""
+    """A worker's frames about a call: the function started, and its outcome. A deadline without a frame ends it too."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout: float | None, waited: Callable[[float], float]
+        self,
+        call: Invocation,
+        loop: asyncio.AbstractEventLoop,
+        timeout: float | None,
+        waited: Callable[[float], float],
     ) -> None:
         self.ended: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
         """The last frame, or a `TimeoutError`."""
-        self.started: float | None = None
+        self._call = call
         self.timer = loop.call_later(_START_SECONDS, self._expire)
         self._timeout = timeout
         self._waited = waited
 
     def heard(self, kind: bytes, content: bytes) -> None:
-        """A frame has come."""
+        """Take in a frame."""
         if self.ended.done():
             return
         if kind != STARTED:
             self.ended.set_result((kind, content))
             return
         self.timer.cancel()
-        self.started = time.monotonic()
+        self._call.started = time.monotonic()
         if self._timeout is not None:
             self._look_in(self._timeout)
 
@@ -359,10 +374,10 @@ class _Answer:
         self.timer = self.ended.get_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
-        assert self.started is not None
+        assert self._call.started is not None
         assert self._timeout is not None
         now = time.monotonic()
-        left = self.started + self._timeout + self._waited(now) - now
+        left = self._call.started + self._timeout + self._waited(now) - now
         if left > 0:
             self._look_in(left)
         else:

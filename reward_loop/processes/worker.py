@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reward_loop.processes.invocation import Call, Ended, describe_exception
+from reward_loop.errors import RewardFunctionError
+from reward_loop.processes.invocation import CallOutcome, Invocation, RemoteError, describe_exception
 
 __all__ = [
     "CALL",
@@ -84,7 +85,7 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
         arguments = _receive(channel)
         if failure is None:
             _send(channel, STARTED, b"")
-        ended = failure or _call(function, arguments)
+        outcome = failure or _call(function, arguments)
         if os.getpid() != pid:
             os._exit(0)  # The function has forked, and its child came back here.
         # What the function left behind must not meet the next sample: an alarm, a closed stream, another folder.
@@ -93,42 +94,55 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
-        _send(channel, ENDED_LAST if failure or spoiled else ENDED, _pack(ended))
+        _send(channel, ENDED_LAST if failure or spoiled else ENDED, _pack(outcome))
         if failure or spoiled:
             os._exit(0)
 
 
-def unpack(answer: bytes) -> Ended:
-    """The pool's side of `_pack`."""
-    inner, seconds, described = pickle.loads(answer)
+def unpack(answer: bytes) -> CallOutcome:
+    """Return the outcome that `_pack` wrote, in the pool's process."""
+    content, seconds, error, remote = pickle.loads(answer)
+    found = None
     try:
-        value, exception = pickle.loads(inner)
-    except Exception as error:
-        described = described or f"returned what cannot be read back from its process ({type(error).__name__}: {error})"
-        return Ended(None, None, seconds, described)
-    return Ended(value, exception, seconds, described)
+        if content is not None:
+            found = pickle.loads(content)
+    except Exception as failure:
+        error = _lost(f"returned what cannot be read back from its process ({type(failure).__name__}: {failure})")
+    if remote is None:
+        return CallOutcome(found, None, seconds, error)
+    if not isinstance(found, BaseException):
+        return CallOutcome(None, remote, seconds)
+    found.__cause__ = remote
+    return CallOutcome(None, found, seconds)
 
 
-def _pack(ended: Ended) -> bytes:
-    """Pickle how a call ended; an exception goes along if it can, and is described in any case."""
-    described, inner = ended.described, _dumps((None, None))
-    try:
-        if ended.exception is None:
-            inner = _dumps((ended.value, None))
-        else:
-            described = f"raised {describe_exception(ended.exception)}"
-            own = _dumps((None, ended.exception))
-            pickle.loads(own)  # Many exceptions can be pickled, but not be made again from their arguments.
-            inner = own
-    except Exception as error:
-        described = described or (
-            f"returned a {type(ended.value).__name__}, which cannot be sent back from its process "
-            f"({type(error).__name__}: {error})"
-        )
-    if len(inner) > _MAX_ANSWER_MB << 20:
-        described = described or f"returned {len(inner) >> 20} MB, and {_MAX_ANSWER_MB} are sent back from a process"
-        inner = _dumps((None, None))
-    return pickle.dumps((inner, ended.seconds, described))
+def _pack(outcome: CallOutcome) -> bytes:
+    """Pickle an outcome. An exception is sent if it can be unpickled; its `RemoteError` is sent in any case."""
+    content, error, remote = None, outcome.error, None
+    if outcome.exception is not None:
+        remote = RemoteError.of(outcome.exception)
+        try:
+            content = _dumps(outcome.exception)
+            pickle.loads(content)  # many exceptions can be pickled, but not be created again from their arguments
+        except Exception:
+            content = None
+    elif error is None:
+        try:
+            content = _dumps(outcome.value)
+        except Exception as failure:
+            kind = type(outcome.value).__name__
+            error = _lost(
+                f"returned a {kind}, which cannot be sent back from its process ({type(failure).__name__}: {failure})"
+            )
+    if content is not None and len(content) > _MAX_ANSWER_MB << 20:
+        if remote is None:
+            error = _lost(f"returned {len(content) >> 20} MB; a process sends back at most {_MAX_ANSWER_MB}")
+        content = None
+    return pickle.dumps((content, outcome.seconds, error, remote))
+
+
+def _lost(problem: str) -> RewardFunctionError:
+    return RewardFunctionError(problem)
 
 
 def _dumps(value: Any) -> bytes:
@@ -145,7 +159,7 @@ def _dumps(value: Any) -> bytes:
         return cloudpickle.dumps(value)
 
 
-def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
+def _load(setup: bytes) -> tuple[Callable[..., Any], CallOutcome | None]:
     try:
         made: Setup = pickle.loads(setup)
         global processes, is_worker
@@ -154,17 +168,18 @@ def _load(setup: bytes) -> tuple[Callable[..., Any], Ended | None]:
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None
     except BaseException as error:
-        described = f"cannot be loaded in a process of its own: {describe_exception(error)}"
-        return _load, Ended(None, None, 0.0, described)
+        problem = f"cannot be loaded in a process of its own: {describe_exception(error)}"
+        return _load, CallOutcome(None, None, 0.0, RewardFunctionError(problem))
 
 
-def _call(function: Callable[..., Any], arguments: bytes) -> Ended:
+def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
     try:
         global context
         context, kwargs = pickle.loads(arguments)
     except Exception as error:
-        return Ended(None, None, 0.0, f"cannot be given its arguments in a process: {type(error).__name__}: {error}")
-    return Call(function, (), kwargs)()
+        problem = f"cannot unpickle its arguments in a process: {type(error).__name__}: {error}"
+        return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
+    return Invocation(function, (), kwargs)()
 
 
 class _Files(importlib.abc.MetaPathFinder):

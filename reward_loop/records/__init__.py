@@ -1,9 +1,9 @@
-"""What is in work, what is stuck, and what became of every sample."""
+"""The active samples, the watchdog that logs slow ones, and a record of every sample."""
 
 from __future__ import annotations
 
-from reward_loop.records.active import Call, current, in_work
+from reward_loop.records.active import ActiveBatch, ActiveSample, current, in_work
 from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, record, records
 
-__all__ = ["Call", "Records", "answers", "current", "in_work", "record", "records", "watch"]
+__all__ = ["ActiveBatch", "ActiveSample", "Records", "answers", "current", "in_work", "record", "records", "watch"]

@@ -1,8 +1,9 @@
-"""The calls of reward functions that are in work: each is known from its start to its end."""
+"""The samples that this process is scoring: each is listed from its start to its end."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -11,27 +12,41 @@ from typing import Any, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["Call", "current", "in_work"]
+__all__ = ["ActiveBatch", "ActiveSample", "current", "in_work"]
 
 
-class Call:
-    """One call of a reward function, and what those that work for it have to tell.
+MAX_COPIES = 256
+"""Samples times transcripts of a call for several samples, up to which each sample gets all transcripts of the call:
+records with that many copies of larger batches would fill the disk."""
 
-    It counts as in work within ``with``. There, and in the threads that are started there, it is the `current` one.
+
+class ActiveSample:
+    """A sample that is being scored, and the requests that its reward function makes.
+
+    It is active within ``with``. There, and in the threads that are started there, it is the `current` one.
+
+    Args:
+        sample: the sample.
+        function: name and file of the function.
+        watchdog_s: seconds after which the watchdog logs it; ``None`` for never.
     """
 
-    # Defaults of the class, so that a call that has nothing to tell costs little.
+    # Defaults of the class, so that a sample without requests takes little memory.
     asking: Sequence[str] = ()
-    """The requests to servers that are out."""
+    """The requests to servers that are not answered yet."""
     transcripts: Sequence[Mapping[str, Any]] = ()
-    """What judges were asked, and what they replied."""
+    """The questions to judges, with their replies."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    batch: ActiveBatch | None = None
+    """The call that this sample shares with others."""
+    batch_s: float = 0.0
+    """Seconds from the sample's start to the start of that call: the wait for the other samples."""
 
-    def __init__(self, sample: RewardSample, function: str) -> None:
+    def __init__(self, sample: RewardSample, function: str, watchdog_s: float | None = None) -> None:
         self.sample = sample
         self.function = function
-        """Name and file of the function."""
+        self.watchdog_s = watchdog_s
         self.started = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -48,39 +63,79 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """How long it has been in work."""
+        """How long the sample has been active."""
         return time.perf_counter() - self.started
 
     def ask(self, request: str) -> None:
-        """A request is sent."""
+        """Add a request that is sent."""
         self.asking = [*self.asking, request]
 
     def answered(self, request: str) -> None:
-        """It has ended, one way or the other."""
+        """Remove a request that has ended, with or without an answer."""
         left = list(self.asking)
         left.remove(request)
         self.asking = left
 
     def describe(self) -> dict[str, Any]:
-        """For people: who, what, and since when."""
+        """Return the sample's names, its function, its time and its open requests, for people."""
         return {
             "uid": self.sample.uid,
             "data_source": self.sample.data_source,
             "function": self.function,
             "seconds": round(self.seconds, 3),
-            "asking": list(self.asking),
+            "asking": [*self.asking, *(self.batch.asking if self.batch is not None else ())],
         }
 
 
-_in_work: dict[Call, None] = {}  # in the order in which they started
-_current: ContextVar[Call | None] = ContextVar("reward_call", default=None)
+class ActiveBatch(ActiveSample):
+    """One call of a function for several samples. Within ``with`` it is the `current` one, in place of its samples.
+
+    Requests in a function of lists cannot be assigned to one of its samples. So at the end each sample gets an even
+    share of the tokens, and all transcripts of the call, or those of a large call only the first sample.
+    """
+
+    def __init__(self, members: Sequence[ActiveSample]) -> None:
+        names = ", ".join(str(member.sample.uid) for member in members)
+        super().__init__(RewardSample("", uid=names), members[0].function)
+        self.members = members
+        self.id = secrets.token_hex(6)
+
+    def __enter__(self) -> Self:
+        for member in self.members:
+            member.batch = self
+            member.batch_s = self.started - member.started
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ValueError):  # as in `ActiveSample`
+            _current.reset(self._token)
+        count = len(self.members)
+        is_small = count * len(self.transcripts) <= MAX_COPIES
+        for i, member in enumerate(self.members):
+            if is_small or i == 0:
+                member.transcripts = [*member.transcripts, *self.transcripts]
+            member.prompt_tokens += _share(self.prompt_tokens, i, count)
+            member.completion_tokens += _share(self.completion_tokens, i, count)
+        self.members = ()  # its members refer to it: no cycles for the garbage collector
 
 
-def current() -> Call | None:
-    """The call that this code runs in, if any."""
+def _share(total: int, index: int, count: int) -> int:
+    """Return the share of one of ``count`` members; the shares add up to ``total``."""
+    return total * (index + 1) // count - total * index // count
+
+
+_in_work: dict[ActiveSample, None] = {}  # in the order in which they started
+_current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
+
+
+def current() -> ActiveSample | None:
+    """Return the sample that this code is scoring, or the batch of them; ``None`` outside of a reward function."""
     return _current.get()
 
 
-def in_work() -> list[Call]:
-    """All calls of this process that are in work, the oldest first."""
+def in_work() -> list[ActiveSample]:
+    """Return all active samples of this process, the oldest first."""
     return list(_in_work)

@@ -1,4 +1,4 @@
-"""A thread that names what has been in work for too long, and tells those who ask."""
+"""The watchdog: one thread of a process that logs slow samples, and answers ``reward-loop stuck`` and ``limits``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop.errors import ConfigError
-from reward_loop.records.active import in_work
+from reward_loop.records.active import ActiveSample, in_work
 
 __all__ = ["answers", "ask", "processes", "report", "watch", "why"]
 
@@ -30,21 +30,18 @@ _TALK_S = 5.0
 """Seconds that a client may take to ask, or to take its answer."""
 
 
-def watch(bound_s: float | None) -> None:
-    """Start the watchdog of this process, or set its bound anew.
+def watch() -> None:
+    """Start the watchdog of this process, unless it runs already. Managers call this with each sample.
 
-    Every ``bound_s`` seconds it logs how many samples have been in work for longer than that, and names the oldest.
-    It answers `ask` in any case. It is a thread, so that it also works while an event loop is blocked.
-
-    Args:
-        bound_s: seconds, or ``None`` to log nothing.
+    It logs how many samples have been running for longer than their ``watchdog_s``, and names the oldest; it repeats
+    that every ``watchdog_s`` seconds. Samples whose managers have different values are logged apart. It answers `ask`
+    in any case. It is a thread, so that it also works while an event loop is blocked.
     """
-    with _lock:
-        global _watchdog
-        if _watchdog is None or _watchdog.pid != os.getpid():  # a fork has the variable, and not the thread
-            _watchdog = _Watchdog(bound_s)
-        else:
-            _watchdog.bound_s = bound_s
+    global _watchdog
+    if _watchdog is None:
+        with _lock:
+            if _watchdog is None:
+                _watchdog = _Watchdog()
 
 
 def report() -> dict[str, Any]:
@@ -107,11 +104,10 @@ def _name(pid: int | str) -> str:
 
 
 class _Watchdog:
-    def __init__(self, bound_s: float | None) -> None:
+    def __init__(self) -> None:
         self.pid = os.getpid()
-        self.bound_s = bound_s
-        self._logged = time.monotonic()
-        # Here, so that the process can be asked from now on.
+        self._logged: dict[float, float] = {}
+        # The socket is made here, so that the process answers from now on.
         threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
     def _run(self, listener: socket.socket | None) -> None:
@@ -166,19 +162,23 @@ class _Watchdog:
                 connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
-        bound, now = self.bound_s, time.monotonic()
-        if bound is None or now - self._logged < bound:
-            return
-        old = [call for call in in_work() if call.seconds > bound]
-        if not old:
-            return
-        self._logged = now
-        logger.warning(
-            "%d samples have been in work for more than %g s; the oldest:\n%s",
-            len(old),
-            bound,
-            "\n".join(f"  {_line(call.describe())}" for call in old[:_LOGGED]),
-        )
+        now = time.perf_counter()
+        slow: dict[float, list[ActiveSample]] = {}
+        for sample in in_work():
+            bound = sample.watchdog_s
+            if bound is not None and now - sample.started > bound:
+                slow.setdefault(bound, []).append(sample)
+        self._logged = {bound: at for bound, at in self._logged.items() if bound in slow}
+        for bound, samples in slow.items():
+            if now - self._logged.get(bound, -bound) < bound:
+                continue
+            self._logged[bound] = now
+            logger.warning(
+                "%d samples have been running for more than %g s; the oldest:\n%s",
+                len(samples),
+                bound,
+                "\n".join(f"  {_line(sample.describe())}" for sample in samples[:_LOGGED]),
+            )
 
 
 def _line(call: dict[str, Any]) -> str:
@@ -200,3 +200,12 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
 
 _watchdog: _Watchdog | None = None
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a fork of this process, which has the variable and not the thread."""
+    global _watchdog, _lock
+    _watchdog, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

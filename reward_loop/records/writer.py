@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop._util.json import encode
-from reward_loop.records.active import Call
+from reward_loop.records.active import ActiveSample
 from reward_loop.types import RewardResult
 
 __all__ = ["Records", "record", "records"]
@@ -31,10 +31,10 @@ interpreter's lock from the event loop each time."""
 
 
 class Records:
-    """The file that one process writes its records to, ``DIRECTORY/HOST-PID.jsonl``: opened at the first of them.
+    """The file of the records of one process, ``DIRECTORY/HOST-PID.jsonl``.
 
-    They are encoded and written in a thread. A disk that is full, or a directory that cannot be written to, is told
-    once, and costs records, but no sample.
+    A thread, started with the first record, encodes and writes them. If the disk is full or the directory cannot be
+    written to, that is logged once and the records are dropped; scoring continues.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -43,22 +43,33 @@ class Records:
         self._news = threading.Event()
         self._hurry = threading.Event()
         self._failed = False
-        threading.Thread(target=self._run, name="reward-records", daemon=True).start()
-        atexit.register(self.flush)
+        self._started = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Have a record written; it must not be changed afterwards."""
+        """Queue a record for writing; it must not be changed afterwards."""
         self._waiting.append(record)
+        if not self._started:
+            self._start()
         if not self._news.is_set():
             self._news.set()
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
-        """Wait until all records so far are in the file; whether they were within ``timeout`` seconds."""
+        """Wait until all records so far are in the file; return whether they were within ``timeout`` seconds."""
+        if not self._started:
+            return True
         written = threading.Event()
         self._waiting.append(written)
         self._hurry.set()
         self._news.set()
         return written.wait(timeout)
+
+    def _start(self) -> None:
+        with _lock:
+            if self._started:
+                return
+            self._started = True
+        threading.Thread(target=self._run, name="reward-records", daemon=True).start()
+        atexit.register(self.flush)
 
     def _run(self) -> None:
         while True:
@@ -100,7 +111,7 @@ _lock = threading.Lock()
 
 
 def records(directory: str | Path) -> Records:
-    """The one writer of this process for that directory."""
+    """Return the writer of this process for a directory."""
     key = (os.path.abspath(directory), os.getpid())
     with _lock:
         if key not in _writers:
@@ -108,28 +119,30 @@ def records(directory: str | Path) -> Records:
         return _writers[key]
 
 
-def record(call: Call, result: RewardResult) -> dict[str, Any]:
-    """What is written about a sample. All times are in seconds; ``time`` is that of its end, since 1970.
+def record(active: ActiveSample, result: RewardResult) -> dict[str, Any]:
+    """Return the record of a sample. All times are in seconds; ``time`` is that of its end, since 1970.
 
-    ``queue_s`` is the wait for a thread or process, ``wait_s`` that for limits and between attempts, ``work_s`` the
-    time of the function itself.
+    ``batch_s`` is the wait for the other samples of its call, ``queue_s`` that for a thread or process, ``wait_s`` that
+    for limits and between attempts, ``work_s`` the time of the function itself. Each is measured.
     """
     return {
         "time": time.time(),
-        "uid": call.sample.uid,
-        "data_source": call.sample.data_source,
-        "function": call.function,
+        "uid": active.sample.uid,
+        "data_source": active.sample.data_source,
+        "function": active.function,
+        "batch": None if active.batch is None else active.batch.id,
         "outcome": str(result.outcome),
         "score": result.score,
         "error": result.error,
         "components": result.extra_info,
-        "queue_s": max(0.0, call.seconds - result.wait_seconds - result.seconds),
+        "batch_s": active.batch_s,
+        "queue_s": result.queue_seconds,
         "wait_s": result.wait_seconds,
         "work_s": result.seconds,
         "attempts": result.attempts,
-        "prompt_tokens": call.prompt_tokens,
-        "completion_tokens": call.completion_tokens,
-        "judges": call.transcripts,
+        "prompt_tokens": active.prompt_tokens,
+        "completion_tokens": active.completion_tokens,
+        "judges": active.transcripts,
     }
 
 

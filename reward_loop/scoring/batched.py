@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError
+from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.permit import Limits
-from reward_loop.processes.invocation import Ended, describe_exception
-from reward_loop.scoring.call import ScoringFunction, copied, describe, failed_after, not_called, to_result
+from reward_loop.processes.invocation import CallOutcome
+from reward_loop.scoring.call import ScoringFunction, copied
 from reward_loop.scoring.isolation import carry_mark
+from reward_loop.scoring.outcome import failed_after, not_called, to_result
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -128,20 +129,25 @@ class ListScoringFunction:
             return [called] * len(samples)
         returned = called.extra_info["returned"]
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
-            problem = f"{self.name} was given {len(samples)} samples, and must return a list of as many scores"
+            problem = f"was given {len(samples)} samples, and must return a list of as many scores"
+            problem += f"; got {shorten(returned)}"
             return [
-                failed_after(called, InvalidScoreError(f"{describe(sample)}: {problem}; got {shorten(returned)}"))
+                failed_after(called, InvalidScoreError(problem, sample=sample, function=self.name))
                 for sample in samples
             ]
         return [self._result(sample, item, called) for sample, item in zip(samples, returned, strict=True)]
 
     def _result(self, sample: RewardSample, item: Any, called: RewardResult) -> RewardResult:
-        ended = Ended(item, None, called.seconds, "", called.attempts, called.wait_seconds, called.queue_seconds)
-        if not isinstance(item, BaseException):
-            return to_result(item, sample, self.name, ended)
-        failure = RewardFunctionError(f"{describe(sample)}: {self.name} gave {describe_exception(item)}")
-        failure.__cause__ = item
-        return failed_after(called, failure)
+        value, exception = (None, item) if isinstance(item, BaseException) else (item, None)
+        outcome = CallOutcome(
+            value,
+            exception,
+            called.seconds,
+            attempts=called.attempts,
+            waited=called.wait_seconds,
+            queued=called.queue_seconds,
+        )
+        return to_result(outcome, sample, self.name)
 
 
 def _call(

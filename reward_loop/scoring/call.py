@@ -1,12 +1,19 @@
-"""Call the user's function for one sample: it ends exactly once, as data."""
+"""Call the user's function for one sample. Every sample has exactly one result, whatever the function does.
+
+A sample takes this path; each step returns a `CallOutcome`, and only `__call__` makes a `RewardResult` of it:
+
+    __call__ -> _cached, with a cache
+      _call                      retries: `_call_again` makes the further attempts
+        _attempt                 one attempt; `_attempt_limited` within the function's limit
+          _run                   one run: on the event loop, or by `_run_sync` in a thread or a process
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
 from reward_loop._util.transient import is_transient
@@ -15,30 +22,38 @@ from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
     InvalidScoreError,
-    JobServiceError,
     LimitError,
     RewardCrashedError,
     RewardFunctionError,
     RewardTimeoutError,
-    ScoringError,
-    UnscoredError,
 )
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.lease import CallScope, current_scope
 from reward_loop.limits.permit import DEFAULT, RETRY, Limits
 from reward_loop.limits.server import CallServer
-from reward_loop.processes.invocation import Call, Ended, describe_exception
+from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.normalise import normalise
+from reward_loop.scoring.on_loop import LoopCalls
+from reward_loop.scoring.outcome import not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["ScoringFunction"]
+
+
+class _Unset:
+    """The default of an argument that is taken from the options."""
+
+    def __repr__(self) -> str:
+        return "<as in RewardLoopConfig>"
+
+
+_UNSET: Any = _Unset()
 
 
 class ScoringFunction:
@@ -56,11 +71,11 @@ class ScoringFunction:
         function: Any,
         *,
         reward_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = 300.0,
-        max_threads: int = 64,
-        isolation: Literal["thread", "process"] = "thread",
-        max_processes: int | None = None,
-        max_memory_mb: int | None = None,
+        timeout: float | None = _UNSET,
+        max_threads: int = _UNSET,
+        isolation: Literal["thread", "process"] = _UNSET,
+        max_processes: int | None = _UNSET,
+        max_memory_mb: int | None = _UNSET,
         options: RewardLoopConfig | None = None,
         limit: str = DEFAULT,
         limits: Limits | None = None,
@@ -71,30 +86,41 @@ class ScoringFunction:
             function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
                 signature has been read.
             reward_kwargs: configured arguments of the function, or of its class.
-            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            max_threads: how many calls of a sync function run at a time; the others wait, and their deadline with them.
-            isolation: where a sync function runs that is not marked with `isolated`; see docs/reward-functions.md.
-            max_processes: as ``max_threads``, for functions in processes; by default as many as there are cores.
-            max_memory_mb: the memory of such a process and what it started; one that passes it is killed.
-            options: these five options, and limits, retries, cache and budget beside them.
-            limit: which of the limits holds for each call, if it is configured.
-            limits: limits and budget that the function shares with others, which the caller closes. By default the
-                function has its own, made from ``options``, and closes them.
+            timeout: seconds from the start of the function to its deadline (300); ``None`` for no deadline.
+            max_threads: how many calls of a sync function run at a time (64); the deadline of the others waits too.
+            isolation: where a sync function runs that is not marked with `isolated` (``"thread"``); see
+                docs/reward-functions.md.
+            max_processes: as ``max_threads``, for functions in processes; by default the number of cores.
+            max_memory_mb: the memory of such a process and its child processes; one that exceeds it is killed.
+            options: all options, these five included; given instead of them.
+            limit: the name of the limit for each call; it has no effect unless it is configured.
+            limits: limits and budget that the function shares with others; the caller closes them. By default the
+                function creates its own from ``options``, and closes them.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides, or not in a process.
-            ConfigError: ``limit`` is the one that holds for calls that are made again.
+            FunctionLoadError: the function cannot be called with what the reward loop provides, or not in a process.
+            ConfigError: ``limit`` is the limit for retries, or an argument has no effect beside another one.
         """
         if limit == RETRY:
-            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another one")
+            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another limit")
+        own: dict[str, Any] = {
+            "timeout": timeout,
+            "max_threads": max_threads,
+            "isolation": isolation,
+            "max_processes": max_processes,
+            "max_memory_mb": max_memory_mb,
+        }
+        own = {name: value for name, value in own.items() if value is not _UNSET}
         if options is None:
-            options = RewardLoopConfig(
-                timeout=timeout,
-                max_threads=max_threads,
-                isolation=isolation,
-                max_processes=max_processes,
-                max_memory_mb=max_memory_mb,
+            options = RewardLoopConfig(**own)
+        elif own:
+            name, value = next(iter(own.items()))
+            raise ConfigError(
+                f"ScoringFunction: {name}={value!r} and options={type(options).__name__}(...) are both given: set "
+                f"{name} in the options"
             )
+        if reward_kwargs and isinstance(function, Target):
+            raise ConfigError(f"reward_kwargs have no effect: the signature of {function.name} has been read already")
         self._options = options
         self._limit = limit
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
@@ -104,8 +130,7 @@ class ScoringFunction:
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
-        self._abandoned: set[asyncio.Future[Any]] = set()
-        self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
+        self._loop_calls = LoopCalls()
         self._owns_limits = limits is None
         self.limits = open_limits(options) if limits is None else limits
         self._processes = CallServer()
@@ -188,7 +213,7 @@ class ScoringFunction:
         traffic_class = "validate" if sample.validate else "train"
         if self._cache is not None:
             return await self._cached(self._cache, sample, arguments, traffic_class)
-        return self._result(sample, await self._call(arguments, traffic_class))
+        return to_result(await self._call(arguments, traffic_class), sample, self._target.name)
 
     async def _cached(
         self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], traffic_class: str
@@ -198,32 +223,14 @@ class ScoringFunction:
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
-        async def call() -> Ended:
-            ended = await self._call(arguments, traffic_class)
-            result = self._result(sample, ended)
+        async def call() -> CallOutcome:
+            outcome = await self._call(arguments, traffic_class)
+            result = to_result(outcome, sample, self._target.name)
             if result.score is not None:
                 await cache.put(key, result.score, result.extra_info)
-            return ended
+            return outcome
 
-        return self._result(sample, await cache.once(key, call))
-
-    def _result(self, sample: RewardSample, ended: Ended) -> RewardResult:
-        if ended.exception is None and ended.cut_short is None and not ended.described:
-            return to_result(ended.value, sample, self._target.name, ended)
-        where = f"{describe(sample)}: {self.name}"
-        if isinstance(ended.exception, JobServiceError):
-            raise ended.exception
-        if ended.cut_short is not None:
-            result = ended_badly(type(ended.cut_short)(f"{where} {ended.cut_short}"), ended.seconds)
-            if isinstance(ended.cut_short, BudgetSpentError):
-                result = replace(result, outcome=Outcome.UNSCORED)
-        else:
-            what = ended.described or f"raised {describe_exception(ended.exception)}"  # type: ignore[arg-type]
-            again = f"was called {ended.attempts} times, and at last " if ended.attempts > 1 else ""
-            failure = RewardFunctionError(f"{where} {again}{what}")
-            failure.__cause__ = ended.exception
-            result = ended_badly(failure, ended.seconds)
-        return replace(result, attempts=ended.attempts, wait_seconds=ended.waited, queue_seconds=ended.queued)
+        return to_result(await cache.once(key, call), sample, self._target.name)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
@@ -233,21 +240,16 @@ class ScoringFunction:
         """
         if self._target.post_process_scores is None:
             return scores
-        where = f"post_process_scores beside {self.name}"
-        call = Call(self._target.post_process_scores, (list(scores),))
+        method = f"post_process_scores beside {self.name}"
+        returned = await self._hook(Invocation(self._target.post_process_scores, (list(scores),)), method)
         try:
-            ended = await self._threads.run(call, self.timeout)
-        except TimeoutError:
-            raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
-        if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
-        try:
-            processed = [normalise(score)[0] for score in ended.value]
+            processed = [normalise(score)[0] for score in returned]
         except (InvalidScoreError, TypeError) as error:
-            raise InvalidScoreError(f"{where} must return a list of numbers: {error}") from error
+            raise InvalidScoreError(f"must return a list of numbers: {error}", function=method) from error
         numbers = [score for score in processed if score is not None]
         if len(numbers) != len(scores):
-            raise InvalidScoreError(f"{where} was given {len(scores)} scores and returned {len(numbers)} numbers")
+            problem = f"received {len(scores)} scores and returned {len(numbers)} numbers"
+            raise InvalidScoreError(problem, function=method)
         return numbers
 
     async def log(self, **columns: Any) -> None:
@@ -258,16 +260,25 @@ class ScoringFunction:
         """
         if self._target.log is None:
             return
-        where = f"log beside {self.name}"
         named = {name: column for name, column in columns.items() if name in self._target.logs}
+        await self._hook(Invocation(self._target.log, (), named), f"log beside {self.name}")
+
+    async def _hook(self, invocation: Invocation, method: str) -> Any:
+        """Call another method of the user's class, in a thread, and return its value.
+
+        Raises:
+            ScoringError: it raised, or ran past the deadline.
+        """
         try:
-            ended = await self._threads.run(Call(self._target.log, (), named), self.timeout)
-            if ended.exception is None and inspect.isawaitable(ended.value):
-                ended = await self._on_loop(ended.value, self.timeout)
+            outcome = await self._threads.run(invocation, self.timeout)
+            if outcome.exception is None and inspect.isawaitable(outcome.value):
+                outcome = await self._loop_calls.run(outcome.value, self.timeout)
         except TimeoutError:
-            raise RewardTimeoutError(f"{where} ran past its deadline of {self.timeout} s") from None
-        if ended.exception is not None:
-            raise RewardFunctionError(f"{where} raised {describe_exception(ended.exception)}") from ended.exception
+            raise RewardTimeoutError(f"ran past its deadline of {self.timeout} s", function=method) from None
+        if outcome.exception is not None:
+            problem = f"raised {describe_exception(outcome.exception)}"
+            raise RewardFunctionError(problem, function=method) from outcome.exception
+        return outcome.value
 
     def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
         passes = self._target.passes
@@ -283,31 +294,33 @@ class ScoringFunction:
             arguments["reward_model_tokenizer"] = tokenizer
         return arguments
 
-    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> Ended:
-        """Call the function, and again while it fails in a way that may pass."""
+    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
+        """Call the function; retry transient failures."""
         started = time.monotonic()
-        ended = await self._attempt(arguments, traffic_class)
-        if ended.exception is not None and self._options.retry.max_attempts > 1 and is_transient(ended.exception):
-            # Elsewhere: what the further attempts need would be kept for every call that is in flight.
-            ended = await self._call_again(arguments, traffic_class, started, ended)
-        return ended
+        outcome = await self._attempt(arguments, traffic_class)
+        if outcome.exception is not None and self._options.retry.max_attempts > 1 and is_transient(outcome.exception):
+            # In a coroutine of its own: the variables of the retries would take memory for every call in flight.
+            outcome = await self._call_again(arguments, traffic_class, started, outcome)
+        return outcome
 
-    async def _call_again(self, arguments: dict[str, Any], traffic_class: str, started: float, first: Ended) -> Ended:
-        tries = [first]
+    async def _call_again(
+        self, arguments: dict[str, Any], traffic_class: str, started: float, first: CallOutcome
+    ) -> CallOutcome:
+        attempts = [first]
 
-        async def attempt() -> Ended:
-            tries.append(await self._attempt_again(arguments, traffic_class, tries[-1]))
-            return tries[-1]
+        async def attempt() -> CallOutcome:
+            attempts.append(await self._attempt_again(arguments, traffic_class, attempts[-1]))
+            return attempts[-1]
 
         elapsed = time.monotonic() - started
-        ended = await self._retry.again(first, attempt, lambda one: one.exception, elapsed)
-        ended.attempts = sum(one.attempts for one in tries)
-        ended.seconds = sum(one.seconds for one in tries)
-        ended.queued = sum(one.queued for one in tries)
-        ended.waited = max(0.0, time.monotonic() - started - ended.seconds - ended.queued)
-        return ended
+        outcome = await self._retry.again(first, attempt, lambda one: one.exception, elapsed)
+        outcome.attempts = sum(one.attempts for one in attempts)
+        outcome.seconds = sum(one.seconds for one in attempts)
+        outcome.queued = sum(one.queued for one in attempts)
+        outcome.waited = max(0.0, time.monotonic() - started - outcome.seconds - outcome.queued)
+        return outcome
 
-    async def _attempt_again(self, arguments: dict[str, Any], traffic_class: str, last: Ended) -> Ended:
+    async def _attempt_again(self, arguments: dict[str, Any], traffic_class: str, last: CallOutcome) -> CallOutcome:
         """Call the function once more, within the limit for retries."""
         if RETRY not in self.limits.max_waits:
             return await self._attempt(arguments, traffic_class)
@@ -316,13 +329,13 @@ class ScoringFunction:
         except LimitError as error:
             assert last.exception is not None
             why = describe_exception(last.exception)
-            return _not_called(LimitError(f"was not called again: {error}. It had raised {why}"))
+            return CallOutcome.without_call(LimitError(f"was not called again: {error}. It had raised {why}"))
         try:
             return await self._attempt(arguments, traffic_class)
         finally:
             permit.leave()
 
-    def _attempt(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, Ended]:
+    def _attempt(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, CallOutcome]:
         """Call the function once, within the limit for every call."""
         self.limits.bind()
         scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop())
@@ -331,187 +344,82 @@ class ScoringFunction:
             return self._run(arguments, scope)
         return self._attempt_limited(arguments, scope)
 
-    async def _attempt_limited(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
+    async def _attempt_limited(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
         if self.limits.spent is not None:
-            return _not_called(BudgetSpentError(f"was not called: {self.limits.spent}"))
+            return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
         asked = time.monotonic()
         try:
             scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
-            return _not_called(LimitError(f"was not called: {error}"))
+            return CallOutcome.without_call(LimitError(f"was not called: {error}"))
         queued = time.monotonic() - asked
-        ended: Ended | None = None
+        outcome: CallOutcome | None = None
         try:
-            ended = await self._run(arguments, scope)
+            outcome = await self._run(arguments, scope)
         finally:
-            returned = ended is not None and ended.cut_short is None and (ended.exception or not ended.described)
-            scope.leave(ended.exception if ended is not None else None, bool(returned))
-        ended.waited += queued
-        return ended
+            if outcome is None:
+                scope.leave(None, ended=False)
+            else:
+                scope.leave(outcome.exception, ended=outcome.error is None)
+        outcome.waited += queued
+        return outcome
 
-    async def _run(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
-        """Run the function. Whatever it does, and a deadline that has passed, is data."""
+    async def _run(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
+        """Run the function once. Exceptions of its own, a passed deadline and a crash are data."""
+        asked, started = time.monotonic(), None
         token = current_scope.set(scope)
         abandoned = True
         try:
             if self._target.is_async:
-                # As `_on_loop`, without its coroutine: with thousands of calls in flight each counts.
-                call = self._start(self._target.call, arguments, self.timeout, scope.waited)
+                # Not `LoopCalls.run`: one more coroutine costs time and memory for each call that is in flight.
+                call = self._loop_calls.start(self._target.call, arguments, self.timeout, scope.waited)
                 try:
-                    ended = await call.future
+                    outcome: CallOutcome = await call.future
                 finally:
-                    self._leave(call, self.timeout)
+                    self._loop_calls.leave(call)
             else:
-                ended = await self._run_sync(arguments, scope)
+                invocation = Invocation(self._target.call, (), arguments)
+                try:
+                    outcome = await self._run_sync(invocation, scope)
+                finally:
+                    started = invocation.started
             abandoned = False
         except TimeoutError as error:
             assert self.timeout is not None
             late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
-            return Ended(None, None, self.timeout, cut_short=late, waited=scope.waited(time.monotonic()))
+            outcome = CallOutcome(None, None, self.timeout, late)
         except RewardCrashedError as error:
-            return Ended(None, None, 0.0, cut_short=error)
+            outcome = CallOutcome(None, None, 0.0 if started is None else time.monotonic() - started, error)
         except (OSError, RuntimeError) as error:
-            # What the function raises is data: this is the system, which has no more descriptors, processes or threads.
-            return _not_called(RewardCrashedError(f"could not be called: {type(error).__name__}: {error}"))
+            # Not the function's, whose exceptions are data: the system has no more descriptors, processes or threads.
+            outcome = CallOutcome.without_call(
+                RewardCrashedError(f"could not be started: {type(error).__name__}: {error}")
+            )
         finally:
             current_scope.reset(token)
             scope.end(abandoned)
+        if started is not None:
+            outcome.queued = max(0.0, started - asked)
         waited = scope.waited(time.monotonic())
         if waited:
-            ended.waited = waited
-            ended.seconds = max(0.0, ended.seconds - waited)
-        return ended
+            outcome.waited = waited
+            if not isinstance(outcome.error, RewardTimeoutError):  # whose seconds are its deadline
+                outcome.seconds = max(0.0, outcome.seconds - waited)
+        return outcome
 
-    async def _run_sync(self, arguments: dict[str, Any], scope: CallScope) -> Ended:
-        call, asked = Call(self._target.call, (), arguments), time.monotonic()
+    async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
+        """Run a sync function in a thread or a process; an awaitable that it returns is awaited on the loop."""
         if isinstance(self._executor, DaemonThreads):
-            ended = await self._executor.run(call, self.timeout, scope.waited)
+            outcome = await self._executor.run(invocation, self.timeout, scope.waited)
         else:
             async with self._processes.serve(scope) as context:
-                ended = await self._executor.run(call, self.timeout, scope.waited, context)
-        queued = max(0.0, time.monotonic() - asked - ended.seconds)
-        if ended.exception is None and inspect.isawaitable(ended.value):
-            seconds = ended.seconds
+                outcome = await self._executor.run(invocation, self.timeout, scope.waited, context)
+        if outcome.exception is None and inspect.isawaitable(outcome.value):
+            seconds = outcome.seconds
             left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-            ended = await self._on_loop(ended.value, left, scope.waited)
-            ended.seconds += seconds
-        ended.queued = queued
-        return ended
-
-    async def _on_loop(
-        self, value: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
-    ) -> Ended:
-        call = self._start(lambda: value, {}, timeout, waited)
-        try:
-            return await call.future
-        finally:
-            self._leave(call, timeout)
-
-    def _start(
-        self,
-        function: Callable[..., Awaitable[Any]],
-        arguments: dict[str, Any],
-        timeout: float | None,
-        waited: Callable[[float], float],
-    ) -> _OnLoop:
-        """Start an async call. Its future gets how it ended, or a `TimeoutError` at its deadline."""
-        # A task of its own: user code that swallows its cancellation (`except:` around a retry) is left behind
-        # at its deadline, and the sample still ends.
-        # By hand, as `asyncio.wait` makes a sample a third dearer, in time and memory, with thousands in flight.
-        loop = asyncio.get_running_loop()
-        if self._deadlines is None or self._deadlines[0] is not loop:
-            self._deadlines = (loop, Deadlines(loop))
-        call = _OnLoop(loop.create_future(), waited)
-        call.deadlines = self._deadlines[1]
-        call.task = loop.create_task(_await(function, arguments, call))
-        if timeout is not None:
-            call.deadlines.watch(call, timeout)
-        return call
-
-    def _leave(self, call: _OnLoop, timeout: float | None) -> None:
-        """Nobody waits for an async call any more: if it has not ended, it is cancelled."""
-        if timeout is not None:
-            call.deadlines.forget(call, timeout)
-        if not call.task.done():
-            self._abandoned.add(call.task)
-            call.task.add_done_callback(self._abandoned.discard)
-            call.task.cancel()
-
-
-class _OnLoop(Watched):
-    __slots__ = ("deadlines", "task")
-    deadlines: Deadlines
-    task: asyncio.Task[None]
-
-
-async def _await(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
-    """Await on the loop. What the user's code raises is data, but for Ctrl-C; nobody reads that of a cancelled call."""
-    call.started = time.monotonic()
-    started = time.perf_counter()
-    value: Any = None
-    exception: BaseException | None = None
-    try:
-        value = await function(**arguments)
-    except (KeyboardInterrupt, GeneratorExit):
-        call.future.cancel()
-        raise
-    except BaseException as error:
-        exception = error
-    if not call.future.done():
-        call.future.set_result(Ended(value, exception, time.perf_counter() - started))
-
-
-def _not_called(reason: ScoringError) -> Ended:
-    return Ended(None, None, 0.0, attempts=0, cut_short=reason)
-
-
-def to_result(returned: Any, sample: RewardSample, name: str, ended: Ended) -> RewardResult:
-    """Turn what a function returned for a sample into its result.
-
-    Args:
-        returned: what it returned.
-        sample: which one, for messages.
-        name: of the function, for messages.
-        ended: how the call ended.
-    """
-    problem: ScoringError | None = None
-    try:
-        score, extra_info = normalise(returned)
-        outcome = Outcome.SCORED
-        if score is None:
-            outcome, problem = Outcome.UNSCORED, UnscoredError(f"{describe(sample)}: {name} gave no score")
-    except InvalidScoreError as error:
-        score, extra_info, outcome = None, {}, Outcome.FAILED
-        problem = InvalidScoreError(f"{describe(sample)}: {name} {error}")
-    return RewardResult(
-        outcome,
-        score,
-        extra_info,
-        str(problem) if outcome is Outcome.FAILED else None,
-        ended.seconds,
-        ended.attempts,
-        ended.waited,
-        problem,
-        None,
-        ended.queued,
-    )
-
-
-def ended_badly(exception: ScoringError, seconds: float = 0.0) -> RewardResult:
-    """Return the result of a sample that failed."""
-    return RewardResult(Outcome.FAILED, None, error=str(exception), seconds=seconds, exception=exception)
-
-
-def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
-    """Return the result of a sample that failed by what its call returned: what is known of the call stays."""
-    return replace(
-        called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
-    )
-
-
-def not_called(sample: RewardSample) -> RewardResult:
-    """Return the result of a sample whose row is broken."""
-    return replace(ended_badly(ScoringError(f"{describe(sample)}: {sample.error}")), attempts=0)
+            outcome = await self._loop_calls.run(outcome.value, left, scope.waited)
+            outcome.seconds += seconds
+        return outcome
 
 
 def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -533,9 +441,3 @@ def _copy(value: Any) -> Any:
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return value.copy()
     return value
-
-
-def describe(sample: RewardSample) -> str:
-    """Name a sample, for messages."""
-    name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
-    return f"{name} (data source {sample.data_source!r})" if sample.data_source else name

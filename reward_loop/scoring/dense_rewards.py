@@ -1,29 +1,33 @@
-"""What is checked before a reward reaches a trainer: that it is finite, and so are its parts for tokens or turns."""
+"""Checks of a result before it reaches a trainer: outcome and score agree, and score and dense rewards are finite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.errors import InvalidScoreError
-from reward_loop.scoring.call import describe, failed_after
+from reward_loop.errors import InvalidScoreError, ScoringError, UnscoredError
 from reward_loop.scoring.normalise import is_finite
-from reward_loop.types import PART_KEYS, RewardResult, RewardSample
+from reward_loop.scoring.outcome import failed_after
+from reward_loop.types import PART_KEYS, Outcome, RewardResult, RewardSample
 
-__all__ = ["check_parts"]
+__all__ = ["check_result"]
 
 
-def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
-    """Return the result, or a failed one where score or parts are no finite numbers, or parts not one for each token.
+def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
+    """Return the result that a manager made for a sample, or a failed one if it is not valid.
 
-    A manager may have made a score of several, each of them finite. How many turns a response has is known to the
-    trainer alone, which checks that.
+    Outcome and score must agree. A score must be finite; a manager may have added up several finite ones. Dense rewards
+    must be finite numbers, one for each token; the number of turns is checked by the trainer, where it is known. A
+    result without a score gets an exception, for the policy ``raise``, if the manager gave none.
     """
-    if result.score is not None and not is_finite(result.score):
+    if result.score is None or result.outcome is not Outcome.SCORED:
+        return _check_unscored(sample, result)
+    if not is_finite(result.score):
         problem = f"its score is {result.score:g}, which is not finite in float32"
-        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
     if PART_KEYS.isdisjoint(result.extra_info):
         return result
     for name in PART_KEYS & result.extra_info.keys():
@@ -34,8 +38,21 @@ def check_parts(sample: RewardSample, result: RewardResult) -> RewardResult:
             problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
         else:
             continue
-        return failed_after(result, InvalidScoreError(f"{describe(sample)}: {problem}"))
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
     return result
+
+
+def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
+    if (result.score is None) == (result.outcome is Outcome.SCORED):
+        score = "no score" if result.score is None else f"the score {result.score!r}"
+        problem = f"the reward manager returned the outcome {str(result.outcome)!r} with {score}"
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
+    if result.exception is not None:
+        return result
+    kind = UnscoredError if result.outcome is Outcome.UNSCORED else ScoringError
+    error = kind(result.error or f"the reward manager returned {result.outcome} without a cause", sample=sample)
+    text = str(error) if result.outcome is Outcome.FAILED else None
+    return replace(result, exception=error, error=result.error or text)
 
 
 def _are_numbers(parts: Any) -> bool:

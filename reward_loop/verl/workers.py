@@ -26,7 +26,7 @@ from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
-from reward_loop.records import Call, record, records, watch
+from reward_loop.records import ActiveSample, record, records, watch
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
@@ -84,7 +84,7 @@ class RewardWorker:
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
-        watch(self._options.watchdog_s)
+        watch()  # so that an idle worker answers `reward-loop stuck` too
         self._failures = failure_bound(self._options, self._limits)
 
     async def compute_score(self, data: Any) -> Reward:
@@ -137,7 +137,7 @@ class RewardWorker:
         name = type(self._manager).__name__
         row = last_row(data)
         sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
-        with Call(sample, f"reward manager {name}") as call:
+        with ActiveSample(sample, f"reward manager {name}", self._options.watchdog_s) as call:
             result = await self._result_of_foreign(data, name)
             if self._records is not None:
                 self._records.write(record(call, result))

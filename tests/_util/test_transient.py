@@ -1,7 +1,9 @@
 import asyncio
 import email.utils
 import socket
+import ssl
 import time
+import types
 import urllib.error
 
 import aiohttp
@@ -44,10 +46,23 @@ class APIStatusError(Exception):
         self.status_code = status
 
 
-def raised_from(cause):
-    error = RuntimeError("the judge failed")
+def raised_from(cause, error=None):
+    error = error or RuntimeError("the judge failed")
     error.__cause__ = cause
     return error
+
+
+class FailingAttributes(Exception):
+    """An exception whose properties raise, as some clients' do before a response exists."""
+
+    def _raise(self):
+        raise RuntimeError("no response yet")
+
+    transient = status = status_code = code = response = headers = retry_after = reason = property(_raise)
+
+
+class FailingHeaders(Exception):
+    headers = types.SimpleNamespace(get=lambda name: 1 / 0)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +86,9 @@ def raised_from(cause):
         httpx_status(429),
         APIStatusError(529),
         raised_from(httpx_status(502)),
+        raised_from(httpx_status(503), ValueError("bad reply")),
+        raised_from(httpx_status(503), httpx.UnsupportedProtocol("no")),
+        raised_from(httpx_status(401), TransientError("the key is about to be renewed")),
     ],
     ids=repr,
 )
@@ -94,6 +112,12 @@ def test_what_may_pass(error):
         httpx.InvalidURL("no"),
         AssertionError(),
         SystemExit(1),
+        raised_from(httpx_status(401), ConnectionError("judge")),
+        raised_from(RequestError("not found", status=404), TimeoutError("judge")),
+        raised_from(raised_from(ssl.SSLCertVerificationError()), httpx.ConnectError("no")),
+        raised_from(httpx.UnsupportedProtocol("no"), ConnectionError("judge")),
+        FailingAttributes(),
+        FailingHeaders(),
     ],
     ids=repr,
 )
@@ -119,6 +143,8 @@ def test_an_error_met_while_handling_another_is_not_taken_for_it():
         (aiohttp_status(429, **{"Retry-After": "soon"}), None),
         (aiohttp_status(429), None),
         (ValueError(), None),
+        (FailingAttributes(), None),
+        (FailingHeaders(), None),
     ],
     ids=repr,
 )

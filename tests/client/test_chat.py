@@ -10,7 +10,7 @@ from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import Call
+from reward_loop.records import ActiveSample
 from reward_loop.testing import Answer, BadJson, Drop, FakeJudge, NoChoices, Status
 
 
@@ -54,7 +54,7 @@ async def test_what_is_not_supported_is_refused(request_: dict[str, object]) -> 
 
 async def test_tokens_are_booked_to_the_sample() -> None:
     async with FakeJudge("two words") as judge:
-        with Call(RewardSample("x"), "f") as call:
+        with ActiveSample(RewardSample("x"), "f") as call:
             replies = [await chat_complete(judge.address, "?") for _ in range(3)]
     assert call.completion_tokens == 6
     assert call.prompt_tokens == sum(reply.usage.prompt_tokens for reply in replies) > 0

@@ -10,7 +10,7 @@ from reward_loop.client import classify, score
 from reward_loop.client.http import post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import RequestError
-from reward_loop.records import Call
+from reward_loop.records import ActiveSample
 from reward_loop.testing import Body, FakeJudge, Logits, NoChoices
 
 
@@ -29,7 +29,7 @@ async def test_a_logit_or_the_logits() -> None:
 async def test_the_shape_of_sglangs_native_classify() -> None:
     async with FakeJudge() as judge:
         judge.script(Body({"embedding": [-0.25], "meta_info": {"id": "1", "prompt_tokens": 9}}))
-        with Call(RewardSample("x"), "f") as call:
+        with ActiveSample(RewardSample("x"), "f") as call:
             assert await classify(judge.address, "x") == -0.25
     assert call.prompt_tokens == 9
 

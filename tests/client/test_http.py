@@ -12,7 +12,7 @@ from reward_loop import RewardSample
 from reward_loop.client import chat_complete
 from reward_loop.client.http import post, shared_session, url_of
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import Call, in_work
+from reward_loop.records import ActiveSample, in_work
 from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
 from tests.servers import refusing, until
@@ -102,7 +102,7 @@ async def test_cancellation_reaches_the_server() -> None:
 async def test_what_is_asked_is_known_while_it_is_asked() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())
-        with Call(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
+        with ActiveSample(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
             task = asyncio.create_task(chat_complete(judge.address, "?", model="m"))
             await until(lambda: judge.requests)
             assert call in in_work()
@@ -127,15 +127,50 @@ async def test_the_key_comes_from_the_environment_and_is_not_told(monkeypatch: p
         assert len(judge.requests) == 2
 
 
-async def test_a_proxy_is_for_https_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        ("http://judge.example/v1/chat/completions", "http://proxy:3128"),
+        ("http://10.0.0.1:8000/classify", "http://proxy:3128"),
+        ("https://api.openai.com/v1/chat/completions", "http://secure:3129"),
+        ("http://localhost:8000/classify", None),
+        ("http://127.0.0.2:8000/classify", None),
+        ("http://[::1]:8000/classify", None),
+        ("https://internal.example/v1/chat/completions", None),
+        ("http://gpu.internal.example:8000/classify", None),
+        ("http://other.example:8000/classify", None),
+        ("http://other.example:8001/classify", "http://proxy:3128"),
+    ],
+)
+def test_the_proxy_of_an_address(monkeypatch: pytest.MonkeyPatch, url: str, proxy: str | None) -> None:
     from reward_loop.client.http import _proxy
 
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv("https_proxy", "http://proxy:3128")
-    monkeypatch.setenv("no_proxy", "internal.example")
-    assert _proxy("http://10.0.0.1:8000/classify") is None
-    assert _proxy("https://internal.example/v1/chat/completions") is None
-    assert _proxy("https://api.openai.com/v1/chat/completions") == "http://proxy:3128"
+    set_proxies(
+        monkeypatch,
+        HTTP_PROXY="proxy:3128",
+        https_proxy="http://secure:3129",
+        NO_PROXY="internal.example,other.example:8000",
+    )
+    assert _proxy(url) == proxy
+
+
+async def test_http_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeJudge() as proxy:
+        set_proxies(monkeypatch, http_proxy=f"http://{proxy.address}")
+        await post("http://judge.invalid:8000", "/v1/chat/completions", {"messages": []})
+        assert len(proxy.requests) == 1
+        # A router address has no proxy: it is in the cluster.
+        with pytest.raises(RequestError):
+            await post("judge.invalid:8000", "/v1/chat/completions", {"messages": []})
+        assert len(proxy.requests) == 1
 
 
 async def test_lone_surrogates_can_be_sent() -> None:

@@ -5,7 +5,7 @@ import pytest
 from reward_loop import RewardSample, ScoringFunction
 from reward_loop.client import Choice, Judge, Number
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import Call
+from reward_loop.records import ActiveSample
 from reward_loop.testing import Answer, FakeJudge, Status
 
 TEMPLATE = 'Rate {{answer}} to {{ question }} like {"score": $1$}: end with `Score: N`.'
@@ -72,7 +72,7 @@ async def test_transcripts_are_kept_also_of_failed_requests() -> None:
     judge = Judge("{{answer}}", Number(0, 1))
     async with FakeJudge("Score: 0.5") as server:
         server.script(Status(500), "nothing")
-        with Call(RewardSample("x"), "f") as call:
+        with ActiveSample(RewardSample("x"), "f") as call:
             with pytest.raises(RequestError):
                 await judge(server.address, answer="a")
             await judge(server.address, answer="b")

@@ -351,7 +351,7 @@ async def test_after_the_last_attempt_the_sample_has_failed():
     result = await function(SAMPLE)
     assert (result.outcome, result.attempts) == (Outcome.FAILED, 3)
     assert "sample u7" in result.error
-    assert "was called 3 times, and at last raised" in result.error
+    assert "was called 3 times; the last call raised" in result.error
     assert "ConnectionResetError: by peer" in result.error
 
 

@@ -12,10 +12,13 @@ from reward_loop import (
     RewardLoopManagerBase,
     RewardResult,
     RewardSample,
+    ScoringError,
     ScoringFunction,
     TooManyFailuresError,
     UnscoredError,
 )
+from reward_loop.managers import scoring_function
+from reward_loop.managers.policy import apply_policy
 from reward_loop.types import RESERVED_KEYS
 
 
@@ -278,3 +281,56 @@ def test_scores_are_assembled_at_the_last_response_token():
     )
     scores = NaiveRewardLoopManager.assemble_rm_scores(data, [0.5, 2.0, 1.0])
     assert scores.tolist() == [[0, 0.5, 0], [0, 0, 2.0], [1.0, 0, 0]]
+
+
+class ReturnsResult(RewardLoopManagerBase):
+    """A manager of the user's own, which makes its results without exceptions."""
+
+    result: RewardResult
+
+    async def score_one(self, sample):
+        return self.result
+
+
+def manager_of(result, **options):
+    manager = ReturnsResult(RewardLoopConfig(**options))
+    manager.result = result
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "message"),
+    [
+        (Outcome.FAILED, "no such table", "sample q3: no such table"),
+        (Outcome.FAILED, None, "sample q3: the reward manager returned failed without a cause"),
+        (Outcome.UNSCORED, None, "sample q3: the reward manager returned unscored without a cause"),
+    ],
+)
+async def test_raise_stops_the_run_at_a_managers_own_result_without_an_exception(outcome, error, message):
+    manager = manager_of(RewardResult(outcome, None, error=error), on_failed="raise", on_unscored="raise")
+    with pytest.raises(ScoringError, match=message) as raised:
+        await manager.run_single(RewardSample("x", uid="q3"))
+    assert isinstance(raised.value, UnscoredError) == (outcome is Outcome.UNSCORED)
+    assert raised.value.sample_uid == "q3"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNSCORED])
+def test_raise_stops_the_run_at_any_result_without_an_exception(outcome):
+    options = RewardLoopConfig(on_failed="raise", on_unscored="raise")
+    with pytest.raises(ScoringError, match="gave no cause"):
+        apply_policy(RewardResult(outcome, None), options)
+
+
+@pytest.mark.parametrize(("outcome", "score"), [(Outcome.SCORED, None), (Outcome.FAILED, 0.5), (Outcome.UNSCORED, 1.0)])
+async def test_a_result_whose_outcome_and_score_contradict_each_other_has_failed(outcome, score):
+    info = (await manager_of(RewardResult(outcome, score)).run_single(RewardSample("x", uid="q3")))["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+    assert f"sample q3: the reward manager returned the outcome '{outcome}' with" in info["reward_error"]
+
+
+def test_arguments_beside_a_finished_scoring_function_are_refused():
+    made = ScoringFunction(lambda bonus=0: 1.0)
+    assert scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig()) is made
+    for more in ({"reward_kwargs": {"bonus": 1}}, {"limit": "judge"}):
+        with pytest.raises(ConfigError, match="has no effect"):
+            scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig(), **more)

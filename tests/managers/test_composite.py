@@ -11,6 +11,8 @@ from reward_loop import (
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
+    ScoringError,
+    ScoringFunction,
     TooManyFailuresError,
     limit,
 )
@@ -333,3 +335,42 @@ async def test_a_cancelled_sample_cancels_its_components(make, calls):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_components_after_one_without_a_score_are_counted_and_logged(make):
+    manager = make({"Judge": {}, "accuracy": {}, "again": {"name": "Judge"}}, min_samples_for_failed_share=1000)
+    info = (await run(manager, "down 4"))["reward_extra_info"]
+    assert (info["Judge/outcome"], info["accuracy/outcome"], info["again/outcome"]) == ("failed", "scored", "failed")
+    assert (info["accuracy"], info["reward_masked"]) == (1.0, True)
+    counted = [component.failures._failures for component in manager._components.values()]
+    assert counted == [1, 0, 1]
+
+
+async def test_the_times_of_all_components_count_where_one_has_no_score(make):
+    manager = make({"Judge": {}, "accuracy": {}}, retry={"max_attempts": 1})
+    info = (await run(manager, "down 4"))["reward_extra_info"]
+    assert info["reward_seconds"] == info["Judge/seconds"] + info["accuracy/seconds"]
+
+
+@pytest.mark.parametrize("option", ["on_failed", "on_unscored"])
+async def test_a_component_that_stops_the_run_does_so_after_one_that_masks(make, option):
+    text = "down" if option == "on_failed" else "?"
+    manager = make({"Judge": {option: "mask"}, "strict": {"name": "Judge", option: "raise"}})
+    with pytest.raises(ScoringError, match=r"Judge\.compute_score"):
+        await run(manager, text)
+
+
+async def test_options_of_a_component_that_is_a_scoring_function_are_refused():
+    module = types.ModuleType("scoring_functions")
+    module.made = ScoringFunction(lambda: 1.0, timeout=5)
+    sys.modules[module.__name__] = module
+
+    def make(**options):
+        return CompositeRewardLoopManager(
+            {"reward_loop": {"components": {"a": {"path": "scoring_functions:made"} | options}}}
+        )
+
+    assert (await run(make(weight=2), "x"))["reward_score"] == 2.0
+    for name, value in {"timeout": 7, "reward_kwargs": {"a": 1}, "retry": {"max_attempts": 1}}.items():
+        with pytest.raises(ConfigError, match=rf"components\.a\.{name}: has no effect"):
+            make(**{name: value})

@@ -237,3 +237,38 @@ def verifies_as_verl_does(answer: str, gold: str) -> float:
 
     # The limit is verl's own, and counts the import of verl in the processes that this starts.
     return math_verify.compute_score(answer, gold, timeout=250)
+
+
+class StatusError(Exception):
+    """As `httpx.HTTPStatusError` and openai's status errors: keyword-only arguments, which pickle cannot pass."""
+
+    def __init__(self, message: str, *, status_code: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.retry_after = retry_after
+
+
+def _count(path: str) -> None:
+    with open(path, "a") as file:
+        file.write("called\n")
+
+
+def raises_status(path: str, status: int, retry_after: float | None = None) -> float:
+    _count(path)
+    raise StatusError("the service says no", status_code=status, retry_after=retry_after)
+
+
+def raises_from_status(path: str, status: int) -> float:
+    _count(path)
+    try:
+        raise StatusError("the service says no", status_code=status)
+    except StatusError as error:
+        raise ConnectionError("the judge failed") from error
+
+
+def raises_value_error_from_status(path: str, status: int) -> float:
+    _count(path)
+    try:
+        raise StatusError("the service says no", status_code=status)
+    except StatusError as error:
+        raise ValueError("no verdict") from error

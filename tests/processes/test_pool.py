@@ -23,8 +23,9 @@ from reward_loop import (
     isolated,
     load_function,
 )
+from reward_loop._util.transient import is_refusal
 from reward_loop.processes import forkserver, pool
-from reward_loop.processes.invocation import Call
+from reward_loop.processes.invocation import Invocation, RemoteError
 from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
@@ -186,8 +187,8 @@ async def test_a_crash_is_a_failed_result(one, does, message):
     ("does", "message", "cause"),
     [
         ("raises", "raised ValueError: no number", ValueError),
-        ("raises_with_a_lock", "raised ValueError: ('locked'", None),
-        ("raises_what_cannot_be_made_again", "raised Picky: 7: picky", None),
+        ("raises_with_a_lock", "raised ValueError: ('locked'", RemoteError),
+        ("raises_what_cannot_be_made_again", "raised Picky: 7: picky", RemoteError),
         ("exits", "raised SystemExit: 3", SystemExit),
         ("recurses", "raised RecursionError", RecursionError),
     ],
@@ -198,7 +199,7 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
     assert f"act (misbehaving.py) {message}" in result.error
     assert f"in {does}" in result.error
     assert "processes/invocation.py" not in result.error
-    assert isinstance(result.exception.__cause__, cause or type(None))
+    assert isinstance(result.exception.__cause__, cause)
     assert (await one(sample("works"))).score == 1.0
 
 
@@ -207,7 +208,7 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
     [
         ("returns_a_lock", "returned a lock, which cannot be sent back from its process (TypeError: cannot pickle"),
         ("returns_a_coroutine", "returned a coroutine, which cannot be sent back from its process"),
-        ("returns_too_much", "returned 65 MB, and 64 are sent back from a process"),
+        ("returns_too_much", "returned 65 MB; a process sends back at most 64"),
     ],
 )
 async def test_what_cannot_be_sent_back(one, does, message):
@@ -505,7 +506,7 @@ async def test_async_functions_stay_on_the_loop():
 
 async def test_garbage_collection_ends_the_processes():
     processes = WorkerProcesses(process_id, name="process_id", max_processes=1)
-    pid = (await processes.run(Call(process_id))).value
+    pid = (await processes.run(Invocation(process_id))).value
     del processes
     gc.collect()
     assert not is_alive(pid)
@@ -529,3 +530,49 @@ async def test_verls_own_use_of_math_verify():
         result = await scoring(sample("verifies_as_verl_does", answer=answer, gold="0.5"))
         assert (result.score, result.error) == (score, None)
     scoring.close()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("does", "status", "attempts"),
+    [
+        ("raises_status", 503, 2),
+        ("raises_status", 404, 1),
+        ("raises_from_status", 401, 1),
+        ("raises_value_error_from_status", 503, 2),
+    ],
+)
+async def test_an_exception_is_retried_in_processes_as_in_threads(tmp_path, isolation, does, status, attempts):
+    path = tmp_path / "calls"
+    options = RewardLoopConfig(isolation=isolation, max_processes=1, retry={"max_attempts": 2, "initial_wait": 0.01})
+    scoring = ScoringFunction(act, options=options)
+    result = await scoring(sample(does, path=str(path), status=status))
+    scoring.close()
+    assert (len(path.read_text().split()), result.attempts) == (attempts, attempts)
+    assert f"in {does}" in result.error
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_retry_after_of_an_exception_that_cannot_be_unpickled_is_obeyed(tmp_path, isolation):
+    # The second attempt would begin 100 s later, which max_seconds does not allow.
+    retry = {"max_attempts": 2, "initial_wait": 0.01, "max_seconds": 50}
+    scoring = ScoringFunction(act, options=RewardLoopConfig(isolation=isolation, max_processes=1, retry=retry))
+    result = await scoring(sample("raises_status", path=str(tmp_path / "calls"), status=429, retry_after=100))
+    scoring.close()
+    assert result.attempts == 1
+    assert result.exception.retry_after == 100
+    assert is_refusal(result.exception.__cause__)
+
+
+async def test_the_cause_of_an_exception_from_a_process_shows_the_users_lines(one):
+    result = await one(sample("raises"))
+    assert isinstance(result.exception.__cause__, ValueError)
+    assert "in raises" in str(result.exception.__cause__.__cause__)
+
+
+async def test_errors_have_the_fields_of_their_message(one):
+    result = await one(sample("raises_status", path=os.devnull, status=503, retry_after=0))
+    error = result.exception
+    assert (error.sample_uid, error.function, error.attempts, error.retry_after) == ("u7", one.name, 4, 0.0)
+    assert str(error) == f"sample u7: {one.name} was called 4 times; the last call {error.problem}"
+    assert error.problem.startswith("raised StatusError: the service says no\n")

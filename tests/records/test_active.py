@@ -9,18 +9,18 @@ from collections.abc import Callable, Generator
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
-from reward_loop.records import Call, current, in_work
+from reward_loop.records import ActiveSample, current, in_work
 from tests.servers import until
 
 
 @pytest.fixture
-def new() -> Callable[[], list[Call]]:
+def new() -> Callable[[], list[ActiveSample]]:
     """The calls in work that earlier tests have not left."""
     left = in_work()
     return lambda: [call for call in in_work() if call not in left]
 
 
-async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[Call]]) -> None:
+async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[ActiveSample]]) -> None:
     go = asyncio.Event()
     uids: list[str | None] = []
 
@@ -59,7 +59,7 @@ async def test_a_sync_function_in_its_thread_has_its_call() -> None:
     assert sorted(seen) == sorted((str(i), False) for i in range(20))
 
 
-async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[Call]]) -> None:
+async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[ActiveSample]]) -> None:
     started = asyncio.Event()
 
     async def compute_score(solution_str: str) -> None:
@@ -73,13 +73,13 @@ async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[Call]]) ->
     assert new() == []
 
 
-def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[Call]]) -> None:
+def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[ActiveSample]]) -> None:
     @types.coroutine
     def waiting() -> Generator[None, None, None]:
         yield
 
     async def work() -> None:
-        with Call(RewardSample("a"), "f"):
+        with ActiveSample(RewardSample("a"), "f"):
             await waiting()
 
     coroutine = work()
@@ -89,8 +89,11 @@ def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[Call]])
     assert new() == []
 
 
-def test_calls_may_be_nested(new: Callable[[], list[Call]]) -> None:
-    with Call(RewardSample("a", uid="outer"), "f") as outer, Call(RewardSample("b", uid="inner"), "g") as inner:
+def test_calls_may_be_nested(new: Callable[[], list[ActiveSample]]) -> None:
+    with (
+        ActiveSample(RewardSample("a", uid="outer"), "f") as outer,
+        ActiveSample(RewardSample("b", uid="inner"), "g") as inner,
+    ):
         assert current() is inner
         assert new() == [outer, inner]
     assert current() is None

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from reward_loop import RewardSample
 from reward_loop.cli import app
-from reward_loop.records import Call, watch
+from reward_loop.records import ActiveSample, watch
 from reward_loop.records.watchdog import _name
 
 runner = CliRunner()
@@ -23,8 +23,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
-    watch(60)
-    with Call(RewardSample("x", uid="q[7]", data_source="gsm8k"), "compute_score (judge.py)") as call:
+    watch()
+    with ActiveSample(RewardSample("x", uid="q[7]", data_source="gsm8k"), "compute_score (judge.py)") as call:
         call.ask("POST http://judge/v1/chat/completions")
         done = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--threads"])
         data = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--json"])

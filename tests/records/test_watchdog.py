@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop import ConfigError, RewardSample
-from reward_loop.records import Call, watch, watchdog
+from reward_loop import ConfigError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.records import ActiveSample, in_work, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
 from tests.gsm8k import ROOT
 
@@ -35,13 +35,6 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-def _no_bound() -> object:
-    yield
-    watch(60)
-
-
-@pytest.mark.usefixtures("_no_bound")
 def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
     messages: queue.Queue[str] = queue.Queue()
@@ -54,14 +47,21 @@ def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatc
     logger = logging.getLogger("reward_loop.records.watchdog")
     logger.addHandler(heard)
     try:
-        with Call(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)") as call:
+        with (
+            ActiveSample(RewardSample("x", uid="q7", data_source="gsm8k"), "f (a.py)", 0.01) as call,
+            ActiveSample(RewardSample("x", uid="q8"), "f (a.py)", 1000),
+            ActiveSample(RewardSample("x", uid="q9"), "f (a.py)"),
+        ):
             call.ask("POST http://judge/v1/chat/completions")
-            watch(0.01)
+            watch()
             while "sample q7" not in (message := messages.get(timeout=60)):
                 pass  # it was not old enough yet, and others were
     finally:
         logger.removeHandler(heard)
-    assert re.match(r"\d+ samples have been in work for more than 0\.01 s; the oldest:\n", message)
+    assert re.match(r"\d+ samples have been running for more than 0\.01 s; the oldest:\n", message)
+    # Samples of managers with another `watchdog_s` are not old yet, or are never logged.
+    assert "sample q8" not in message
+    assert "sample q9" not in message
     assert "sample q7 (data source 'gsm8k') in f (a.py), waits for POST http://judge/v1/chat/completions" in message
 
 
@@ -92,7 +92,7 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
 
 
 def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
-    watch(60)
+    watch()
     for said in (b"", b"nonsense\n", b'["report"]\n'):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{watchdog._name(os.getpid())}")
@@ -103,8 +103,8 @@ def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptur
 
 
 async def test_it_answers_while_the_event_loop_is_blocked() -> None:
-    watch(60)
-    with Call(RewardSample("x", uid="here"), "f"):
+    watch()
+    with ActiveSample(RewardSample("x", uid="here"), "f"):
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks
     assert "here" in [call["uid"] for call in answered["oldest"]]
     await asyncio.sleep(0)
@@ -126,3 +126,44 @@ def test_a_watchdog_that_fails_at_once_each_time_does_not_spin() -> None:
     with socket.socket() as listener, pytest.raises(Ended):
         failing._run(listener)
     assert failing.asked[1] - failing.asked[0] > 0.9
+
+
+START = """
+import asyncio, threading
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.records.watchdog import processes
+import os, sys
+
+def threads():
+    return sorted(t.name for t in threading.enumerate() if t.name in ("reward-watchdog", "reward-records"))
+
+manager = NaiveRewardLoopManager(RewardLoopConfig(log_dir=sys.argv[1]), compute_score=lambda: 1.0)
+assert threads() == [] and os.getpid() not in processes()
+asyncio.run(manager.run_single(RewardSample("x")))
+assert threads() == ["reward-records", "reward-watchdog"] and os.getpid() in processes()
+"""
+
+
+def test_threads_and_socket_start_with_the_first_sample_and_not_with_a_manager(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", START, str(tmp_path)], check=True, env=environment, timeout=120)
+
+
+async def test_a_manager_does_not_change_the_watchdog_s_of_another() -> None:
+    go, started = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def compute_score() -> float:
+        started.release()
+        await go.wait()
+        return 1.0
+
+    managers = [
+        NaiveRewardLoopManager(RewardLoopConfig(watchdog_s=bound), compute_score=compute_score)
+        for bound in (10.0, 20.0, None)
+    ]
+    tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid="bounded"))) for manager in managers]
+    for _ in tasks:
+        await started.acquire()
+    assert [sample.watchdog_s for sample in in_work() if sample.sample.uid == "bounded"] == [10.0, 20.0, None]
+    go.set()
+    await asyncio.gather(*tasks)

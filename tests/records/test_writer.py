@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, TransientError, limit
+from reward_loop import (
+    NaiveRewardLoopManager,
+    RewardLoopConfig,
+    RewardSample,
+    RewardTimeoutError,
+    ScoringFunction,
+    TransientError,
+    limit,
+)
 from reward_loop.client import Judge, Number
-from reward_loop.records import Records, records
+from reward_loop.managers import GroupRewardLoopManager
+from reward_loop.records import Records, active, records
 from reward_loop.testing import FakeJudge
 from tests.gsm8k import ROOT
 from tests.servers import until
@@ -168,3 +177,74 @@ for i in range(50):
     (path,) = tmp_path.iterdir()
     assert [row["uid"] for row in read(path)] == list(range(8))
     assert done.stderr.count(b"File too large") == 1
+
+
+async def grade_all(solution_strs: list[str], reward_router_address: str) -> list[float | None]:
+    judge = Judge("{{answer}}", Number(0, 1))
+    return [(await judge(reward_router_address, answer=text)).score for text in solution_strs]
+
+
+async def records_of_a_group(tmp_path: Path, count: int) -> tuple[list[dict[str, Any]], int, int]:
+    """Score a group with a judge; return its records, and the tokens that the server counted."""
+    async with FakeJudge("Score: 1") as server:
+        manager = GroupRewardLoopManager(
+            RewardLoopConfig(log_dir=str(tmp_path)), compute_score=grade_all, reward_router_address=server.address
+        )
+        samples = [RewardSample("a word " * i, uid=f"q{i}", group="g", group_size=count) for i in range(count)]
+        alone = NaiveRewardLoopManager(
+            RewardLoopConfig(log_dir=str(tmp_path / "alone")),
+            compute_score=one_by_one,
+            reward_router_address=server.address,
+        )
+        await asyncio.gather(*map(manager.run_single, samples))
+        await asyncio.gather(*map(alone.run_single, samples))
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    assert await asyncio.to_thread(records(tmp_path / "alone").flush)
+    each = read(records(tmp_path / "alone").path)
+    tokens = [sum(row[name] for row in each) for name in ("prompt_tokens", "completion_tokens")]
+    return read(records(tmp_path).path), *tokens
+
+
+async def one_by_one(solution_str: str, reward_router_address: str) -> float | None:
+    return (await grade_all([solution_str], reward_router_address))[0]
+
+
+async def test_tokens_and_transcripts_of_a_call_for_several_samples_are_shared(tmp_path: Path) -> None:
+    rows, prompt_tokens, completion_tokens = await records_of_a_group(tmp_path, 3)
+    shares = [row["prompt_tokens"] for row in rows]
+    assert sum(shares) == prompt_tokens > 0
+    assert max(shares) - min(shares) <= 1
+    assert sum(row["completion_tokens"] for row in rows) == completion_tokens > 0
+    assert [len(row["judges"]) for row in rows] == [3, 3, 3]
+    assert len({row["batch"] for row in rows} - {None}) == 1
+
+
+async def test_a_large_call_writes_its_transcripts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "MAX_COPIES", 8)
+    rows, _, _ = await records_of_a_group(tmp_path, 3)
+    assert sorted(len(row["judges"]) for row in rows) == [0, 0, 3]
+    assert len({row["batch"] for row in rows}) == 1
+
+
+async def test_the_wait_for_a_group_is_not_a_wait_for_a_thread(tmp_path: Path) -> None:
+    manager = GroupRewardLoopManager(
+        RewardLoopConfig(log_dir=str(tmp_path)), compute_score=lambda solution_strs: [1.0] * len(solution_strs)
+    )
+    samples = [RewardSample("x", uid=uid, group="g", group_size=2) for uid in ("early", "late")]
+    early = asyncio.create_task(manager.run_single(samples[0]))
+    await asyncio.sleep(0.5)
+    await manager.run_single(samples[1])
+    await early
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    rows = {row["uid"]: row for row in read(records(tmp_path).path)}
+    assert rows["early"]["batch_s"] >= 0.5
+    assert rows["early"]["queue_s"] == rows["late"]["queue_s"]
+
+
+async def test_the_queue_of_a_call_past_its_deadline_is_measured() -> None:
+    # Both calls share the only thread; the second starts when the first has passed its deadline.
+    scoring = ScoringFunction(lambda: time.sleep(1.5), max_threads=1, timeout=0.5)
+    results = await asyncio.gather(*(scoring(RewardSample("x")) for _ in range(2)))
+    assert [type(result.exception) for result in results] == [RewardTimeoutError] * 2
+    assert results[0].queue_seconds < results[1].queue_seconds
+    assert results[1].queue_seconds >= 0.5

@@ -82,7 +82,7 @@ async def test_an_exception_that_cannot_be_printed_is_a_failure_as_any():
 
     results = await ListScoringFunction(lambda solution_strs: [Odd(), 1])(SAMPLES)
     assert [result.outcome for result in results] == [Outcome.FAILED, Outcome.SCORED]
-    assert "gave Odd: (its message cannot be printed)" in results[0].error
+    assert "raised Odd: (its message cannot be printed)" in results[0].error
 
 
 @pytest.mark.parametrize("returned", [[1], [1, 2, 3], 1.0, "ab", {"score": [1, 2]}, None])

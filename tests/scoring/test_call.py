@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from reward_loop import (
+    ConfigError,
     FunctionLoadError,
     InvalidScoreError,
     Outcome,
     RewardFunctionError,
+    RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
     ScoringFunction,
 )
+from reward_loop.scoring import ListScoringFunction
 
 SAMPLE = RewardSample("4", data_source="math", ground_truth="4", extra_info={"level": 1}, uid="u7")
 
@@ -423,7 +426,7 @@ async def test_post_process_scores():
 @pytest.mark.parametrize(
     ("process", "error", "message"),
     [
-        (lambda scores: scores[:-1], InvalidScoreError, "was given 2 scores and returned 1"),
+        (lambda scores: scores[:-1], InvalidScoreError, "received 2 scores and returned 1"),
         (lambda scores: None, InvalidScoreError, "must return a list of numbers"),
         (lambda scores: [float("nan")] * 2, InvalidScoreError, "not finite"),
         (lambda scores: 1 / 0, RewardFunctionError, "ZeroDivisionError"),
@@ -489,7 +492,23 @@ async def test_a_system_that_has_no_more_threads_or_processes(monkeypatch, isola
         result = await function(SAMPLE)
     assert result.outcome is Outcome.FAILED
     assert result.error == (
-        f"sample u7 (data source 'math'): plain (test_call.py) could not be called: {type(error).__name__}: {error}"
+        f"sample u7 (data source 'math'): plain (test_call.py) could not be started: {type(error).__name__}: {error}"
     )
     assert (await function(SAMPLE)).score == 1
     await asyncio.to_thread(function.close)
+
+
+@pytest.mark.parametrize(
+    "own", [{"timeout": 5}, {"timeout": None}, {"max_threads": 64}, {"isolation": "process"}, {"max_memory_mb": 100}]
+)
+@pytest.mark.parametrize("kind", [ScoringFunction, ListScoringFunction])
+def test_an_option_given_beside_options_is_refused(own, kind):
+    (name,) = own
+    with pytest.raises(ConfigError, match=rf"{name}=.* and options=.* are both given"):
+        kind(lambda: 1.0, options=RewardLoopConfig(), **own)
+
+
+def test_defaults_without_options_are_those_of_the_configuration():
+    assert ScoringFunction(lambda: 1.0).timeout == RewardLoopConfig().timeout
+    assert ScoringFunction(lambda: 1.0, timeout=None).timeout is None
+    assert ScoringFunction(lambda: 1.0, options=RewardLoopConfig(timeout=7)).timeout == 7

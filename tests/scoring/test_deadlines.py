@@ -27,6 +27,6 @@ async def test_a_stall_of_the_process_before_the_function_starts_is_not_its_own(
     scoring = asyncio.create_task(function(RewardSample("")))
     await asyncio.sleep(0)  # the call is watched; its function comes in the next turn
     time.sleep(0.1)  # noqa: ASYNC251 (the stall)
-    assert function._deadlines is not None
-    function._deadlines[1]._look(0.05)  # the timer, due in the same turn
+    assert function._loop_calls._deadlines is not None
+    function._loop_calls._deadlines[1]._look(0.05)  # the timer, due in the same turn
     assert (await scoring).score == 1.0

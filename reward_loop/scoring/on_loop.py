@@ -1,0 +1,94 @@
+"""Async calls of the user's function, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from reward_loop.processes.invocation import CallOutcome
+from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+
+__all__ = ["LoopCall", "LoopCalls"]
+
+
+class LoopCall(Watched):
+    """An async call in a task of its own. Its future gets the `CallOutcome`, or a `TimeoutError` at the deadline."""
+
+    __slots__ = ("deadlines", "task", "timeout")
+    deadlines: Deadlines
+    task: asyncio.Task[None]
+    timeout: float | None
+
+
+class LoopCalls:
+    """Runs async calls, each in a task of its own, with a deadline from the start of the function.
+
+    A task of its own, so that a function that swallows its cancellation (``except:`` around a retry) does not keep its
+    sample waiting. `asyncio.wait` would do the same, and make a sample a third dearer in time and memory.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    async def run(
+        self, awaitable: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
+    ) -> CallOutcome:
+        """Await what the user's code returned.
+
+        Raises:
+            TimeoutError: the deadline passed; the awaitable is cancelled.
+        """
+        call = self.start(lambda: awaitable, {}, timeout, waited)
+        try:
+            outcome: CallOutcome = await call.future
+            return outcome
+        finally:
+            self.leave(call)
+
+    def start(
+        self,
+        function: Callable[..., Awaitable[Any]],
+        arguments: dict[str, Any],
+        timeout: float | None,
+        waited: Callable[[float], float],
+    ) -> LoopCall:
+        """Start a call. The caller awaits its future, and must call `leave` afterwards, also when it is cancelled."""
+        loop = asyncio.get_running_loop()
+        if self._deadlines is None or self._deadlines[0] is not loop:
+            self._deadlines = (loop, Deadlines(loop))
+        call = LoopCall(loop.create_future(), waited)
+        call.timeout = timeout
+        call.deadlines = self._deadlines[1]
+        call.task = loop.create_task(_run(function, arguments, call))
+        if timeout is not None:
+            call.deadlines.watch(call, timeout)
+        return call
+
+    def leave(self, call: LoopCall) -> None:
+        """End the wait for a call; one that is still running is cancelled."""
+        if call.timeout is not None:
+            call.deadlines.forget(call, call.timeout)
+        if not call.task.done():
+            self._abandoned.add(call.task)
+            call.task.add_done_callback(self._abandoned.discard)
+            call.task.cancel()
+
+
+async def _run(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
+    """Await the function. Its exceptions are data, except Ctrl-C; the outcome of an abandoned call is dropped."""
+    call.started = time.monotonic()
+    started = time.perf_counter()
+    value: Any = None
+    exception: BaseException | None = None
+    try:
+        value = await function(**arguments)
+    except (KeyboardInterrupt, GeneratorExit):
+        call.future.cancel()
+        raise
+    except BaseException as error:
+        exception = error
+    if not call.future.done():
+        call.future.set_result(CallOutcome(value, exception, time.perf_counter() - started))
