@@ -29,7 +29,7 @@ class RateLimitedConfig(Config):
     """Tokens of the calls that begin in a minute."""
 
     estimated_tokens_per_request: int = Field(default=2000, ge=1)
-    """Tokens that each call counts."""
+    """Tokens that a call counts with until `reward_loop.client` or ``lease.used`` reports the real number."""
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""
