@@ -344,7 +344,7 @@ class ScoringFunction:
         try:
             place = await job.enter(self._limit, 0, share)
         except LimitError as error:
-            return CallOutcome.without_call(LimitError(f"was not called: {error}"))
+            return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
         queued = time.monotonic() - asked
         failure: BaseException | None = None
         try:
