@@ -71,9 +71,9 @@ class CallOutcome:
     """Seconds of waiting for a thread or a process."""
 
     @classmethod
-    def without_call(cls, error: ScoringError) -> CallOutcome:
-        """Return the outcome where the function was not called."""
-        return cls(None, None, 0.0, error, attempts=0)
+    def without_call(cls, error: ScoringError, waited: float = 0.0) -> CallOutcome:
+        """Return the outcome where the function was not called, after some seconds of waiting for a limit."""
+        return cls(None, None, 0.0, error, attempts=0, waited=waited)
 
 
 @dataclass(slots=True)

@@ -351,7 +351,7 @@ class ScoringFunction:
         try:
             scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
-            return CallOutcome.without_call(LimitError(f"was not called: {error}"))
+            return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
         queued = time.monotonic() - asked
         outcome: CallOutcome | None = None
         try:

@@ -512,3 +512,15 @@ def test_defaults_without_options_are_those_of_the_configuration():
     assert ScoringFunction(lambda: 1.0).timeout == RewardLoopConfig().timeout
     assert ScoringFunction(lambda: 1.0, timeout=None).timeout is None
     assert ScoringFunction(lambda: 1.0, options=RewardLoopConfig(timeout=7)).timeout == 7
+
+
+async def test_the_wait_for_a_limit_that_grants_nothing_is_measured():
+    async def hold():
+        await asyncio.sleep(1)
+        return 1.0
+
+    limits = {"default": {"max_concurrent": 1, "max_wait": 0.3}}
+    scoring = ScoringFunction(hold, options=RewardLoopConfig(limits=limits))
+    _, refused = await asyncio.gather(scoring(SAMPLE), scoring(SAMPLE))
+    assert (refused.outcome, refused.attempts) == (Outcome.FAILED, 0)
+    assert refused.wait_seconds >= 0.3
