@@ -212,13 +212,16 @@ class RewardLoopManagerBase:
         return rewards.scatter_(1, (lengths - 1).clamp(min=0).unsqueeze(1), values.unsqueeze(1))
 
 
-def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **more: Any) -> Any:
+def scoring_function(
+    manager: type, function: Any, options: RewardLoopConfig, *, limits: Limits | None = None, **more: Any
+) -> Any:
     """Return the scoring function of a manager class: for one sample, or for lists of samples.
 
     Args:
         manager: the class.
         function: the user's function, or a scoring function, which is returned as it is.
         options: the options of the scoring function.
+        limits: the limits that the scoring function shares; one that is passed as ``function`` keeps its own.
         more: more arguments of the scoring function: ``reward_kwargs`` and ``limit``.
 
     Raises:
@@ -233,7 +236,7 @@ def scoring_function(manager: type, function: Any, options: RewardLoopConfig, **
                 f"it {ignored[0]} when it is made"
             )
         return function
-    return kind(function, options=options, **more)
+    return kind(function, options=options, limits=limits, **more)
 
 
 def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
