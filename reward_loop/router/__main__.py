@@ -12,7 +12,7 @@ import orjson
 from reward_loop._util import server_process
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, RouterConfig, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.run import run_router
 
 __all__ = ["main"]
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until SIGTERM; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.router", description=__doc__)
     parser.add_argument(
-        "--worker", action="append", default=[], metavar="JSON", help="a server, as a WorkerConfig; may be repeated"
+        "--worker", action="append", default=[], metavar="JSON", help="a server, as a BackendConfig; may be repeated"
     )
     parser.add_argument(
         "--request-timeout",
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         config = parse(RouterConfig, options, "router")
-        workers = [parse(WorkerConfig, orjson.loads(worker), "--worker") for worker in args.worker]
-        run_router(workers, config, server_process.open_listener(args))
+        backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
+        run_router(backends, config, server_process.open_listener(args))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

@@ -8,11 +8,11 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from reward_loop.router.backend import Worker
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.backend import Backend
+from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.headers import RawHeader, find
 from reward_loop.router.health import check_health
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Client, Proxy
 from reward_loop.router.request import Receive, Scope, Send
 from reward_loop.router.router_error import Refusal
@@ -29,7 +29,9 @@ _CONTROL_PATHS = frozenset(
     {
         "/metrics",
         "/workers",
+        "/workers/mark_dead",
         "/workers/bury",
+        "/workers/give_up",
         "/workers/retire",
         "/workers/drain",
         "/workers/sleep",
@@ -41,21 +43,22 @@ _OWN_PATHS = _HEALTH_PATHS | _CONTROL_PATHS
 """All other paths belong to the servers."""
 
 
-def create_app(workers: Iterable[str | WorkerConfig], config: RouterConfig | None = None) -> Router:
+def create_app(backends: Iterable[str | BackendConfig], config: RouterConfig | None = None) -> Router:
     """The router's ASGI app.
 
     ``GET /health`` and ``GET /ready`` are 200 while at least one server is usable, else 503; ``GET /live`` is 200
     in any case; ``GET /metrics`` is for
     Prometheus. ``GET``, ``POST`` and ``DELETE`` of ``/workers`` list, add and remove servers; ``POST /workers/drain``
-    and ``/workers/resume`` give one no more requests, and again some. ``POST /workers/bury`` and ``/workers/retire``,
-    with ``url`` and ``reason`` in the query, are for whoever owns the servers' processes: the first says that one has
-    died and may come back, the second that it will not. All other requests go to a server.
+    and ``/workers/resume`` stop and resume new requests to one.
+    ``POST /workers/mark_dead`` (also ``/workers/bury``) and ``/workers/give_up`` (also ``/workers/retire``), with
+    ``url`` and ``reason`` in the query, are for the owner of the servers' processes: the first reports that a process
+    died and may be restarted, the second that it will not be. All other requests go to a server.
 
     Args:
-        workers: the servers, or their URLs.
+        backends: the servers, or their URLs.
         config: options.
     """
-    configs = [WorkerConfig(url=worker) if isinstance(worker, str) else worker for worker in workers]
+    configs = [BackendConfig(url=backend) if isinstance(backend, str) else backend for backend in backends]
     return Router(configs, config or RouterConfig())
 
 
@@ -64,14 +67,14 @@ class Router:
 
     def __init__(
         self,
-        workers: list[WorkerConfig],
+        backends: list[BackendConfig],
         config: RouterConfig,
-        check: Callable[[Worker], Awaitable[None]] = check_health,
+        check: Callable[[Backend], Awaitable[None]] = check_health,
     ) -> None:
-        self._workers = workers
+        self._backends = backends
         self._config = config
         self._check = check
-        self._pool: WorkerPool
+        self._pool: BackendPool
         self._proxy: Proxy
         self._control: asyncio.Task[FastAPI]
         self._credentials = f"Bearer {config.api_key}".encode() if config.api_key else None
@@ -125,7 +128,7 @@ class Router:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        async with WorkerPool(self._workers, self._check, self._config) as self._pool:
+        async with BackendPool(self._backends, self._check, self._config) as self._pool:
             self._proxy = Proxy(self._pool, self._config)
             self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
             await send({"type": "lifespan.startup.complete"})

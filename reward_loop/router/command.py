@@ -129,7 +129,7 @@ def parse_worker(spec: str) -> Any:
     Raises:
         ConfigError: it is malformed.
     """
-    from reward_loop.router.config import WorkerConfig
+    from reward_loop.router.config import BackendConfig
 
     url, *pairs = spec.split(",")
     options: dict[str, Any] = {"url": url}
@@ -144,4 +144,4 @@ def parse_worker(spec: str) -> Any:
             options[key] = value
     if models:
         options["models"] = tuple(models)
-    return parse(WorkerConfig, options, f"--worker {url}")
+    return parse(BackendConfig, options, f"--worker {url}")

@@ -12,12 +12,12 @@ from reward_loop.config import Config
 __all__ = [
     "API_KEY_VARIABLE",
     "WORKER_API_KEY_VARIABLE",
+    "BackendConfig",
     "Engine",
     "Kind",
     "PolicyName",
     "RequestKind",
     "RouterConfig",
-    "WorkerConfig",
 ]
 
 API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
@@ -35,7 +35,7 @@ Engine = Literal["vllm", "sglang", "transformers", "external"]
 PolicyName = Literal["round_robin", "least_in_flight", "two_choices", "content"]
 
 
-class WorkerConfig(Config):
+class BackendConfig(Config):
     """A server behind the router."""
 
     url: str

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from reward_loop.errors import ServerError
-from reward_loop.router.backend import Worker
+from reward_loop.router.backend import Backend
 from reward_loop.router.http_client import UpstreamError
 from reward_loop.router.pool import AsleepError
 
@@ -21,7 +21,7 @@ class UnhealthyError(ServerError):
     """It answers, and says that it is not well."""
 
 
-async def check_health(worker: Worker) -> None:
+async def check_health(backend: Backend) -> None:
     """Asks a server for its health, and, when it is not in use yet, for its models.
 
     Raises:
@@ -29,32 +29,32 @@ async def check_health(worker: Worker) -> None:
         AsleepError: its engine sleeps.
         UpstreamError: it did not answer.
     """
-    status, _ = await _get(worker, worker.config.health_path)
+    status, _ = await _get(backend, backend.config.health_path)
     if status >= 400:
-        raise UnhealthyError(f"{worker.config.health_path} is answered with {status}")
-    if worker.config.engine == "vllm":
+        raise UnhealthyError(f"{backend.config.health_path} is answered with {status}")
+    if backend.config.engine == "vllm":
         # A sleeping engine's health is good. Servers that cannot sleep do not know this path.
-        status, body = await _get(worker, "/is_sleeping")
+        status, body = await _get(backend, "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine sleeps")
-    if worker.state == "down":
-        await _learn_models(worker)
+    if backend.state == "down":
+        await _learn_models(backend)
 
 
-async def _learn_models(worker: Worker) -> None:
+async def _learn_models(backend: Backend) -> None:
     try:
-        status, body = await _get(worker, "/v1/models")
+        status, body = await _get(backend, "/v1/models")
     except UpstreamError as error:
-        logger.info("%s does not say what it serves: %s", worker.url, error)
+        logger.info("%s does not say what it serves: %s", backend.url, error)
         return
     cards = _decoded(body).get("data") if status == 200 else None
     if isinstance(cards, list):
-        worker.cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        worker.models = worker.config.models or tuple(card["id"] for card in worker.cards)
+        backend.cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        backend.models = backend.config.models or tuple(card["id"] for card in backend.cards)
 
 
-async def _get(worker: Worker, path: str) -> tuple[int, bytes]:
-    answer = await worker.upstream.request(b"GET", path.encode())
+async def _get(backend: Backend, path: str) -> tuple[int, bytes]:
+    answer = await backend.upstream.request(b"GET", path.encode())
     try:
         body = b""
         while part := await answer.read():

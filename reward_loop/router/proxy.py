@@ -10,12 +10,12 @@ from typing import Protocol
 
 import orjson
 
-from reward_loop.router.backend import Worker, WorkerState
+from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
 from reward_loop.router.http_client import NO_BODY, Answer, Sending, StaleError, UpstreamError
 from reward_loop.router.limits import Gate, RetryBudget
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.request import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
 from reward_loop.router.retries import WORTH_A_RETRY, Attempt, Forwarder, Request
 from reward_loop.router.router_error import Refusal
@@ -65,7 +65,7 @@ class Proxy:
     did not answer in time.
     """
 
-    def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
+    def __init__(self, pool: BackendPool, config: RouterConfig | None = None) -> None:
         config = config or RouterConfig()
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
@@ -153,11 +153,11 @@ class Proxy:
         except Refusal:
             return False
         pool = self._pool
-        worker = pool.pick(pool.group(*request.destination), request.key)
-        if not worker or not self.gate.enter_at_once():
+        backend = pool.pick(pool.group(*request.destination), request.key)
+        if not backend or not self.gate.enter_at_once():
             return False
         self.budget.earn()
-        self._watch(_Direct(self, client, request, worker, self._timeout_s))
+        self._watch(_Direct(self, client, request, backend, self._timeout_s))
         return True
 
     def close(self) -> None:
@@ -231,23 +231,23 @@ class _Direct:
     comes is left to a task, which goes on from there.
     """
 
-    __slots__ = ("_began", "_client", "_deadline", "_proxy", "_request", "_sending", "_worker")
+    __slots__ = ("_backend", "_began", "_client", "_deadline", "_proxy", "_request", "_sending")
 
-    def __init__(self, proxy: Proxy, client: Client, request: Request, worker: Worker, timeout_s: float) -> None:
+    def __init__(self, proxy: Proxy, client: Client, request: Request, backend: Backend, timeout_s: float) -> None:
         self._proxy = proxy
         self._client = client
         self._request = request
-        self._worker = worker
+        self._backend = backend
         self._began = began = proxy.loop.time()
         self._deadline = began + timeout_s
-        worker.begin()
+        backend.begin()
         client.on_leave = self.give_up
         self._send()
 
     @property
     def waits_for(self) -> str:
         """The URL of the server that has it."""
-        return self._worker.url
+        return self._backend.url
 
     def done(self) -> bool:
         """Whether it does not want to know of its answer."""
@@ -255,13 +255,13 @@ class _Direct:
 
     def set_result(self, answer: Answer, /) -> None:
         """The server has answered."""
-        worker, status = self._worker, answer.status
+        backend, status = self._backend, answer.status
         if (
             answer.complete
             and answer.length is not None
             and status not in _SPECIAL
-            and worker.state is WorkerState.UP
-            and not worker.failures
+            and backend.state is BackendState.UP
+            and not backend.failures
         ):
             self._end(status)
             self._client.answer(status, answer.headers, answer.take())
@@ -294,16 +294,16 @@ class _Direct:
 
     def _send(self) -> None:
         method, target, headers, body, _, _ = self._request
-        self._sending: Sending = self._worker.upstream.send(self, method, target, headers, body)
+        self._sending: Sending = self._backend.upstream.send(self, method, target, headers, body)
 
     def _go_on(self, answer: Awaitable[Answer]) -> None:
         self._leave()
-        attempt = Attempt(self._worker, self._began, answer)
+        attempt = Attempt(self._backend, self._began, answer)
         self._client.go_on(partial(self._proxy.go_on, attempt, self._request))
 
     def _end(self, status: int = 0) -> None:
         self._leave()
-        self._worker.end(status, self._proxy.loop.time() - self._began)
+        self._backend.end(status, self._proxy.loop.time() - self._began)
         self._proxy.gate.leave()
 
     def _leave(self) -> None:

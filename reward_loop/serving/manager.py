@@ -25,7 +25,7 @@ from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, reserve, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError, ServerError
-from reward_loop.router.config import API_KEY_VARIABLE, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.models import ENGINES, served_models
@@ -61,9 +61,9 @@ class _Worker:
         """``None`` for a server that someone else runs."""
         return ENGINES.get(self.model.engine)
 
-    def config(self) -> WorkerConfig:
+    def config(self) -> BackendConfig:
         """What the router is told."""
-        return WorkerConfig(
+        return BackendConfig(
             url=self.url or "",
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
             kind=None if self.model.kind == "auto" else self.model.kind,
@@ -223,7 +223,7 @@ class RewardModelManager:
                     functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
                     starts=self._starts,
                     on_up=functools.partial(self._server_is_up, worker),
-                    on_down=functools.partial(self._tell_router, "bury", worker),
+                    on_down=functools.partial(self._tell_router, "mark_dead", worker),
                     on_lost=functools.partial(self._lose_server, worker, close),
                 )
         self._supervise(
@@ -324,7 +324,7 @@ class RewardModelManager:
         # Resets the connections in its backlog, so that the router sends those requests elsewhere.
         close()
         worker.lost = reason
-        await self._tell_router("retire", worker, reason)
+        await self._tell_router("give_up", worker, reason)
 
     async def _lose_router(self, listener: socket.socket, reason: str) -> None:
         listener.close()
@@ -333,7 +333,7 @@ class RewardModelManager:
         """Tells a new router what the one before it knew."""
         for worker in self._workers:
             if worker.lost:
-                await self._tell_router("retire", worker, worker.lost)
+                await self._tell_router("give_up", worker, worker.lost)
             elif worker.asleep:
                 await self._tell_router("sleep", worker)
 
@@ -346,7 +346,7 @@ class RewardModelManager:
             query = urlencode({"url": worker.url, "reason": reason} if reason else {"url": worker.url})
             await self._ask_router("POST", f"/workers/{action}?{query}")
 
-    async def _ask_router(self, method: str, path: str, body: WorkerConfig | None = None) -> None:
+    async def _ask_router(self, method: str, path: str, body: BackendConfig | None = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
         try:
             async with aiohttp.ClientSession(

@@ -23,11 +23,11 @@ async def test_servers_come_and_go_while_it_runs() -> None:
         async with session.post("/workers/drain", params={"url": urls[0]}) as response:
             assert (await response.json())["state"] == "draining"
         assert [(await post(url, CHAT))[0] for _ in range(3)] == [200] * 3
-        counts = {worker["url"]: worker["requests"] for worker in await listed(session)}
+        counts = {backend["url"]: backend["requests"] for backend in await listed(session)}
         assert counts == {urls[0]: 0, other: 3}
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 202
-        assert [worker["url"] for worker in await listed(session)] == [other]
+        assert [backend["url"] for backend in await listed(session)] == [other]
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 404
 
