@@ -9,7 +9,7 @@ import orjson
 
 from reward_loop.errors import ServerError
 from reward_loop.router.backend import Backend
-from reward_loop.router.http_client import UpstreamError
+from reward_loop.router.http_client import StaleError, UpstreamError
 from reward_loop.router.pool import AsleepError
 
 __all__ = ["UnhealthyError", "check_health"]
@@ -54,7 +54,12 @@ async def _learn_models(backend: Backend) -> None:
 
 
 async def _get(backend: Backend, path: str) -> tuple[int, bytes]:
-    answer = await backend.upstream.request(b"GET", path.encode())
+    try:
+        answer = await backend.upstream.request(b"GET", path.encode())
+    except StaleError:
+        # The server has closed its idle connections. The others of this pool are of about the same age.
+        backend.upstream.close_idle()
+        answer = await backend.upstream.request(b"GET", path.encode())
     try:
         body = b""
         while part := await answer.read():

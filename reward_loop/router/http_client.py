@@ -55,7 +55,11 @@ class BrokenError(UpstreamError):
 
 
 class StaleError(BrokenError):
-    """A connection that had been idle broke before the first byte of the answer."""
+    """A connection that was used before broke, without a byte of the answer.
+
+    Either the server closed it while it was idle, or the server died with the request. In the second case its socket
+    may still accept connections, as a process that restarts it keeps the socket open.
+    """
 
 
 class Arrival(Protocol):
@@ -206,13 +210,18 @@ class Connection(asyncio.Protocol):
         self._upstream.busy.discard(self)
         self._transport.abort()
 
-    def fail(self, reason: str) -> None:
-        """Ends the request on its way, if any, with an error."""
+    def fail(self, reason: str, *, certain: bool = False) -> None:
+        """Ends the request in flight, if any, with an error.
+
+        Args:
+            reason: the error's message.
+            certain: whether the server is known to have failed; otherwise the error may be a :class:`StaleError`.
+        """
         answer, arrival = self._answer, self._arrival
         self.close()
         if answer is None:
             return
-        stale = self.used and not self.heard
+        stale = self.used and not self.heard and not certain
         error = (StaleError if stale else BrokenError)(reason)
         if arrival is None:
             answer.wake(error)
@@ -333,35 +342,47 @@ class Connection(asyncio.Protocol):
 class _Opening:
     """A request whose connection is being made."""
 
-    __slots__ = ("_connection", "_task")
+    __slots__ = ("_arrival", "_connection", "_task", "_upstream")
 
     def __init__(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+        self._upstream = upstream
+        self._arrival = arrival
         self._connection: Connection | None = None
-        self._task = upstream.loop.create_task(self._send(upstream, message, head_only, arrival))
-        self._task.add_done_callback(lambda _: upstream.opening.discard(self))
         upstream.opening.add(self)
+        self._task = upstream.loop.create_task(self._send(message, head_only))
+        # A task that is cancelled before its first step does not reach its own `finally`.
+        self._task.add_done_callback(lambda _: upstream.opening.discard(self))
 
     def close(self) -> None:
-        """Gives it up; nobody is told any more."""
+        """Cancels the request; its arrival gets neither an answer nor an error."""
         self._task.cancel()
         if self._connection:
             self._connection.close()
 
-    async def _send(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+    def fail(self, reason: str) -> None:
+        """Ends the request with an error. To be called only while the connection is being made."""
+        self.close()
+        self._upstream.opening.discard(self)
+        if not self._arrival.done():
+            self._arrival.set_exception(BrokenError(reason))
+
+    async def _send(self, message: bytes, head_only: bool) -> None:
         try:
-            self._connection = await upstream.connect()
+            self._connection = await self._upstream.connect()
         except ConnectError as error:
-            if not arrival.done():
-                arrival.set_exception(error)
+            if not self._arrival.done():
+                self._arrival.set_exception(error)
         else:
-            self._connection.send(message, head_only, arrival)
+            self._connection.send(message, head_only, self._arrival)
+        finally:
+            self._upstream.opening.discard(self)
 
 
 class Upstream:
     """The connections to one server.
 
-    There are as many as requests on their way; the one used last is used next, and idle ones are closed after some
-    seconds. A connection that turns out to have died while it was idle is replaced, and that is no error.
+    There are as many as requests in flight; the one used last is used next, and idle ones are closed after some
+    seconds.
 
     To be made in a running event loop.
 
@@ -403,27 +424,24 @@ class Upstream:
 
         Raises:
             ConnectError: no connection could be made.
-            BrokenError: it broke.
+            StaleError: a connection that was used before broke, without a byte of the answer.
+            BrokenError: the connection broke.
         """
-        while True:
-            arrival: asyncio.Future[Answer] = self.loop.create_future()
-            sending = self.send(arrival, method, target, headers, body)
-            try:
-                return await arrival
-            except asyncio.CancelledError:
-                sending.close()
-                raise
-            except StaleError:
-                continue
+        arrival: asyncio.Future[Answer] = self.loop.create_future()
+        sending = self.send(arrival, method, target, headers, body)
+        try:
+            return await arrival
+        except asyncio.CancelledError:
+            sending.close()
+            raise
 
     def send(self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Sending:
-        """Sends a request, at once if a connection is idle; `arrival` is told of its answer.
+        """Sends a request, at once if a connection is idle; `arrival` gets its answer or its error.
 
-        A :class:`StaleError` says that the connection had died while it was idle: the server has not answered, and may
-        well be asked again.
+        After a :class:`StaleError` the request can be repeated: the server has not begun to answer.
 
         Returns:
-            what is to be closed if nobody wants the answer any more.
+            the request in flight; closing it cancels it.
         """
         message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
         connection = self._take_idle()
@@ -433,11 +451,16 @@ class Upstream:
         return connection
 
     def break_off(self, reason: str) -> None:
-        """Fails the requests whose answers have not begun, and forgets the idle connections."""
+        """Fails the requests whose answers have not begun, and closes the idle connections.
+
+        Requests whose connection is still being made fail too: the kernel may accept the connection for a process that
+        is dead.
+        """
+        for opening in list(self.opening):
+            opening.fail(reason)
         for connection in [connection for connection in self.busy if connection.unanswered]:
-            connection.heard = True  # So that it is not tried again here.
-            connection.fail(reason)
-        self._drop_idle()
+            connection.fail(reason, certain=True)
+        self.close_idle()
 
     def close(self) -> None:
         """Closes all connections."""
@@ -445,7 +468,7 @@ class Upstream:
             sending.close()
         for connection in list(self.busy):
             connection.fail("the router stops")
-        self._drop_idle()
+        self.close_idle()
 
     def release(self, connection: Connection) -> None:
         """Takes a connection back whose answer is complete."""
@@ -501,7 +524,8 @@ class Upstream:
         del self._idle[:old]
         self._trimming = self.loop.call_later(_IDLE_S / 2, self._trim) if self._idle else None
 
-    def _drop_idle(self) -> None:
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()

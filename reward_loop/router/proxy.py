@@ -13,7 +13,7 @@ import orjson
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
-from reward_loop.router.http_client import NO_BODY, Answer, Sending, StaleError, UpstreamError
+from reward_loop.router.http_client import NO_BODY, Answer, Sending, UpstreamError
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.request import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
@@ -242,7 +242,8 @@ class _Direct:
         self._deadline = began + timeout_s
         backend.begin()
         client.on_leave = self.give_up
-        self._send()
+        method, target, headers, body, _, _ = request
+        self._sending: Sending = backend.upstream.send(self, method, target, headers, body)
 
     @property
     def waits_for(self) -> str:
@@ -271,13 +272,10 @@ class _Direct:
             self._go_on(future)
 
     def set_exception(self, error: UpstreamError, /) -> None:
-        """There was no connection, or it broke."""
-        if isinstance(error, StaleError):
-            self._send()
-        else:
-            future: asyncio.Future[Answer] = self._proxy.loop.create_future()
-            future.set_exception(error)
-            self._go_on(future)
+        """There was no connection, or it broke: a task tries other servers."""
+        future: asyncio.Future[Answer] = self._proxy.loop.create_future()
+        future.set_exception(error)
+        self._go_on(future)
 
     def give_up(self) -> None:
         """Takes it back from the server."""
@@ -291,10 +289,6 @@ class _Direct:
             refusal = self._proxy.late(self)
             _log(self._client.method, self._client.path, refusal)
             self._client.answer(refusal.status, *refusal.render())
-
-    def _send(self) -> None:
-        method, target, headers, body, _, _ = self._request
-        self._sending: Sending = self._backend.upstream.send(self, method, target, headers, body)
 
     def _go_on(self, answer: Awaitable[Answer]) -> None:
         self._leave()

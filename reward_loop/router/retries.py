@@ -12,7 +12,7 @@ from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import find
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
 from reward_loop.router.request import Exchange
@@ -60,8 +60,8 @@ class Attempt(NamedTuple):
 class Forwarder:
     """Passes requests to servers, and their answers to clients.
 
-    What fails before an answer has begun is repeated on another server, or on the same one once it is back. If there is
-    none, whatever the server answered is passed on, errors included.
+    A request that fails before its answer has begun is repeated on another server, or on the same one once it is well.
+    If there is no other server, the answer of the first is passed on, errors included.
 
     Args:
         pool: the servers.
@@ -96,7 +96,7 @@ class Forwarder:
                 backend = pool.pick(group, request.key, failed) or await self._wait(request, failed)
                 backend.begin()
                 attempt = Attempt(backend, loop.time(), backend.upstream.request(*request[:4]))
-            backend = attempt.backend
+            backend, began = attempt.backend, attempt.began
             exchange.waits_for = backend.url
             status = 0
             try:
@@ -111,6 +111,12 @@ class Forwarder:
                     if backend.failures or backend.state is not BackendState.UP:
                         pool.succeeded(backend)
                     return await exchange.pass_on(answer)
+            except StaleError:
+                # Not known to be a failure, so the server stays in use. But it may be dead, with a socket that still
+                # accepts connections: another server comes first.
+                failed.append(backend)
+                attempt = None
+                continue
             except (ConnectError, BrokenError) as error:
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
@@ -121,7 +127,7 @@ class Forwarder:
                 if attempts >= self._max_attempts:
                     raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
             finally:
-                backend.end(status, loop.time() - attempt.began)
+                backend.end(status, loop.time() - began)
             backend.stats.retries += 1
             failed.append(backend)
             attempt = None

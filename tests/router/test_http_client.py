@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -223,21 +224,24 @@ def self_signed(directory: Path) -> Path:
     return path
 
 
-async def test_a_connection_that_died_while_idle_is_no_error() -> None:
+async def test_a_connection_that_died_while_idle_is_at_most_stale() -> None:
     async with raw(saying(OK)) as upstream:
         for _ in range(3):
-            assert await get(upstream) == (200, b"ok")
+            with contextlib.suppress(StaleError):
+                assert await get(upstream) == (200, b"ok")
 
 
-async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
+async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK)
         await reader.readuntil(b"\r\n\r\n")  # It has the request, and closes without a byte.
 
     async with raw(serve) as upstream:
-        for _ in range(3):
+        for _ in range(2):
             assert await get(upstream) == (200, b"ok")
+            with pytest.raises(StaleError):
+                await get(upstream)
 
 
 class Told:
@@ -363,6 +367,20 @@ async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
         upstream.break_off("killed")
         with pytest.raises(BrokenError, match="killed"):
             await request
+
+
+async def test_breaking_off_fails_requests_whose_connection_is_still_being_made() -> None:
+    async with raw(saying(OK)) as upstream:
+        told = Told(upstream)
+        told.send()
+        assert upstream.opening
+        upstream.break_off("killed")
+        await until(lambda: told.errors)
+        assert isinstance(told.errors[0], BrokenError)
+        assert "killed" in str(told.errors[0])
+        assert not upstream.opening
+        assert await get(upstream) == (200, b"ok")
+        assert not told.bodies
 
 
 async def test_a_long_answer_of_known_length_comes_whole() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -183,6 +184,19 @@ async def test_a_request_moves_from_a_dead_backend_to_a_live_one(dead: str) -> N
         live = await stack.enter_async_context(serving(answering()))
         url = await stack.enter_async_context(proxied(lost, live))
         assert await asyncio.gather(*(post(url) for _ in range(6))) == [(200, b"ok")] * 6
+
+
+async def test_the_only_server_gets_a_request_again_whose_connection_was_stale() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            await reader.readuntil(b"\r\n\r\n")  # It closes the connection without an answer.
+        writer.close()
+
+    server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
+    async with server, proxied(url_of(listener), max_attempts=1, retry_share=0) as url:
+        assert [await post(url) for _ in range(4)] == [(200, b"ok")] * 4
 
 
 async def test_a_request_waits_for_its_backend_to_come_back() -> None:
