@@ -31,11 +31,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="from a request's arrival to the end of its answer (default: %(default)g)",
     )
+    defaults = RouterConfig()
+    parser.add_argument(
+        "--health-interval",
+        type=float,
+        default=defaults.health_interval_s,
+        metavar="SECONDS",
+        help="between two checks of a server in use (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--health-timeout",
+        type=float,
+        default=defaults.health_timeout_s,
+        metavar="SECONDS",
+        help="that a check of a server in use may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-failed-checks",
+        type=int,
+        default=defaults.max_failed_checks,
+        metavar="N",
+        help="failed checks in a row after which a server is taken out of use (default: %(default)d)",
+    )
     server_process.add_arguments(parser)
     args = parser.parse_args(argv)
     server_process.follow_lifeline(args)
     options = {
         "request_timeout_s": args.request_timeout,
+        "health_interval_s": args.health_interval,
+        "health_timeout_s": args.health_timeout,
+        "max_failed_checks": args.max_failed_checks,
         "api_key": os.environ.get(API_KEY_VARIABLE) or None,
         "worker_api_key": os.environ.get(WORKER_API_KEY_VARIABLE) or None,
     }

@@ -52,6 +52,9 @@ class Backend:
     failures: int = 0
     """5xx answers since the last other one."""
     failed_checks: int = 0
+    """Failed health checks since the last one that succeeded, while it is in use."""
+    frozen: bool = False
+    """Whether it is out of use because it accepts connections and answers nothing."""
     relapses: int = 0
     """How often in a row it failed on trial."""
     cools_down_until: float = 0.0

@@ -43,8 +43,11 @@ def route(
         int, typer.Option(min=0, metavar="BYTES", help="With content: only the beginning of the body decides; 0: all.")
     ] = 0,
     request_timeout: Annotated[float, typer.Option(help="Seconds from a request's arrival to its answer's end.")] = 600,
-    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server.")] = 5,
-    health_timeout: Annotated[float, typer.Option(help="Seconds that a check may take.")] = 30,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server in use.")] = 2,
+    health_timeout: Annotated[float, typer.Option(help="Seconds that a check of a server in use may take.")] = 4,
+    max_failed_checks: Annotated[
+        int, typer.Option(min=1, help="A server that fails this number of checks in a row is taken out of use.")
+    ] = 2,
     max_attempts: Annotated[int, typer.Option(min=1, help="How many servers a request may fail on.")] = 4,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests in work at a time; more of them wait.")] = 16384,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get 503 and Retry-After.")] = 16384,
@@ -98,6 +101,7 @@ def route(
         "request_timeout_s": request_timeout,
         "health_interval_s": health_interval,
         "health_timeout_s": health_timeout,
+        "max_failed_checks": max_failed_checks,
         "max_attempts": max_attempts,
         "max_in_flight": max_in_flight,
         "max_queue": max_queue,

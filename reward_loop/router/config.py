@@ -86,20 +86,22 @@ class RouterConfig(Config):
     """How many servers a request may fail on, until the last failure is passed on."""
 
     retry_share: float = Field(default=0.2, ge=0)
-    """Answers with an error (429, 5xx) are retried for at most this share of all requests, and some dozens more. A
-    request whose connection broke is not counted: its server gets nothing more until it is well again."""
+    """Answers with an error (429, 5xx), and requests that a frozen server has not answered, are retried for at most
+    this share of all requests, and 50 more. A request whose connection broke is not counted: its server gets no
+    requests until it is well again."""
 
     max_failures: int = Field(default=5, ge=1)
     """A server that answers so many requests in a row with a 5xx is taken out of use until it is well."""
 
-    health_interval_s: float = Field(default=5.0, gt=0)
+    health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two checks of a server in use."""
 
-    health_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a check may take."""
+    health_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds that a check of a server in use may take."""
 
-    max_failed_checks: int = Field(default=3, ge=1)
-    """A server that fails so many checks in a row is taken out of use."""
+    max_failed_checks: int = Field(default=2, ge=1)
+    """A server that fails this number of checks in a row is taken out of use. A check that times out does not count
+    while the server still answers requests."""
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ssl
 import time
+from collections.abc import Callable
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -245,6 +246,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
+        self._upstream.reads += 1
         if self._answer is None:
             self.close()
             return
@@ -399,6 +401,8 @@ class Upstream:
         """The connections with a request on its way."""
         self.opening: set[_Opening] = set()
         """The requests that wait for a connection."""
+        self.reads = 0
+        """How often bytes have arrived from the server."""
         self._host = parts.hostname or ""
         # Made once: it takes long, and asyncio would make one for each connection.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -450,17 +454,25 @@ class Upstream:
         connection.send(message, method == b"HEAD", arrival)
         return connection
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, allowed: Callable[[], bool] = lambda: True) -> None:
         """Fails the requests whose answers have not begun, and closes the idle connections.
 
         Requests whose connection is still being made fail too: the kernel may accept the connection for a process that
         is dead.
+
+        Args:
+            reason: the message of their error.
+            allowed: asked before each request; the first ``False`` leaves the other requests in flight.
         """
+        self.close_idle()
         for opening in list(self.opening):
+            if not allowed():
+                return
             opening.fail(reason)
         for connection in [connection for connection in self.busy if connection.unanswered]:
+            if not allowed():
+                return
             connection.fail(reason, certain=True)
-        self.close_idle()
 
     def close(self) -> None:
         """Closes all connections."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,10 @@ _LONGEST_PAUSE_S = 5.0
 _TRIAL_S = 5.0
 """A server on trial whose first request takes longer than this is taken to be well."""
 
+_START_CHECK_S = 30.0
+"""A check of a server that is not in use may take this long, or `health_timeout_s` if that is longer: a server that is
+starting may accept connections and answer only when it is ready."""
+
 
 class NoBackendError(ServerError):
     """No server will take requests, now or later."""
@@ -42,6 +47,20 @@ class AllCoolingDownError(ServerError):
 
 class AsleepError(ServerError):
     """The server is well, and its engine sleeps: what it is asked now hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A health check that failed."""
+
+    reason: str
+    certain: bool = False
+    """Whether one such failure is enough to take the server out of use."""
+    timed_out: bool = False
+
+
+def _ignore(backend: Backend) -> None:
+    pass
 
 
 class Group:
@@ -89,6 +108,9 @@ class BackendPool:
         self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
             lambda: policy_for(self._config)
         )
+        self.on_frozen: Callable[[Backend], None] = _ignore
+        """Called with a server whose health checks time out: when it is taken out of use, and after each further check
+        that times out."""
         self._changed = asyncio.Event()
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
@@ -198,11 +220,12 @@ class BackendPool:
             backend.taken_out.set()
 
     def mark_dead(self, backend: Backend, reason: str) -> None:
-        """Ejects a server whose process is known to be dead, so that what waits for its answer is tried elsewhere.
+        """Takes a server out of use whose process has died. Requests that wait for its answer are tried elsewhere.
 
         A connection that the process had not accepted yet does not break: it would wait for the next process.
         """
         self.mark_unhealthy(backend, reason)
+        backend.frozen = False
         backend.last_error = reason
         backend.upstream.break_off(reason)
 
@@ -213,6 +236,17 @@ class BackendPool:
         self._stop_watching(backend)
         self._set_state(backend, BackendState.GIVEN_UP)
         backend.upstream.break_off(reason)
+
+    def has_stand_in(self, backend: Backend) -> bool:
+        """Whether another server can take a server's requests now."""
+        return any(
+            other is not backend
+            and other.state in (BackendState.UP, BackendState.TRIAL)
+            and not other.cooling_down
+            and other.models == backend.models
+            and (other.config.kind, other.config.engine) == (backend.config.kind, backend.config.engine)
+            for other in self.backends
+        )
 
     def find(self, url: str) -> Backend | None:
         """The server at a URL."""
@@ -291,7 +325,8 @@ class BackendPool:
                     async with asyncio.timeout(self._config.health_interval_s):
                         await backend.taken_out.wait()
                 except TimeoutError:
-                    await self._check_in_use(backend)
+                    while await self._check_in_use(backend) and not backend.taken_out.is_set():
+                        pass  # The check has taken its time already: the next one follows at once.
 
     async def _readmit(self, backend: Backend, new: bool) -> None:
         """Checks a server that is down until it is well."""
@@ -299,34 +334,48 @@ class BackendPool:
         if backend.relapses:
             pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
-        while (error := await self._run_check(backend)) is not None:
-            backend.last_error = error[0]
-            await asyncio.sleep(pause)
+        while failure := await self._run_check(backend):
+            backend.last_error = failure.reason
+            if backend.frozen:
+                # The budget of retries has grown since, or another server is well again.
+                self.on_frozen(backend)
+            await asyncio.sleep(min(pause, self._config.health_interval_s) if backend.frozen else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         logger.info("backend %s is up", backend.url)
         backend.failed_checks = 0
+        backend.frozen = False
         backend.trial_until = time.monotonic() + _TRIAL_S
         self._set_state(backend, BackendState.UP if new else BackendState.TRIAL)
 
-    async def _check_in_use(self, backend: Backend) -> None:
-        error = await self._run_check(backend)
-        if error is None:
+    async def _check_in_use(self, backend: Backend) -> bool:
+        """Checks a server in use; returns whether the check timed out while the server sent nothing at all."""
+        reads = backend.upstream.reads
+        failure = await self._run_check(backend)
+        if failure is None or (failure.timed_out and backend.upstream.reads != reads):
+            # A server that still answers requests is busy, not frozen.
             backend.failed_checks = 0
-            return
-        reason, certain = error
+            return False
         backend.failed_checks += 1
-        if certain or backend.failed_checks >= self._config.max_failed_checks:
-            self.mark_unhealthy(backend, reason)
+        if failure.certain or backend.failed_checks >= self._config.max_failed_checks:
+            self.mark_unhealthy(backend, failure.reason)
+            if failure.timed_out and backend.state is BackendState.DOWN:
+                backend.frozen = True
+                self.on_frozen(backend)
+        return failure.timed_out
 
-    async def _run_check(self, backend: Backend) -> tuple[str, bool] | None:
-        """What is wrong with a server, and whether it is certainly of no use, or ``None`` if it is well."""
+    async def _run_check(self, backend: Backend) -> _Failure | None:
+        """Checks a server; returns ``None`` if it is well."""
+        seconds = self._config.health_timeout_s
+        if backend.state is BackendState.DOWN and not backend.frozen:
+            seconds = max(seconds, _START_CHECK_S)
         try:
-            async with asyncio.timeout(self._config.health_timeout_s):
+            async with asyncio.timeout(seconds):
                 await self._check(backend)
         except TimeoutError:
-            return f"no answer to a health check within {self._config.health_timeout_s:g} s", False
+            return _Failure(f"no answer to a health check within {seconds:g} s", timed_out=True)
         except Exception as error:
-            return f"{type(error).__name__}: {error}", isinstance(error, ConnectError | AsleepError)
+            certain = isinstance(error, ConnectError | AsleepError)
+            return _Failure(f"{type(error).__name__}: {error}", certain=certain)
         return None
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:

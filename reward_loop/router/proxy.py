@@ -72,6 +72,8 @@ class Proxy:
         self._forwarder = Forwarder(pool, self.budget, config)
         self.loop = asyncio.get_running_loop()
         self._pool = pool
+        self._may_repeat = config.max_attempts > 1
+        pool.on_frozen = self._move_requests
         self._key = pool.group().policy.key
         self._timeout_s = config.request_timeout_s
         self._max_body_bytes = config.max_body_bytes
@@ -186,6 +188,14 @@ class Proxy:
                 503, f"it was not its turn within {timeout}: {self.gate.inside} requests are in work", close=True
             )
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
+
+    def _move_requests(self, backend: Backend) -> None:
+        """Tries requests that a frozen server has not begun to answer on another server, as far as the budget goes.
+
+        The other requests stay: the server may continue.
+        """
+        if self._may_repeat and self._pool.has_stand_in(backend):
+            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
         """From now on its deadline holds, and a while later its client's leaving is noticed."""

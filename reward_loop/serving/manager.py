@@ -384,8 +384,14 @@ class RewardModelManager:
     def _router_command(self) -> list[str]:
         workers = [worker.config().model_dump() for worker in self._workers if worker.url]
         options = [option for worker in workers for option in ("--worker", orjson.dumps(worker).decode())]
-        timeout = str(self._config.request_timeout_s)
-        return [sys.executable, "-m", "reward_loop.router", "--request-timeout", timeout, *options]
+        for name, value in (
+            ("--request-timeout", self._config.request_timeout_s),
+            ("--health-interval", self._config.health_interval_s),
+            ("--health-timeout", self._config.health_timeout_s),
+            ("--max-failed-checks", self._config.max_failed_checks),
+        ):
+            options += [name, str(value)]
+        return [sys.executable, "-m", "reward_loop.router", *options]
 
 
 _Place = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]

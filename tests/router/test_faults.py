@@ -107,3 +107,51 @@ async def test_requests_that_met_the_socket_of_a_dead_server_move_when_its_death
             assert response.status == 200
         async with asyncio.timeout(60):
             assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
+
+
+QUICK_CHECKS = {"health_interval_s": 0.2, "health_timeout_s": 0.5, "max_failed_checks": 2}
+
+
+async def test_requests_of_a_frozen_server_are_answered_by_another_one() -> None:
+    async with routed_stubs(0.3, 0.3, **QUICK_CHECKS) as (session, stubs):
+        await asyncio.gather(*echo_all(session))
+        requests = echo_all(session)
+        await all_in_flight(session)
+        stubs[0].signal(signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
+            states = {backend["url"]: backend["state"] for backend in await listed(session)}
+            assert states == {stubs[0].url: "down", stubs[1].url: "up"}
+            stubs[0].signal(signal.SIGCONT)
+            while await state_of(session, stubs[0]) == "down":  # noqa: ASYNC110 (another process changes it)
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_of_a_frozen_server_stay_where_the_retry_budget_is_spent() -> None:
+    async with routed_stubs(0.3, 0.3, **QUICK_CHECKS, retry_share=0) as (session, stubs):
+        requests = echo_all(session)
+        await all_in_flight(session)
+        stubs[0].signal(signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while await state_of(session, stubs[0]) != "down":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await echo(session, "new") == "new"
+            assert not all(request.done() for request in requests)
+            stubs[0].signal(signal.SIGCONT)
+            assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
+
+
+async def test_requests_of_a_frozen_server_stay_while_no_other_server_is_well() -> None:
+    async with routed_stubs(0.3, **QUICK_CHECKS) as (session, stubs):
+        requests = echo_all(session)
+        await all_in_flight(session)
+        stubs[0].signal(signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while await state_of(session, stubs[0]) != "down":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            stubs[0].signal(signal.SIGCONT)
+            assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
+
+
+async def state_of(session: aiohttp.ClientSession, stub: Stub) -> str:
+    return next(backend["state"] for backend in await listed(session) if backend["url"] == stub.url)
