@@ -33,6 +33,9 @@ _WHOLE_UP_TO = 1 << 20
 _BUFFER = 256 * 1024
 """Reading pauses while this much of an answer waits to be passed on."""
 
+_HEAD_UP_TO = 64 * 1024
+"""Bytes that may arrive without a byte of the body: longer heads, trailers and chunk extensions are errors."""
+
 _IDLE_S = 4.0
 """An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
 
@@ -149,6 +152,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_answer",
         "_arrival",
+        "_bodiless",
         "_ended",
         "_head_only",
         "_headers",
@@ -182,6 +186,7 @@ class Connection(asyncio.Protocol):
         self._hop_by_hop: list[RawHeader] = []
         self._head_only = False
         self._in_body = False
+        self._bodiless = 0
         self._ended = False
         self._keep = False
         self._to_its_end = False
@@ -201,6 +206,7 @@ class Connection(asyncio.Protocol):
         self._hop_by_hop = []
         self._head_only = head_only
         self._in_body = self._ended = self._keep = False
+        self._bodiless = 0
         self.heard = False
         self._transport.write(message)
 
@@ -251,17 +257,21 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         wrong = None
+        self._bodiless += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             wrong = "it switched to another protocol"
         except httptools.HttpParserError as error:
-            wrong = f"what it answered is not HTTP: {error}"
-        # Not before all is parsed: who is told may send the next request, and what came now is no answer to that.
+            wrong = f"its answer is not HTTP: {error.__context__ or error}"
+        # Not before all bytes are parsed: the arrival may send the next request over this connection, and these bytes
+        # are no answer to that request.
         if self._ended:
             self._finish(keep=self._keep and not wrong)
         elif wrong:
             self.fail(wrong)
+        elif self._bodiless > _HEAD_UP_TO:
+            self.fail(f"the head of its answer is longer than {_HEAD_UP_TO} bytes")
 
     def eof_received(self) -> bool:
         if self._answer and self._to_its_end and self._in_body:
@@ -282,6 +292,8 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._ended:
             raise ValueError("an answer to nothing")
+        if not 100 <= status <= 599 or status == 101:
+            raise ValueError(f"status {status}")
         if status < 200:
             self._headers = []
             self._hop_by_hop = []
@@ -311,6 +323,7 @@ class Connection(asyncio.Protocol):
         return
 
     def on_body(self, body: bytes) -> None:
+        self._bodiless = 0
         if self._head_only:
             self._keep = False
         elif self._answer:
