@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import IPv6Address
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -51,7 +52,7 @@ class BackendConfig(Config):
     """What runs it. A ``vllm`` server is asked whether it sleeps; a discriminative ``sglang`` server is spared the
     empty texts that can end it."""
 
-    health_path: str = Field(default="/health", pattern="^/")
+    health_path: str = Field(default="/health", pattern="^/[!-~]*$")
     """A GET of it is answered with a status below 400 by a server that is well."""
 
     @field_validator("url")
@@ -61,6 +62,11 @@ class BackendConfig(Config):
         found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
         if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
+        host = found[1]
+        if host.startswith("["):
+            IPv6Address(host[1:-1])  # Raises a ValueError.
+        elif not re.fullmatch(r"[A-Za-z0-9._~%!$&'()*+,;=-]+", host):
+            raise ValueError(f"expected http://host:port; {host!r} is not a valid host")
         return url
 
 

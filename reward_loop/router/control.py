@@ -4,21 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from reward_loop._util.text import shorten
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig
+from reward_loop.router.health import is_this_router
 from reward_loop.router.metrics import CONTENT_TYPE, render
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
+from reward_loop.router.router_error import Refusal
 
 __all__ = ["control_plane"]
+
+_PROBLEMS = 5
+"""How many of an invalid request's mistakes its answer names."""
 
 
 def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     """An app that shows the servers and changes what is done with them."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        allow = (error.headers or {}).get("Allow")
+        return answer(request, Refusal(error.status_code, str(error.detail), allow=allow))
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
+        # Without the request's own values, which may be long.
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+        message = "; ".join(f"{where}: {what}" for where, what in problems[:_PROBLEMS])
+        return answer(request, Refusal(422, message[:1000], param=problems[0][0][:100]))
+
+    def answer(request: Request, refusal: Refusal) -> Response:
+        proxy.log.refused_request(request.method, request.url.path, refusal)
+        headers, body = refusal.render()
+        return Response(body, refusal.status, {name.decode(): value.decode() for name, value in headers})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -31,7 +56,11 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     @app.post("/workers", status_code=201)
     async def add(backend: BackendConfig) -> dict[str, Any]:
         if pool.find(backend.url):
-            raise HTTPException(409, f"{backend.url} is there already")
+            raise HTTPException(409, f"{backend.url} is a server of this router already")
+        if await is_this_router(pool.connect(backend.url)):
+            raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
+        if pool.find(backend.url):  # Another request has added it meanwhile.
+            raise HTTPException(409, f"{backend.url} is a server of this router already")
         return _shown(pool.add(backend))
 
     @app.delete("/workers", status_code=202)
@@ -71,7 +100,7 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     def find(url: str) -> Backend:
         backend = pool.find(url)
         if backend is None:
-            raise HTTPException(404, f"there is no backend {url}")
+            raise HTTPException(404, f"there is no server {shorten(url)}")
         return backend
 
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -9,12 +10,14 @@ import orjson
 
 from reward_loop.errors import ServerError
 from reward_loop.router.backend import Backend
-from reward_loop.router.http_client import StaleError, UpstreamError
-from reward_loop.router.pool import AsleepError
+from reward_loop.router.http_client import StaleError, Upstream, UpstreamError
+from reward_loop.router.pool import AsleepError, LoopError
 
-__all__ = ["UnhealthyError", "check_health"]
+__all__ = ["UnhealthyError", "check_health", "is_this_router"]
 
 logger = logging.getLogger(__name__)
+
+_LOOP_CHECK_S = 1.0
 
 
 class UnhealthyError(ServerError):
@@ -25,11 +28,14 @@ async def check_health(backend: Backend) -> None:
     """Asks a server for its health, and, when it is not in use yet, for its models.
 
     Raises:
+        LoopError: it is this router.
         UnhealthyError: it is not well.
         AsleepError: its engine sleeps.
         UpstreamError: it did not answer.
     """
     status, _ = await _get(backend, backend.config.health_path)
+    if status == 508:
+        raise LoopError("the health check came back to this router")
     if status >= 400:
         raise UnhealthyError(f"{backend.config.health_path} is answered with {status}")
     if backend.config.engine == "vllm":
@@ -39,6 +45,18 @@ async def check_health(backend: Backend) -> None:
             raise AsleepError("the engine sleeps")
     if backend.state == "down":
         await _learn_models(backend)
+
+
+async def is_this_router(upstream: Upstream) -> bool:
+    """Whether the server is this router, perhaps under another address. One that does not answer at once is not."""
+    try:
+        async with asyncio.timeout(_LOOP_CHECK_S):
+            answer = await upstream.request(b"GET", b"/live")
+    except (UpstreamError, TimeoutError):
+        return False
+    finally:
+        upstream.close()
+    return answer.status == 508
 
 
 async def _learn_models(backend: Backend) -> None:

@@ -404,10 +404,13 @@ class Upstream:
     Args:
         url: ``http://host:port`` or ``https://host:port``.
         api_key: sent as a bearer token with every request.
+        via: the name of this router, sent in a ``Via`` header with every request.
         connect_timeout_s: seconds until a connection must be made.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, via: bytes = b"", connect_timeout_s: float = 10.0
+    ) -> None:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
@@ -425,6 +428,8 @@ class Upstream:
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
         self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
+        # After the client's headers: the entries of `Via` are in the order of the routers (RFC 9110, 7.6.3).
+        self._head_end = b"via: 1.1 %b\r\n\r\n" % via if via else b"\r\n"
         self._idle: list[Connection] = []
         self._trimming: asyncio.TimerHandle | None = None
 
@@ -460,7 +465,7 @@ class Upstream:
         Returns:
             the request in flight; closing it cancels it.
         """
-        message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
+        message = b"".join((method, b" ", target, self._own_headers, headers, self._head_end, body))
         connection = self._take_idle()
         if connection is None:
             return _Opening(self, message, method == b"HEAD", arrival)

@@ -44,6 +44,11 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(_PREFIX + "requests_queued", "Requests that wait to be taken up.", proxy.gate.waiting)
         yield GaugeMetricFamily(_PREFIX + "retries_left", "Retries that the budget allows now.", proxy.budget.left)
 
+        refused = CounterMetricFamily(_PREFIX + "refused", "Requests that the router refused.", labels=("status",))
+        for status, count in sorted(proxy.log.refused.items()):
+            refused.add_metric((str(status),), count)
+        yield refused
+
         state = GaugeMetricFamily(_PREFIX + "worker_state", "1 for a backend's state.", labels=(*_LABELS, "state"))
         in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests that a backend has.", labels=_LABELS)
         resting = GaugeMetricFamily(_PREFIX + "worker_resting", "1 while a backend is not asked.", labels=_LABELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
@@ -17,7 +18,7 @@ from reward_loop.router.config import BackendConfig, RequestKind, RouterConfig
 from reward_loop.router.http_client import ConnectError, Upstream
 from reward_loop.router.policies import Policy, policy_for
 
-__all__ = ["AllCoolingDownError", "AsleepError", "BackendPool", "Group", "NoBackendError"]
+__all__ = ["AllCoolingDownError", "AsleepError", "BackendPool", "Group", "LoopError", "NoBackendError"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,10 @@ class AllCoolingDownError(ServerError):
         """Until the first one is back."""
 
 
+class LoopError(ServerError):
+    """The server is this router itself."""
+
+
 class AsleepError(ServerError):
     """The server is well, and its engine sleeps: what it is asked now hangs."""
 
@@ -57,6 +62,8 @@ class _Failure:
     certain: bool = False
     """Whether one such failure is enough to take the server out of use."""
     timed_out: bool = False
+    loop: bool = False
+    """Whether the server is this router."""
 
 
 def _ignore(backend: Backend) -> None:
@@ -102,6 +109,8 @@ class BackendPool:
         """All that are known."""
         self.several_models = False
         """Whether it matters which model a request names."""
+        self.identity = b"reward-loop-" + secrets.token_hex(8).encode()
+        """The router's name in ``Via`` headers: a request that carries it goes round in a loop."""
         self._initial = list(backends)
         self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
         # One for each group: models that are asked alternately would always meet every other server of a common turn.
@@ -255,11 +264,15 @@ class BackendPool:
 
     def add(self, config: BackendConfig) -> Backend:
         """Adds a server; it gets requests once it is well."""
-        backend = Backend(config, Upstream(config.url, api_key=self._config.worker_api_key), models=config.models)
+        backend = Backend(config, self.connect(config.url), models=config.models)
         self.backends.append(backend)
         self._watch(backend)
         self._refresh()
         return backend
+
+    def connect(self, url: str) -> Upstream:
+        """An HTTP client of a server, which sends the servers' API key and this router's identity."""
+        return Upstream(url, api_key=self._config.worker_api_key, via=self.identity)
 
     def drain(self, backend: Backend) -> None:
         """Gives it no new requests."""
@@ -335,6 +348,9 @@ class BackendPool:
             pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
         while failure := await self._run_check(backend):
+            if failure.loop:
+                self.give_up(backend, failure.reason)
+                return
             backend.last_error = failure.reason
             if backend.frozen:
                 # The budget of retries has grown since, or another server is well again.
@@ -375,7 +391,7 @@ class BackendPool:
             return _Failure(f"no answer to a health check within {seconds:g} s", timed_out=True)
         except Exception as error:
             certain = isinstance(error, ConnectError | AsleepError)
-            return _Failure(f"{type(error).__name__}: {error}", certain=certain)
+            return _Failure(f"{type(error).__name__}: {error}", certain=certain, loop=isinstance(error, LoopError))
         return None
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Awaitable
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import find
 from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError
+from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
 from reward_loop.router.request import Exchange
@@ -20,8 +20,6 @@ from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import Route
 
 __all__ = ["WORTH_A_RETRY", "Attempt", "Forwarder", "Request"]
-
-logger = logging.getLogger(__name__)
 
 WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """Statuses for which another server is tried."""
@@ -66,12 +64,14 @@ class Forwarder:
     Args:
         pool: the servers.
         budget: of retries.
+        log: gets the answers that broke off.
         max_attempts: how many servers a request may fail on.
     """
 
-    def __init__(self, pool: BackendPool, budget: RetryBudget, config: RouterConfig) -> None:
+    def __init__(self, pool: BackendPool, budget: RetryBudget, config: RouterConfig, log: LimitedLog) -> None:
         self._pool = pool
         self._budget = budget
+        self._log = log
         self._max_attempts = config.max_attempts
 
     async def forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
@@ -121,7 +121,7 @@ class Forwarder:
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
                 if exchange.started:
-                    logger.warning("%s: the answer of %s broke off: %s", exchange.name, backend.url, error)
+                    self._log.warning(backend, "%s: the answer of %s broke off: %s", exchange.name, backend.url, error)
                     return None
                 attempts += isinstance(error, BrokenError)
                 if attempts >= self._max_attempts:

@@ -45,6 +45,11 @@ def run_router(
             f"{url_of(listener)} can be reached from other machines: set an API key (the environment variable "
             f"{API_KEY_VARIABLE}), or listen on 127.0.0.1"
         )
+    backends = list(backends)
+    own = url_of(listener)
+    for backend in backends:
+        if (backend if isinstance(backend, str) else backend.url).rstrip("/") == own:
+            raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     room = _room_for(config.max_in_flight)
     if room < config.max_in_flight:

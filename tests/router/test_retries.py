@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ import pytest
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.request import Exchange
@@ -51,7 +53,9 @@ class Caller:
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
         self.pool = pool
-        self.forwarder = Forwarder(pool, RetryBudget(config.retry_share), config)
+        self.forwarder = Forwarder(
+            pool, RetryBudget(config.retry_share), config, LimitedLog(logging.getLogger(__name__))
+        )
 
     async def ask(self, attempt: Attempt | None = None) -> int:
         statuses = []
