@@ -53,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="failed checks in a row after which a server is taken out of use (default: %(default)d)",
     )
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=5,
+        metavar="SECONDS",
+        help="for requests in flight to end after SIGTERM (default: %(default)d)",
+    )
     server_process.add_arguments(parser)
     args = parser.parse_args(argv)
     server_process.follow_lifeline(args)
@@ -67,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(RouterConfig, options, "router")
         backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
-        run_router(backends, config, server_process.open_listener(args))
+        run_router(backends, config, server_process.open_listener(args), grace_s=args.grace)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

@@ -43,6 +43,8 @@ _HOST = "127.0.0.1"
 _ROUTER_ANSWERS_WITHIN_S = 15.0
 """It may have to wait for a processor while models are loaded. A server that it is not told of gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
+_ROUTER_STOPS_WITHIN_S = 1.0
+"""After this time the servers are stopped, too."""
 
 
 @dataclass(eq=False)
@@ -104,6 +106,7 @@ class RewardModelManager:
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._runs: list[asyncio.Task[None]] = []
+        self._router_run: asyncio.Task[None] | None = None
         self._resources = ExitStack()
         self._router_url = ""
         self._workers: list[_Worker] = []
@@ -146,11 +149,20 @@ class RewardModelManager:
         tasks, self._tasks = self._tasks, None
         try:
             if tasks:
-                for run in self._runs:
-                    run.cancel()
-                await tasks.__aexit__(None, None, None)
+                try:
+                    await self._stop_router()
+                finally:
+                    for run in self._runs:
+                        run.cancel()
+                    await tasks.__aexit__(None, None, None)
         finally:
             self._resources.close()
+
+    async def _stop_router(self) -> None:
+        """Stops the router before its servers: otherwise it would wait for the answers of servers that are gone."""
+        if self._router_run:
+            self._router_run.cancel()
+            await asyncio.wait([self._router_run], timeout=_ROUTER_STOPS_WITHIN_S)
 
     async def sleep(self) -> None:
         """Frees the models' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
@@ -226,7 +238,7 @@ class RewardModelManager:
                     on_down=functools.partial(self._tell_router, "mark_dead", worker),
                     on_lost=functools.partial(self._lose_server, worker, close),
                 )
-        self._supervise(
+        self._router_run = self._supervise(
             "router",
             lambda: ServerProcess(
                 "reward router",
@@ -242,12 +254,14 @@ class RewardModelManager:
             on_lost=functools.partial(self._lose_router, router),
         )
 
-    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> None:
+    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> asyncio.Task[None]:
         assert self._tasks is not None
         policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
         supervisor = Supervisor(new_process, policy, **options)
         self._supervisors[role] = supervisor
-        self._runs.append(self._tasks.create_task(supervisor.run(), name=f"supervise {role}"))
+        run = self._tasks.create_task(supervisor.run(), name=f"supervise {role}")
+        self._runs.append(run)
+        return run
 
     # Where servers run
 
@@ -389,6 +403,8 @@ class RewardModelManager:
             ("--health-interval", self._config.health_interval_s),
             ("--health-timeout", self._config.health_timeout_s),
             ("--max-failed-checks", self._config.max_failed_checks),
+            # The servers stop next, so requests in flight cannot be finished.
+            ("--grace", 0),
         ):
             options += [name, str(value)]
         return [sys.executable, "-m", "reward_loop.router", *options]

@@ -71,26 +71,25 @@ async def echo(session: aiohttp.ClientSession, text: str) -> str:
         return await response.text()
 
 
-def echo_all(session: aiohttp.ClientSession) -> list[asyncio.Task[str]]:
-    return [asyncio.create_task(echo(session, str(number))) for number in range(CALLERS)]
-
-
-async def in_flight(session: aiohttp.ClientSession) -> int:
-    return sum(backend["in_flight"] for backend in await listed(session))
-
-
-async def all_in_flight(session: aiohttp.ClientSession) -> None:
+async def all_sent(session: aiohttp.ClientSession) -> list[asyncio.Task[str]]:
+    """A request of each caller, once the servers have got all of them."""
+    before = await sent(session)
+    requests = [asyncio.create_task(echo(session, str(number))) for number in range(CALLERS)]
     async with asyncio.timeout(60):
-        while await in_flight(session) < CALLERS:  # noqa: ASYNC110 (the count has no event)
+        while await sent(session) < before + CALLERS:  # noqa: ASYNC110 (the count has no event)
             await asyncio.sleep(0.01)
+    return requests
+
+
+async def sent(session: aiohttp.ClientSession) -> int:
+    return sum(backend["requests"] for backend in await listed(session))
 
 
 async def test_requests_of_a_killed_server_do_not_wait_for_its_restart() -> None:
     # The killed server is never restarted, and nobody reports its death: its socket stays, and accepts connections.
     async with routed_stubs(0.3, 0.3) as (session, stubs):
-        await asyncio.gather(*echo_all(session))  # Now the connections to both servers are used ones.
-        requests = echo_all(session)
-        await all_in_flight(session)
+        await asyncio.gather(*await all_sent(session))  # Now the connections to both servers are used ones.
+        requests = await all_sent(session)
         stubs[0].signal(signal.SIGKILL)
         async with asyncio.timeout(60):
             assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
@@ -100,7 +99,7 @@ async def test_requests_that_met_the_socket_of_a_dead_server_move_when_its_death
     async with routed_stubs(0.1, 0.1) as (session, stubs):
         stubs[0].signal(signal.SIGKILL)
         stubs[0].process.wait()
-        requests = echo_all(session)
+        requests = [asyncio.create_task(echo(session, str(number))) for number in range(CALLERS)]
         await until(lambda: any(request.done() for request in requests))
         query = {"url": stubs[0].url, "reason": "killed"}
         async with session.post("/workers/mark_dead", params=query) as response:
@@ -114,9 +113,8 @@ QUICK_CHECKS = {"health_interval_s": 0.2, "health_timeout_s": 0.5, "max_failed_c
 
 async def test_requests_of_a_frozen_server_are_answered_by_another_one() -> None:
     async with routed_stubs(0.3, 0.3, **QUICK_CHECKS) as (session, stubs):
-        await asyncio.gather(*echo_all(session))
-        requests = echo_all(session)
-        await all_in_flight(session)
+        await asyncio.gather(*await all_sent(session))
+        requests = await all_sent(session)
         stubs[0].signal(signal.SIGSTOP)
         async with asyncio.timeout(60):
             assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
@@ -128,9 +126,8 @@ async def test_requests_of_a_frozen_server_are_answered_by_another_one() -> None
 
 
 async def test_requests_of_a_frozen_server_stay_where_the_retry_budget_is_spent() -> None:
-    async with routed_stubs(0.3, 0.3, **QUICK_CHECKS, retry_share=0) as (session, stubs):
-        requests = echo_all(session)
-        await all_in_flight(session)
+    async with routed_stubs(2, 2, **QUICK_CHECKS, retry_share=0) as (session, stubs):
+        requests = await all_sent(session)
         stubs[0].signal(signal.SIGSTOP)
         async with asyncio.timeout(60):
             while await state_of(session, stubs[0]) != "down":  # noqa: ASYNC110
@@ -143,8 +140,7 @@ async def test_requests_of_a_frozen_server_stay_where_the_retry_budget_is_spent(
 
 async def test_requests_of_a_frozen_server_stay_while_no_other_server_is_well() -> None:
     async with routed_stubs(0.3, **QUICK_CHECKS) as (session, stubs):
-        requests = echo_all(session)
-        await all_in_flight(session)
+        requests = await all_sent(session)
         stubs[0].signal(signal.SIGSTOP)
         async with asyncio.timeout(60):
             while await state_of(session, stubs[0]) != "down":  # noqa: ASYNC110
