@@ -52,7 +52,7 @@ def route(
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests in work at a time; more of them wait.")] = 16384,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get 503 and Retry-After.")] = 16384,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Longer bodies get 413.")] = 64,
-    max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431.")] = 64,
+    max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431, longer URLs 414.")] = 64,
     grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in work to end after SIGTERM.")] = 600,
     api_key: Annotated[
         str | None,

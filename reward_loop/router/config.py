@@ -113,7 +113,7 @@ class RouterConfig(Config):
     """Longer request bodies are answered with 413."""
 
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
-    """Longer request heads are answered with 431."""
+    """Longer request heads are answered with 431, or with 414 where it is the URL that is too long."""
 
     max_in_flight: int = Field(default=16384, ge=1)
     """How many requests are in work at a time; more of them wait."""

@@ -38,7 +38,9 @@ class LimitedLog:
     def refused_request(self, method: str, path: str, refusal: Refusal) -> None:
         """Counts a refused request, and logs it; statuses are the kinds."""
         self.refused[refusal.status] += 1
-        self.warning(refusal.status, "%s %s: %d, %s", method, path[:200], refusal.status, refusal.message)
+        # A path is decoded, and may have line ends in it.
+        printable = path[:200].encode("unicode_escape").decode()
+        self.warning(refusal.status, "%s %s: %d, %s", method, printable, refusal.status, refusal.message)
 
     def warning(self, kind: Hashable, message: str, *args: object) -> None:
         """Logs a message, or counts it."""

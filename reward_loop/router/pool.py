@@ -252,7 +252,7 @@ class BackendPool:
             other is not backend
             and other.state in (BackendState.UP, BackendState.TRIAL)
             and not other.cooling_down
-            and other.models == backend.models
+            and set(other.models) == set(backend.models)
             and (other.config.kind, other.config.engine) == (backend.config.kind, backend.config.engine)
             for other in self.backends
         )
@@ -352,6 +352,8 @@ class BackendPool:
                 self.give_up(backend, failure.reason)
                 return
             backend.last_error = failure.reason
+            if failure.timed_out and backend.in_flight:
+                backend.frozen = True
             if backend.frozen:
                 # The budget of retries has grown since, or another server is well again.
                 self.on_frozen(backend)

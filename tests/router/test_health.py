@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from reward_loop.router.app import create_app
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.health import UnhealthyError, check_health
-from reward_loop.router.http_client import ConnectError, Upstream
+from reward_loop.router.http_client import BrokenError, ConnectError, Upstream
 from reward_loop.router.pool import AsleepError
 from tests.servers import CHAT, listed, post, refusing, serving
 
@@ -98,3 +99,16 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
             status, body = await post(url, CHAT)
     assert status == 503
     assert b"the engine sleeps" in body
+
+
+async def test_the_length_of_a_health_answer_is_bounded() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with backend_for(endless) as backend:
+        with pytest.raises(BrokenError, match="/health is longer than 4194304 bytes"):
+            await check_health(backend)
