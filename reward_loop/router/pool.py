@@ -240,7 +240,7 @@ class BackendPool:
 
     def give_up(self, backend: Backend, reason: str) -> None:
         """Takes it out of use for good."""
-        logger.error("backend %s is given up: %s", backend.url, reason)
+        logger.error("backend %s gets no more requests: %s", backend.url, reason)
         backend.last_error = reason
         self._stop_watching(backend)
         self._set_state(backend, BackendState.GIVEN_UP)

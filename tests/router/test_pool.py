@@ -244,6 +244,26 @@ async def test_one_failed_check_is_not_enough() -> None:
     assert backend.stats.ejections == 1
 
 
+@pytest.mark.parametrize("answers_requests", [True, False])
+async def test_a_check_that_times_out_counts_unless_the_server_answers_requests(answers_requests: bool) -> None:
+    checks: list[Backend] = []
+
+    async def check(backend: Backend) -> None:
+        checks.append(backend)
+        if len(checks) > 1:
+            backend.upstream.reads += answers_requests
+            await asyncio.Event().wait()
+
+    frozen: list[Backend] = []
+    options = RouterConfig(health_interval_s=0.01, health_timeout_s=0.01, max_failed_checks=2)
+    async with BackendPool(BACKENDS[:1], check, options) as pool:
+        pool.on_frozen = frozen.append
+        backend = await pool.acquire()
+        await until(lambda: len(checks) > 5)
+        assert (backend.state is BackendState.UP) is answers_requests
+        assert bool(frozen) is not answers_requests
+
+
 async def test_requests_for_a_sleeping_backend_wait_until_it_is_resumed() -> None:
     async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
         backend = await pool.acquire()
