@@ -345,6 +345,16 @@ class RewardModelConfig(ServedModelConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival at the router to the end of its answer; waiting for a server counts."""
 
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds between two of the router's health checks of a server in use."""
+
+    health_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds that a health check of a server in use may take."""
+
+    max_failed_checks: int = Field(default=2, ge=1)
+    """A server that fails this number of health checks in a row gets no more requests until a check succeeds. A check
+    that times out does not count while the server still answers requests."""
+
     max_restarts: int = Field(default=3, ge=0)
     """How often a process that died is started again within `restart_window_s`; after that it is given up."""
 

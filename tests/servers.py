@@ -36,9 +36,11 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, http: Any = "httptools", **options: Any) -> AsyncIterator[str]:
+async def serving(
+    app: Any, http: Any = "httptools", listener: socket.socket | None = None, **options: Any
+) -> AsyncIterator[str]:
     """Serves an ASGI app on this loop; yields its URL."""
-    listener = listen("127.0.0.1")
+    listener = listener or listen("127.0.0.1")
     lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
     options |= {"log_level": "error", "date_header": False, "server_header": False}
     server = _Server(uvicorn.Config(app, http=http, lifespan=lifespan, **options))

@@ -12,7 +12,7 @@ import orjson
 from reward_loop._util import server_process
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, RouterConfig, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.run import run_router
 
 __all__ = ["main"]
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until SIGTERM; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.router", description=__doc__)
     parser.add_argument(
-        "--worker", action="append", default=[], metavar="JSON", help="a server, as a WorkerConfig; may be repeated"
+        "--worker", action="append", default=[], metavar="JSON", help="a server, as a BackendConfig; may be repeated"
     )
     parser.add_argument(
         "--request-timeout",
@@ -31,18 +31,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="from a request's arrival to the end of its answer (default: %(default)g)",
     )
+    defaults = RouterConfig()
+    parser.add_argument(
+        "--health-interval",
+        type=float,
+        default=defaults.health_interval_s,
+        metavar="SECONDS",
+        help="between two checks of a server in use (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--health-timeout",
+        type=float,
+        default=defaults.health_timeout_s,
+        metavar="SECONDS",
+        help="that a check of a server in use may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-failed-checks",
+        type=int,
+        default=defaults.max_failed_checks,
+        metavar="N",
+        help="failed checks in a row after which a server is taken out of use (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=5,
+        metavar="SECONDS",
+        help="for requests in flight to end after SIGTERM (default: %(default)d)",
+    )
     server_process.add_arguments(parser)
     args = parser.parse_args(argv)
     server_process.follow_lifeline(args)
     options = {
         "request_timeout_s": args.request_timeout,
+        "health_interval_s": args.health_interval,
+        "health_timeout_s": args.health_timeout,
+        "max_failed_checks": args.max_failed_checks,
         "api_key": os.environ.get(API_KEY_VARIABLE) or None,
         "worker_api_key": os.environ.get(WORKER_API_KEY_VARIABLE) or None,
     }
     try:
         config = parse(RouterConfig, options, "router")
-        workers = [parse(WorkerConfig, orjson.loads(worker), "--worker") for worker in args.worker]
-        run_router(workers, config, server_process.open_listener(args))
+        backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
+        run_router(backends, config, server_process.open_listener(args), grace_s=args.grace)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from reward_loop.router.config import RequestKind, WorkerConfig
+from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import Upstream
-from reward_loop.router.stats import WorkerStats
+from reward_loop.router.stats import BackendStats
 
-__all__ = ["Worker", "WorkerState"]
+__all__ = ["Backend", "BackendState"]
 
 
-class WorkerState(StrEnum):
+class BackendState(StrEnum):
     """What the router knows about a server."""
 
     DOWN = "down"
@@ -28,17 +28,17 @@ class WorkerState(StrEnum):
     """Gets no new requests, and finishes those that it has."""
     ASLEEP = "asleep"
     """Its engine sleeps, because its owner wants it to: requests for it wait."""
-    RETIRED = "retired"
-    """Never to be used again."""
+    GIVEN_UP = "retired"
+    """Never used again. The value is the one that the control plane and the metrics have always shown."""
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class Backend:
     """One server."""
 
-    config: WorkerConfig
+    config: BackendConfig
     upstream: Upstream
-    state: WorkerState = WorkerState.DOWN
+    state: BackendState = BackendState.DOWN
     last_error: str | None = None
     """Why it was last taken out of use, or why its latest check failed."""
     requests: int = 0
@@ -48,13 +48,16 @@ class Worker:
     """The models that it serves; none if that is not known."""
     cards: list[dict[str, Any]] = field(default_factory=list)
     """Their entries in its ``/v1/models``."""
-    stats: WorkerStats = field(default_factory=WorkerStats)
+    stats: BackendStats = field(default_factory=BackendStats)
     failures: int = 0
     """5xx answers since the last other one."""
     failed_checks: int = 0
+    """Failed health checks since the last one that succeeded, while it is in use."""
+    frozen: bool = False
+    """Whether it is out of use because it accepts connections and answers nothing."""
     relapses: int = 0
     """How often in a row it failed on trial."""
-    rests_until: float = 0.0
+    cools_down_until: float = 0.0
     """It asked for a pause until then (monotonic)."""
     trial_until: float = 0.0
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,9 +70,9 @@ class Worker:
         return self.config.url
 
     @property
-    def resting(self) -> bool:
+    def cooling_down(self) -> bool:
         """Whether it has asked for a pause."""
-        return self.rests_until > time.monotonic()
+        return self.cools_down_until > time.monotonic()
 
     def begin(self) -> None:
         """It is given a request."""
@@ -79,7 +82,7 @@ class Worker:
     def end(self, status: int, seconds: float) -> None:
         """It is done with a request, which it answered with a status, or with 0 if it did not."""
         self.in_flight -= 1
-        if not self.in_flight and self.state is WorkerState.ASLEEP:
+        if not self.in_flight and self.state is BackendState.ASLEEP:
             self.idle.set()
         if status:
             self.stats.count(status, seconds)

@@ -43,13 +43,16 @@ def route(
         int, typer.Option(min=0, metavar="BYTES", help="With content: only the beginning of the body decides; 0: all.")
     ] = 0,
     request_timeout: Annotated[float, typer.Option(help="Seconds from a request's arrival to its answer's end.")] = 600,
-    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server.")] = 5,
-    health_timeout: Annotated[float, typer.Option(help="Seconds that a check may take.")] = 30,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server in use.")] = 2,
+    health_timeout: Annotated[float, typer.Option(help="Seconds that a check of a server in use may take.")] = 4,
+    max_failed_checks: Annotated[
+        int, typer.Option(min=1, help="A server that fails this number of checks in a row is taken out of use.")
+    ] = 2,
     max_attempts: Annotated[int, typer.Option(min=1, help="How many servers a request may fail on.")] = 4,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests in work at a time; more of them wait.")] = 16384,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get 503 and Retry-After.")] = 16384,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Longer bodies get 413.")] = 64,
-    max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431.")] = 64,
+    max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431, longer URLs 414.")] = 64,
     grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in work to end after SIGTERM.")] = 600,
     api_key: Annotated[
         str | None,
@@ -98,6 +101,7 @@ def route(
         "request_timeout_s": request_timeout,
         "health_interval_s": health_interval,
         "health_timeout_s": health_timeout,
+        "max_failed_checks": max_failed_checks,
         "max_attempts": max_attempts,
         "max_in_flight": max_in_flight,
         "max_queue": max_queue,
@@ -129,7 +133,7 @@ def parse_worker(spec: str) -> Any:
     Raises:
         ConfigError: it is malformed.
     """
-    from reward_loop.router.config import WorkerConfig
+    from reward_loop.router.config import BackendConfig
 
     url, *pairs = spec.split(",")
     options: dict[str, Any] = {"url": url}
@@ -144,4 +148,4 @@ def parse_worker(spec: str) -> Any:
             options[key] = value
     if models:
         options["models"] = tuple(models)
-    return parse(WorkerConfig, options, f"--worker {url}")
+    return parse(BackendConfig, options, f"--worker {url}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import IPv6Address
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -12,12 +13,12 @@ from reward_loop.config import Config
 __all__ = [
     "API_KEY_VARIABLE",
     "WORKER_API_KEY_VARIABLE",
+    "BackendConfig",
     "Engine",
     "Kind",
     "PolicyName",
     "RequestKind",
     "RouterConfig",
-    "WorkerConfig",
 ]
 
 API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
@@ -35,7 +36,7 @@ Engine = Literal["vllm", "sglang", "transformers", "external"]
 PolicyName = Literal["round_robin", "least_in_flight", "two_choices", "content"]
 
 
-class WorkerConfig(Config):
+class BackendConfig(Config):
     """A server behind the router."""
 
     url: str
@@ -51,7 +52,7 @@ class WorkerConfig(Config):
     """What runs it. A ``vllm`` server is asked whether it sleeps; a discriminative ``sglang`` server is spared the
     empty texts that can end it."""
 
-    health_path: str = Field(default="/health", pattern="^/")
+    health_path: str = Field(default="/health", pattern="^/[!-~]*$")
     """A GET of it is answered with a status below 400 by a server that is well."""
 
     @field_validator("url")
@@ -61,6 +62,11 @@ class WorkerConfig(Config):
         found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?", url)
         if not found or int(found[2] or 0) > 65535:
             raise ValueError("expected http://host:port")
+        host = found[1]
+        if host.startswith("["):
+            IPv6Address(host[1:-1])  # Raises a ValueError.
+        elif not re.fullmatch(r"[A-Za-z0-9._~%!$&'()*+,;=-]+", host):
+            raise ValueError(f"expected http://host:port; {host!r} is not a valid host")
         return url
 
 
@@ -86,26 +92,28 @@ class RouterConfig(Config):
     """How many servers a request may fail on, until the last failure is passed on."""
 
     retry_share: float = Field(default=0.2, ge=0)
-    """Answers with an error (429, 5xx) are retried for at most this share of all requests, and some dozens more. A
-    request whose connection broke is not counted: its server gets nothing more until it is well again."""
+    """Answers with an error (429, 5xx), and requests that a frozen server has not answered, are retried for at most
+    this share of all requests, and 50 more. A request whose connection broke is not counted: its server gets no
+    requests until it is well again."""
 
     max_failures: int = Field(default=5, ge=1)
     """A server that answers so many requests in a row with a 5xx is taken out of use until it is well."""
 
-    health_interval_s: float = Field(default=5.0, gt=0)
+    health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two checks of a server in use."""
 
-    health_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a check may take."""
+    health_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds that a check of a server in use may take."""
 
-    max_failed_checks: int = Field(default=3, ge=1)
-    """A server that fails so many checks in a row is taken out of use."""
+    max_failed_checks: int = Field(default=2, ge=1)
+    """A server that fails this number of checks in a row is taken out of use. A check that times out does not count
+    while the server still answers requests."""
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
-    """Longer request heads are answered with 431."""
+    """Longer request heads are answered with 431, or with 414 where it is the URL that is too long."""
 
     max_in_flight: int = Field(default=16384, ge=1)
     """How many requests are in work at a time; more of them wait."""

@@ -4,86 +4,117 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from reward_loop.router.backend import Worker
-from reward_loop.router.config import WorkerConfig
+from reward_loop._util.text import shorten
+from reward_loop.router.backend import Backend
+from reward_loop.router.config import BackendConfig
+from reward_loop.router.health import is_this_router
 from reward_loop.router.metrics import CONTENT_TYPE, render
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
+from reward_loop.router.router_error import Refusal
 
 __all__ = ["control_plane"]
 
+_PROBLEMS = 5
+"""How many of an invalid request's mistakes its answer names."""
 
-def control_plane(pool: WorkerPool, proxy: Proxy) -> FastAPI:
+
+def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     """An app that shows the servers and changes what is done with them."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        allow = (error.headers or {}).get("Allow")
+        return answer(request, Refusal(error.status_code, str(error.detail), allow=allow))
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
+        # Without the request's own values, which may be long.
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+        message = "; ".join(f"{where}: {what}" for where, what in problems[:_PROBLEMS])
+        return answer(request, Refusal(422, message[:1000], param=problems[0][0][:100]))
+
+    def answer(request: Request, refusal: Refusal) -> Response:
+        proxy.log.refused_request(request.method, request.url.path, refusal)
+        headers, body = refusal.render()
+        return Response(body, refusal.status, {name.decode(): value.decode() for name, value in headers})
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(render(pool, proxy), media_type=CONTENT_TYPE)
 
     @app.get("/workers")
-    async def list_workers() -> list[dict[str, Any]]:
-        return [_shown(worker) for worker in pool.workers]
+    async def list_backends() -> list[dict[str, Any]]:
+        return [_shown(backend) for backend in pool.backends]
 
     @app.post("/workers", status_code=201)
-    async def add(worker: WorkerConfig) -> dict[str, Any]:
-        if pool.find(worker.url):
-            raise HTTPException(409, f"{worker.url} is there already")
-        return _shown(pool.add(worker))
+    async def add(backend: BackendConfig) -> dict[str, Any]:
+        if pool.find(backend.url):
+            raise HTTPException(409, f"{backend.url} is a server of this router already")
+        if await is_this_router(pool.connect(backend.url)):
+            raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
+        if pool.find(backend.url):  # Another request has added it meanwhile.
+            raise HTTPException(409, f"{backend.url} is a server of this router already")
+        return _shown(pool.add(backend))
 
     @app.delete("/workers", status_code=202)
     async def remove(url: str) -> dict[str, Any]:
-        worker = find(url)
-        pool.remove(worker)
-        return _shown(worker)
+        backend = find(url)
+        pool.remove(backend)
+        return _shown(backend)
 
     @app.post("/workers/drain")
     async def drain(url: str) -> dict[str, Any]:
-        worker = find(url)
-        pool.drain(worker)
-        return _shown(worker)
+        backend = find(url)
+        pool.drain(backend)
+        return _shown(backend)
 
     @app.post("/workers/sleep")
     async def sleep(url: str) -> dict[str, Any]:
-        worker = find(url)
-        await pool.sleep(worker)
-        return _shown(worker)
+        backend = find(url)
+        await pool.sleep(backend)
+        return _shown(backend)
 
     @app.post("/workers/resume")
     async def resume(url: str) -> dict[str, Any]:
-        worker = find(url)
-        pool.resume(worker)
-        return _shown(worker)
+        backend = find(url)
+        pool.resume(backend)
+        return _shown(backend)
 
+    @app.post("/workers/mark_dead")
     @app.post("/workers/bury")
-    async def bury(url: str, reason: str) -> None:
-        pool.bury(find(url), reason)
+    async def mark_dead(url: str, reason: str) -> None:
+        pool.mark_dead(find(url), reason)
 
+    @app.post("/workers/give_up")
     @app.post("/workers/retire")
-    async def retire(url: str, reason: str) -> None:
-        pool.retire(find(url), reason)
+    async def give_up(url: str, reason: str) -> None:
+        pool.give_up(find(url), reason)
 
-    def find(url: str) -> Worker:
-        worker = pool.find(url)
-        if worker is None:
-            raise HTTPException(404, f"there is no worker {url}")
-        return worker
+    def find(url: str) -> Backend:
+        backend = pool.find(url)
+        if backend is None:
+            raise HTTPException(404, f"there is no server {shorten(url)}")
+        return backend
 
     return app
 
 
-def _shown(worker: Worker) -> dict[str, Any]:
+def _shown(backend: Backend) -> dict[str, Any]:
     return {
-        "url": worker.url,
-        "state": worker.state,
-        "resting": worker.resting,
-        "models": worker.models,
-        "kind": worker.config.kind,
-        "engine": worker.config.engine,
-        "requests": worker.requests,
-        "in_flight": worker.in_flight,
-        "last_error": worker.last_error,
+        "url": backend.url,
+        "state": backend.state,
+        "resting": backend.cooling_down,
+        "models": backend.models,
+        "kind": backend.config.kind,
+        "engine": backend.config.engine,
+        "requests": backend.requests,
+        "in_flight": backend.in_flight,
+        "last_error": backend.last_error,
     }

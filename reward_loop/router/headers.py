@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import lru_cache
 
-__all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "named_by_connection", "to_wire"]
+__all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "is_looping", "named_by_connection", "to_wire"]
 
 RawHeader = tuple[bytes, bytes]
 """A header's name, in lower case, and its value."""
@@ -54,6 +54,11 @@ def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> byt
     lines = [b": ".join(header) for header in headers if header[0] not in without]
     lines.append(b"")
     return b"\r\n".join(lines)
+
+
+def is_looping(headers: Sequence[RawHeader], identity: bytes) -> bool:
+    """Whether a ``Via`` header says that a request has passed the router with this identity."""
+    return any(name == b"via" and identity in value for name, value in headers)
 
 
 def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ssl
 import time
+from collections.abc import Callable
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -32,6 +33,9 @@ _WHOLE_UP_TO = 1 << 20
 _BUFFER = 256 * 1024
 """Reading pauses while this much of an answer waits to be passed on."""
 
+_HEAD_UP_TO = 64 * 1024
+"""Bytes that may arrive without a byte of the body: longer heads, trailers and chunk extensions are errors."""
+
 _IDLE_S = 4.0
 """An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
 
@@ -55,7 +59,11 @@ class BrokenError(UpstreamError):
 
 
 class StaleError(BrokenError):
-    """A connection that had been idle broke before the first byte of the answer."""
+    """A connection that was used before broke, without a byte of the answer.
+
+    Either the server closed it while it was idle, or the server died with the request. In the second case its socket
+    may still accept connections, as a process that restarts it keeps the socket open.
+    """
 
 
 class Arrival(Protocol):
@@ -144,6 +152,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_answer",
         "_arrival",
+        "_bodiless",
         "_ended",
         "_head_only",
         "_headers",
@@ -177,6 +186,7 @@ class Connection(asyncio.Protocol):
         self._hop_by_hop: list[RawHeader] = []
         self._head_only = False
         self._in_body = False
+        self._bodiless = 0
         self._ended = False
         self._keep = False
         self._to_its_end = False
@@ -196,6 +206,7 @@ class Connection(asyncio.Protocol):
         self._hop_by_hop = []
         self._head_only = head_only
         self._in_body = self._ended = self._keep = False
+        self._bodiless = 0
         self.heard = False
         self._transport.write(message)
 
@@ -206,13 +217,18 @@ class Connection(asyncio.Protocol):
         self._upstream.busy.discard(self)
         self._transport.abort()
 
-    def fail(self, reason: str) -> None:
-        """Ends the request on its way, if any, with an error."""
+    def fail(self, reason: str, *, certain: bool = False) -> None:
+        """Ends the request in flight, if any, with an error.
+
+        Args:
+            reason: the error's message.
+            certain: whether the server is known to have failed; otherwise the error may be a :class:`StaleError`.
+        """
         answer, arrival = self._answer, self._arrival
         self.close()
         if answer is None:
             return
-        stale = self.used and not self.heard
+        stale = self.used and not self.heard and not certain
         error = (StaleError if stale else BrokenError)(reason)
         if arrival is None:
             answer.wake(error)
@@ -236,21 +252,26 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
+        self._upstream.reads += 1
         if self._answer is None:
             self.close()
             return
         wrong = None
+        self._bodiless += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             wrong = "it switched to another protocol"
         except httptools.HttpParserError as error:
-            wrong = f"what it answered is not HTTP: {error}"
-        # Not before all is parsed: who is told may send the next request, and what came now is no answer to that.
+            wrong = f"its answer is not HTTP: {error.__context__ or error}"
+        # Not before all bytes are parsed: the arrival may send the next request over this connection, and these bytes
+        # are no answer to that request.
         if self._ended:
             self._finish(keep=self._keep and not wrong)
         elif wrong:
             self.fail(wrong)
+        elif self._bodiless > _HEAD_UP_TO:
+            self.fail(f"the head of its answer is longer than {_HEAD_UP_TO} bytes")
 
     def eof_received(self) -> bool:
         if self._answer and self._to_its_end and self._in_body:
@@ -271,6 +292,8 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._ended:
             raise ValueError("an answer to nothing")
+        if not 100 <= status <= 599 or status == 101:
+            raise ValueError(f"status {status}")
         if status < 200:
             self._headers = []
             self._hop_by_hop = []
@@ -300,6 +323,7 @@ class Connection(asyncio.Protocol):
         return
 
     def on_body(self, body: bytes) -> None:
+        self._bodiless = 0
         if self._head_only:
             self._keep = False
         elif self._answer:
@@ -333,51 +357,68 @@ class Connection(asyncio.Protocol):
 class _Opening:
     """A request whose connection is being made."""
 
-    __slots__ = ("_connection", "_task")
+    __slots__ = ("_arrival", "_connection", "_task", "_upstream")
 
     def __init__(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+        self._upstream = upstream
+        self._arrival = arrival
         self._connection: Connection | None = None
-        self._task = upstream.loop.create_task(self._send(upstream, message, head_only, arrival))
-        self._task.add_done_callback(lambda _: upstream.opening.discard(self))
         upstream.opening.add(self)
+        self._task = upstream.loop.create_task(self._send(message, head_only))
+        # A task that is cancelled before its first step does not reach its own `finally`.
+        self._task.add_done_callback(lambda _: upstream.opening.discard(self))
 
     def close(self) -> None:
-        """Gives it up; nobody is told any more."""
+        """Cancels the request; its arrival gets neither an answer nor an error."""
         self._task.cancel()
         if self._connection:
             self._connection.close()
 
-    async def _send(self, upstream: Upstream, message: bytes, head_only: bool, arrival: Arrival) -> None:
+    def fail(self, reason: str) -> None:
+        """Ends the request with an error. To be called only while the connection is being made."""
+        self.close()
+        self._upstream.opening.discard(self)
+        if not self._arrival.done():
+            self._arrival.set_exception(BrokenError(reason))
+
+    async def _send(self, message: bytes, head_only: bool) -> None:
         try:
-            self._connection = await upstream.connect()
+            self._connection = await self._upstream.connect()
         except ConnectError as error:
-            if not arrival.done():
-                arrival.set_exception(error)
+            if not self._arrival.done():
+                self._arrival.set_exception(error)
         else:
-            self._connection.send(message, head_only, arrival)
+            self._connection.send(message, head_only, self._arrival)
+        finally:
+            self._upstream.opening.discard(self)
 
 
 class Upstream:
     """The connections to one server.
 
-    There are as many as requests on their way; the one used last is used next, and idle ones are closed after some
-    seconds. A connection that turns out to have died while it was idle is replaced, and that is no error.
+    There are as many as requests in flight; the one used last is used next, and idle ones are closed after some
+    seconds.
 
     To be made in a running event loop.
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
         api_key: sent as a bearer token with every request.
+        via: the name of this router, sent in a ``Via`` header with every request.
         connect_timeout_s: seconds until a connection must be made.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, via: bytes = b"", connect_timeout_s: float = 10.0
+    ) -> None:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
         """The connections with a request on its way."""
         self.opening: set[_Opening] = set()
         """The requests that wait for a connection."""
+        self.reads = 0
+        """How often bytes have arrived from the server."""
         self._host = parts.hostname or ""
         # Made once: it takes long, and asyncio would make one for each connection.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -387,6 +428,8 @@ class Upstream:
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
         self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
+        # After the client's headers: the entries of `Via` are in the order of the routers (RFC 9110, 7.6.3).
+        self._head_end = b"via: 1.1 %b\r\n\r\n" % via if via else b"\r\n"
         self._idle: list[Connection] = []
         self._trimming: asyncio.TimerHandle | None = None
 
@@ -403,41 +446,51 @@ class Upstream:
 
         Raises:
             ConnectError: no connection could be made.
-            BrokenError: it broke.
+            StaleError: a connection that was used before broke, without a byte of the answer.
+            BrokenError: the connection broke.
         """
-        while True:
-            arrival: asyncio.Future[Answer] = self.loop.create_future()
-            sending = self.send(arrival, method, target, headers, body)
-            try:
-                return await arrival
-            except asyncio.CancelledError:
-                sending.close()
-                raise
-            except StaleError:
-                continue
+        arrival: asyncio.Future[Answer] = self.loop.create_future()
+        sending = self.send(arrival, method, target, headers, body)
+        try:
+            return await arrival
+        except asyncio.CancelledError:
+            sending.close()
+            raise
 
     def send(self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Sending:
-        """Sends a request, at once if a connection is idle; `arrival` is told of its answer.
+        """Sends a request, at once if a connection is idle; `arrival` gets its answer or its error.
 
-        A :class:`StaleError` says that the connection had died while it was idle: the server has not answered, and may
-        well be asked again.
+        After a :class:`StaleError` the request can be repeated: the server has not begun to answer.
 
         Returns:
-            what is to be closed if nobody wants the answer any more.
+            the request in flight; closing it cancels it.
         """
-        message = b"".join((method, b" ", target, self._own_headers, headers, b"\r\n", body))
+        message = b"".join((method, b" ", target, self._own_headers, headers, self._head_end, body))
         connection = self._take_idle()
         if connection is None:
             return _Opening(self, message, method == b"HEAD", arrival)
         connection.send(message, method == b"HEAD", arrival)
         return connection
 
-    def break_off(self, reason: str) -> None:
-        """Fails the requests whose answers have not begun, and forgets the idle connections."""
+    def break_off(self, reason: str, allowed: Callable[[], bool] = lambda: True) -> None:
+        """Fails the requests whose answers have not begun, and closes the idle connections.
+
+        Requests whose connection is still being made fail too: the kernel may accept the connection for a process that
+        is dead.
+
+        Args:
+            reason: the message of their error.
+            allowed: asked before each request; the first ``False`` leaves the other requests in flight.
+        """
+        self.close_idle()
+        for opening in list(self.opening):
+            if not allowed():
+                return
+            opening.fail(reason)
         for connection in [connection for connection in self.busy if connection.unanswered]:
-            connection.heard = True  # So that it is not tried again here.
-            connection.fail(reason)
-        self._drop_idle()
+            if not allowed():
+                return
+            connection.fail(reason, certain=True)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -445,7 +498,7 @@ class Upstream:
             sending.close()
         for connection in list(self.busy):
             connection.fail("the router stops")
-        self._drop_idle()
+        self.close_idle()
 
     def release(self, connection: Connection) -> None:
         """Takes a connection back whose answer is complete."""
@@ -501,7 +554,8 @@ class Upstream:
         del self._idle[:old]
         self._trimming = self.loop.call_later(_IDLE_S / 2, self._trim) if self._idle else None
 
-    def _drop_idle(self) -> None:
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()

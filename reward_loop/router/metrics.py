@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from reward_loop.router.backend import Worker, WorkerState
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.stats import LATENCY_BOUNDS_S
 
@@ -21,7 +21,7 @@ _PREFIX = "reward_loop_router_"
 _LABELS = ("worker", "model")
 
 
-def render(pool: WorkerPool, proxy: Proxy) -> bytes:
+def render(pool: BackendPool, proxy: Proxy) -> bytes:
     """The metrics as they are now."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(pool, proxy))
@@ -31,48 +31,53 @@ def render(pool: WorkerPool, proxy: Proxy) -> bytes:
 class _Snapshot(Collector):
     """Reads counters that are kept anyway, so that requests pay nothing for the metrics."""
 
-    def __init__(self, pool: WorkerPool, proxy: Proxy) -> None:
-        self._workers = pool.workers
+    def __init__(self, pool: BackendPool, proxy: Proxy) -> None:
+        self._backends = pool.backends
         self._proxy = proxy
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        proxy, workers = self._proxy, self._workers
+        proxy, backends = self._proxy, self._backends
         yield GaugeMetricFamily(_PREFIX + "requests_inside", "Requests in work.", proxy.gate.inside)
         yield GaugeMetricFamily(_PREFIX + "requests_queued", "Requests that wait to be taken up.", proxy.gate.waiting)
         yield GaugeMetricFamily(_PREFIX + "retries_left", "Retries that the budget allows now.", proxy.budget.left)
 
-        state = GaugeMetricFamily(_PREFIX + "worker_state", "1 for a worker's state.", labels=(*_LABELS, "state"))
-        in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests that a worker has.", labels=_LABELS)
-        resting = GaugeMetricFamily(_PREFIX + "worker_resting", "1 while a worker is not asked.", labels=_LABELS)
+        refused = CounterMetricFamily(_PREFIX + "refused", "Requests that the router refused.", labels=("status",))
+        for status, count in sorted(proxy.log.refused.items()):
+            refused.add_metric((str(status),), count)
+        yield refused
+
+        state = GaugeMetricFamily(_PREFIX + "worker_state", "1 for a backend's state.", labels=(*_LABELS, "state"))
+        in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests that a backend has.", labels=_LABELS)
+        resting = GaugeMetricFamily(_PREFIX + "worker_resting", "1 while a backend is not asked.", labels=_LABELS)
         connections = GaugeMetricFamily(_PREFIX + "worker_connections", "Connections in use.", labels=_LABELS)
         answers = CounterMetricFamily(_PREFIX + "answers", "Answers by status.", labels=(*_LABELS, "status"))
         broken = CounterMetricFamily(_PREFIX + "broken", "Attempts without a whole answer.", labels=_LABELS)
         retries = CounterMetricFamily(_PREFIX + "retries", "Attempts that were repeated.", labels=_LABELS)
         ejections = CounterMetricFamily(_PREFIX + "ejections", "How often it was taken out of use.", labels=_LABELS)
         latency = HistogramMetricFamily(_PREFIX + "latency_seconds", "Duration of attempts.", labels=_LABELS)
-        for worker in workers:
-            labels = (worker.url, ",".join(worker.models))
-            for name in WorkerState:
-                state.add_metric((*labels, name.value), float(worker.state is name))
-            in_flight.add_metric(labels, worker.in_flight)
-            resting.add_metric(labels, float(worker.resting))
-            connections.add_metric(labels, len(worker.upstream.busy))
-            for status, count in sorted(worker.stats.statuses.items()):
+        for backend in backends:
+            labels = (backend.url, ",".join(backend.models))
+            for name in BackendState:
+                state.add_metric((*labels, name.value), float(backend.state is name))
+            in_flight.add_metric(labels, backend.in_flight)
+            resting.add_metric(labels, float(backend.cooling_down))
+            connections.add_metric(labels, len(backend.upstream.busy))
+            for status, count in sorted(backend.stats.statuses.items()):
                 answers.add_metric((*labels, str(status)), count)
-            broken.add_metric(labels, worker.stats.broken)
-            retries.add_metric(labels, worker.stats.retries)
-            ejections.add_metric(labels, worker.stats.ejections)
-            latency.add_metric(labels, _buckets(worker), worker.stats.latency_sum_s)
+            broken.add_metric(labels, backend.stats.broken)
+            retries.add_metric(labels, backend.stats.retries)
+            ejections.add_metric(labels, backend.stats.ejections)
+            latency.add_metric(labels, _buckets(backend), backend.stats.latency_sum_s)
         yield from (state, in_flight, resting, connections, answers, broken, retries, ejections, latency)
 
 
-def _buckets(worker: Worker) -> list[tuple[str, float]]:
+def _buckets(backend: Backend) -> list[tuple[str, float]]:
     total = 0
     buckets = []
-    for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], worker.stats.latencies, strict=True):
+    for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], backend.stats.latencies, strict=True):
         total += count
         buckets.append((bound, float(total)))
     return buckets

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from reward_loop.router.backend import Worker
+from reward_loop.router.backend import Backend
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import RawHeader, find
 
@@ -20,8 +20,8 @@ class Policy(Protocol):
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
         """What is the same for requests that belong to the same server, if that matters."""
 
-    def choose(self, workers: Sequence[Worker], key: int) -> Worker:
-        """One of ``workers``, of which there is at least one."""
+    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+        """One of ``backends``, of which there is at least one."""
 
 
 class _ByLoad:
@@ -35,16 +35,16 @@ class RoundRobin(_ByLoad):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, workers: Sequence[Worker], key: int) -> Worker:
+    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
         self._turn += 1
-        return workers[self._turn % len(workers)]
+        return backends[self._turn % len(backends)]
 
 
 class LeastInFlight(_ByLoad):
     """The one with the fewest requests in flight; among equals, the one that has had the fewest."""
 
-    def choose(self, workers: Sequence[Worker], key: int) -> Worker:
-        return min(workers, key=lambda worker: (worker.in_flight, worker.requests))
+    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+        return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
 
 
 class TwoChoices(_ByLoad):
@@ -53,12 +53,12 @@ class TwoChoices(_ByLoad):
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, workers: Sequence[Worker], key: int) -> Worker:
-        if len(workers) == 1:
-            return workers[0]
-        first = int(self._random.random() * len(workers))
-        second = (first + 1 + int(self._random.random() * (len(workers) - 1))) % len(workers)
-        return min(workers[first], workers[second], key=lambda worker: worker.in_flight)
+    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+        if len(backends) == 1:
+            return backends[0]
+        first = int(self._random.random() * len(backends))
+        second = (first + 1 + int(self._random.random() * (len(backends) - 1))) % len(backends)
+        return min(backends[first], backends[second], key=lambda backend: backend.in_flight)
 
 
 class Content:
@@ -81,8 +81,8 @@ class Content:
         content = find(headers, self._header) if self._header else None
         return _hash(body[: self._prefix] if content is None else content)
 
-    def choose(self, workers: Sequence[Worker], key: int) -> Worker:
-        return max(workers, key=lambda worker: _mix(key ^ self._seed(worker.url)))
+    def choose(self, backends: Sequence[Backend], key: int) -> Backend:
+        return max(backends, key=lambda backend: _mix(key ^ self._seed(backend.url)))
 
     def _seed(self, url: str) -> int:
         seed = self._seeds.get(url)

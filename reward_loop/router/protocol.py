@@ -30,6 +30,8 @@ __all__ = ["protocol_for"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
+NOT_HTTP = "the request is not valid HTTP/1.1"
+
 _CONNECTION = frozenset({b"connection"})
 _CLOSE = b"connection: close\r\n\r\n"
 
@@ -40,7 +42,7 @@ def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> Callab
     """What makes protocols for uvicorn.
 
     Args:
-        max_head_bytes: longer heads are refused with 431.
+        max_head_bytes: longer heads are refused with 431, or with 414 where it is the URL that is too long.
         begin: takes a request whose body is there, or says that it is one for the ASGI app.
     """
     return partial(_Protocol, max_head_bytes, begin)
@@ -80,7 +82,8 @@ class _Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            return self.send_400_response("Invalid HTTP request received.")
+            url_is_too_long = self._in_head and len(self.url) > self._max_head_bytes
+            return self._refuse(self._too_long() if url_is_too_long else Refusal(400, NOT_HTTP, close=True))
         except httptools.HttpParserUpgrade as upgrade:
             if self._upgrading:
                 return self._stay(data[upgrade.args[0] :])
@@ -89,7 +92,7 @@ class _Protocol(HttpToolsProtocol):
             self._serve(self._unserved)
         # What has come may have ended the head; then the rest is the body's.
         if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
-            self._refuse_head()
+            self._refuse(self._too_long())
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,6 +117,8 @@ class _Protocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if len(self.url) > self._max_head_bytes:
+            raise ValueError("the URL is too long")  # The parser stops, and `data_received` answers.
         self._in_head = False
         self._head_bytes = 0
         if self.parser.should_upgrade():
@@ -191,10 +196,16 @@ class _Protocol(HttpToolsProtocol):
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, to_wire(self.headers, {b"upgrade"}))
         self.data_received(head + rest)
 
-    def _refuse_head(self) -> None:
-        refusal = Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
+    def _too_long(self) -> Refusal:
+        if len(self.url) > self._max_head_bytes // 2:
+            return Refusal(
+                414, f"the URL is too long: a request's head may have {self._max_head_bytes} bytes", close=True
+            )
+        return Refusal(431, f"the head of the request is longer than {self._max_head_bytes} bytes", close=True)
+
+    def _refuse(self, refusal: Refusal) -> None:
         headers, body = refusal.render()
-        self.transport.write(b"%b%b\r\n%b" % (_STATUS_LINES[431], to_wire(headers), body))
+        self.transport.write(b"%b%b\r\n%b" % (_status_line(refusal.status), to_wire(headers), body))
         if self._served is None or self._served.response_complete:
             self.part()
         else:
@@ -373,8 +384,11 @@ def _status_line(status: int) -> bytes:
 @lru_cache(maxsize=64)
 def _parse_target(url: bytes) -> tuple[str, bytes]:
     """The path, decoded, and path and query as they are written."""
-    parsed = httptools.parse_url(url)
-    raw_path = parsed.path or b"/"
+    if url.startswith(b"/"):
+        raw_path, _, query = url.partition(b"#")[0].partition(b"?")
+    else:
+        parsed = httptools.parse_url(url)
+        raw_path, query = parsed.path or b"/", parsed.query
     path = raw_path.decode("ascii")
-    target = b"%b?%b" % (raw_path, parsed.query) if parsed.query else raw_path
+    target = b"%b?%b" % (raw_path, query) if query else raw_path
     return unquote(path) if "%" in path else path, target

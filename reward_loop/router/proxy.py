@@ -10,15 +10,16 @@ from typing import Protocol
 
 import orjson
 
-from reward_loop.router.backend import Worker, WorkerState
+from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
-from reward_loop.router.http_client import NO_BODY, Answer, Sending, StaleError, UpstreamError
+from reward_loop.router.headers import HOP_BY_HOP, RawHeader, is_looping, named_by_connection, to_wire
+from reward_loop.router.http_client import NO_BODY, Answer, Sending, UpstreamError
+from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import Gate, RetryBudget
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.request import WATCH_AFTER_S, ClientLeftError, Exchange, Receive, Scope, Send
 from reward_loop.router.retries import WORTH_A_RETRY, Attempt, Forwarder, Request
-from reward_loop.router.router_error import Refusal
+from reward_loop.router.router_error import LOOPING, Refusal
 from reward_loop.router.routing import merged_models, route
 
 __all__ = ["Client", "Proxy"]
@@ -54,24 +55,29 @@ class Client(Protocol):
 
 
 class Proxy:
-    """An ASGI app that forwards every request to a server of the pool. To be made in a running event loop.
+    """An ASGI app that forwards every request to a server of the pool.
+
+    To be made in a running event loop; its owner calls :meth:`close`.
 
     It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
     neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
 
     The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 408 when the body did
     not come in time, 413 and 431 for what is too long, 429 when all servers have asked for a pause, 502 when the
-    request has broken several servers, 503 when no server was to be had or too many requests wait, 504 when a server
-    did not answer in time.
+    request has broken several servers, 503 when no server was available or too many requests wait, 504 when a server
+    did not answer in time, 508 when the request has passed this router before.
     """
 
-    def __init__(self, pool: WorkerPool, config: RouterConfig | None = None) -> None:
+    def __init__(self, pool: BackendPool, config: RouterConfig | None = None) -> None:
         config = config or RouterConfig()
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
-        self._forwarder = Forwarder(pool, self.budget, config)
+        self.log = LimitedLog(logger)
+        self._forwarder = Forwarder(pool, self.budget, config, self.log)
         self.loop = asyncio.get_running_loop()
         self._pool = pool
+        self._may_repeat = config.max_attempts > 1
+        pool.on_frozen = self._move_requests
         self._key = pool.group().policy.key
         self._timeout_s = config.request_timeout_s
         self._max_body_bytes = config.max_body_bytes
@@ -89,9 +95,10 @@ class Proxy:
         if scope["type"] != "http":
             raise NotImplementedError(f"the router forwards HTTP requests only, not {scope['type']}")
         exchange = Exchange(scope, receive, send, self._timeout_s, self.late)
-        await self._run(exchange, self._serve(exchange))
+        await self.run(exchange, self._serve(exchange))
 
-    async def _run(self, exchange: Exchange, work: Awaitable[None]) -> None:
+    async def run(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        """Awaits what serves a request, until its deadline, or until its client leaves; answers refusals."""
         try:
             await work
         except Refusal as refusal:
@@ -114,7 +121,7 @@ class Proxy:
         await self.gate.enter()
         try:
             scope = exchange.scope
-            headers = self._headers_for_servers(scope["headers"])
+            headers = self.headers_for_servers(scope["headers"])
             body = await exchange.read_body(self._max_body_bytes)
             pool = self._pool
             if pool.several_models and scope["path"] == "/v1/models" and scope["method"] == "GET":
@@ -147,30 +154,31 @@ class Proxy:
         if len(body) > self._max_body_bytes or self._timeout_s < _SHORT_S or path == "/v1/models":
             return False
         try:
-            headers = self._headers_for_servers(client.headers)
+            headers = self.headers_for_servers(client.headers)
             key = self._key(client.headers, body)
             request = self._request(client.method, path, client.target, headers, body, key)
         except Refusal:
             return False
         pool = self._pool
-        worker = pool.pick(pool.group(*request.destination), request.key)
-        if not worker or not self.gate.enter_at_once():
+        backend = pool.pick(pool.group(*request.destination), request.key)
+        if not backend or not self.gate.enter_at_once():
             return False
         self.budget.earn()
-        self._watch(_Direct(self, client, request, worker, self._timeout_s))
+        self._watch(_Direct(self, client, request, backend, self._timeout_s))
         return True
 
     def close(self) -> None:
-        """Gives up the requests that have no task."""
+        """Cancels the requests that have no task, and logs what has only been counted."""
         for exchange in list(self.watched):
             if isinstance(exchange, _Direct):
                 exchange.give_up()
+        self.log.close()
 
     async def go_on(self, attempt: Attempt, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves, in a task, a request that began without one, and has a place inside the gate."""
         exchange = Exchange(scope, receive, send, self._timeout_s, self.late, attempt.began)
         try:
-            await self._run(exchange, self._forward(exchange, request, attempt))
+            await self.run(exchange, self._forward(exchange, request, attempt))
         finally:
             self.gate.leave()
 
@@ -187,6 +195,14 @@ class Proxy:
             )
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
+    def _move_requests(self, backend: Backend) -> None:
+        """Tries requests that a frozen server has not begun to answer on another server, as far as the budget goes.
+
+        The other requests stay: the server may continue.
+        """
+        if self._may_repeat and self._pool.has_stand_in(backend):
+            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
+
     def _watch(self, exchange: Exchange | _Direct) -> None:
         """From now on its deadline holds, and a while later its client's leaving is noticed."""
         # One timer for all: one for each would be a good part of what a quick request costs.
@@ -200,8 +216,16 @@ class Proxy:
             exchange.check(now)
         self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self.watched else None
 
-    def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
+    def headers_for_servers(self, headers: list[RawHeader]) -> bytes:
+        """The header lines that a server gets of a request.
+
+        Raises:
+            Refusal: the headers or the body are too long, the request has passed this router before, or it asks for a
+                WebSocket.
+        """
         fields = dict(headers)
+        if b"via" in fields and is_looping(headers, self._pool.identity):
+            raise Refusal(508, LOOPING)
         without = self._not_passed_on
         if b"connection" in fields:
             without |= named_by_connection(headers)
@@ -220,7 +244,7 @@ class Proxy:
         return Request(method.encode(), target, headers, body, route(self._pool, path, body), key)
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
-        _log(exchange.scope["method"], exchange.scope["path"], refusal)
+        self.log.refused_request(exchange.scope["method"], exchange.scope["path"], refusal)
         await exchange.refuse(refusal)
 
 
@@ -231,23 +255,24 @@ class _Direct:
     comes is left to a task, which goes on from there.
     """
 
-    __slots__ = ("_began", "_client", "_deadline", "_proxy", "_request", "_sending", "_worker")
+    __slots__ = ("_backend", "_began", "_client", "_deadline", "_proxy", "_request", "_sending")
 
-    def __init__(self, proxy: Proxy, client: Client, request: Request, worker: Worker, timeout_s: float) -> None:
+    def __init__(self, proxy: Proxy, client: Client, request: Request, backend: Backend, timeout_s: float) -> None:
         self._proxy = proxy
         self._client = client
         self._request = request
-        self._worker = worker
+        self._backend = backend
         self._began = began = proxy.loop.time()
         self._deadline = began + timeout_s
-        worker.begin()
+        backend.begin()
         client.on_leave = self.give_up
-        self._send()
+        method, target, headers, body, _, _ = request
+        self._sending: Sending = backend.upstream.send(self, method, target, headers, body)
 
     @property
     def waits_for(self) -> str:
         """The URL of the server that has it."""
-        return self._worker.url
+        return self._backend.url
 
     def done(self) -> bool:
         """Whether it does not want to know of its answer."""
@@ -255,13 +280,13 @@ class _Direct:
 
     def set_result(self, answer: Answer, /) -> None:
         """The server has answered."""
-        worker, status = self._worker, answer.status
+        backend, status = self._backend, answer.status
         if (
             answer.complete
             and answer.length is not None
             and status not in _SPECIAL
-            and worker.state is WorkerState.UP
-            and not worker.failures
+            and backend.state is BackendState.UP
+            and not backend.failures
         ):
             self._end(status)
             self._client.answer(status, answer.headers, answer.take())
@@ -271,13 +296,10 @@ class _Direct:
             self._go_on(future)
 
     def set_exception(self, error: UpstreamError, /) -> None:
-        """There was no connection, or it broke."""
-        if isinstance(error, StaleError):
-            self._send()
-        else:
-            future: asyncio.Future[Answer] = self._proxy.loop.create_future()
-            future.set_exception(error)
-            self._go_on(future)
+        """There was no connection, or it broke: a task tries other servers."""
+        future: asyncio.Future[Answer] = self._proxy.loop.create_future()
+        future.set_exception(error)
+        self._go_on(future)
 
     def give_up(self) -> None:
         """Takes it back from the server."""
@@ -289,27 +311,19 @@ class _Direct:
         if now >= self._deadline:
             self.give_up()
             refusal = self._proxy.late(self)
-            _log(self._client.method, self._client.path, refusal)
+            self._proxy.log.refused_request(self._client.method, self._client.path, refusal)
             self._client.answer(refusal.status, *refusal.render())
-
-    def _send(self) -> None:
-        method, target, headers, body, _, _ = self._request
-        self._sending: Sending = self._worker.upstream.send(self, method, target, headers, body)
 
     def _go_on(self, answer: Awaitable[Answer]) -> None:
         self._leave()
-        attempt = Attempt(self._worker, self._began, answer)
+        attempt = Attempt(self._backend, self._began, answer)
         self._client.go_on(partial(self._proxy.go_on, attempt, self._request))
 
     def _end(self, status: int = 0) -> None:
         self._leave()
-        self._worker.end(status, self._proxy.loop.time() - self._began)
+        self._backend.end(status, self._proxy.loop.time() - self._began)
         self._proxy.gate.leave()
 
     def _leave(self) -> None:
         self._client.on_leave = None
         self._proxy.watched.discard(self)
-
-
-def _log(method: str, path: str, refusal: Refusal) -> None:
-    logger.warning("%s %s: %d, %s", method, path, refusal.status, refusal.message)

@@ -8,7 +8,12 @@ import orjson
 
 from reward_loop.router.headers import RawHeader
 
-__all__ = ["Refusal"]
+__all__ = ["LOOPING", "Refusal"]
+
+LOOPING = (
+    "the request has passed this router before: one of its servers is the router itself, or another router that has it "
+    "as a server"
+)
 
 
 class Refusal(Exception):
@@ -19,6 +24,7 @@ class Refusal(Exception):
         message: what is wrong, and what there is instead.
         param: the field that is wrong.
         retry_after_s: when it is worth trying again.
+        allow: the methods that the path takes, for a 405.
         close: whether the connection is of no more use.
     """
 
@@ -29,6 +35,7 @@ class Refusal(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        allow: str | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(message)
@@ -36,6 +43,7 @@ class Refusal(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow
         self.close = close
 
     def render(self) -> tuple[list[RawHeader], bytes]:
@@ -45,6 +53,8 @@ class Refusal(Exception):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
         if self.close:
             headers.append((b"connection", b"close"))
         if self.status == 401:

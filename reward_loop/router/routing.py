@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from reward_loop.router.config import Kind, RequestKind
-from reward_loop.router.pool import Group, WorkerPool
+from reward_loop.router.pool import BackendPool, Group
 from reward_loop.router.router_error import Refusal
 
 __all__ = ["KIND_OF_PATH", "Route", "merged_models", "route"]
@@ -37,7 +37,7 @@ Route = tuple[str | None, RequestKind | None]
 """A model and a kind; ``None`` stands for any."""
 
 
-def route(pool: WorkerPool, path: str, body: bytes) -> Route:
+def route(pool: BackendPool, path: str, body: bytes) -> Route:
     """Where a request belongs. The body is decoded only where that matters.
 
     Raises:
@@ -46,7 +46,7 @@ def route(pool: WorkerPool, path: str, body: bytes) -> Route:
     kind = KIND_OF_PATH.get(path)
     group = pool.group(None, kind)
     if not group.members:
-        if not pool.workers:
+        if not pool.backends:
             raise Refusal(503, "there is no reward model server")
         raise Refusal(400, f"{path} needs a {_needed(kind)} server; there are: {_served(pool)}")
     if body and (pool.several_models or _minds_empty_text(kind, group)):
@@ -54,7 +54,7 @@ def route(pool: WorkerPool, path: str, body: bytes) -> Route:
     return None, kind
 
 
-def _route_by_body(pool: WorkerPool, path: str, kind: RequestKind | None, body: bytes) -> Route:
+def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body: bytes) -> Route:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -79,12 +79,12 @@ def _route_by_body(pool: WorkerPool, path: str, kind: RequestKind | None, body: 
     return model, kind
 
 
-def merged_models(pool: WorkerPool) -> dict[str, Any]:
+def merged_models(pool: BackendPool) -> dict[str, Any]:
     """The answer to ``GET /v1/models`` for all servers together."""
     cards: dict[str, dict[str, Any]] = {}
-    for worker in pool.workers:
-        known = {card["id"]: card for card in worker.cards}
-        for name in worker.models:
+    for backend in pool.backends:
+        known = {card["id"]: card for card in backend.cards}
+        for name in backend.models:
             cards.setdefault(name, known.get(name) or {"id": name, "object": "model", "owned_by": "reward_loop"})
     return {"object": "list", "data": list(cards.values())}
 
@@ -95,7 +95,7 @@ def _needed(kind: RequestKind | None) -> Kind:
 
 def _minds_empty_text(kind: RequestKind | None, group: Group) -> bool:
     return kind in ("discriminative", "reranking") and any(
-        worker.config.engine == "sglang" and worker.config.kind == "discriminative" for worker in group.members
+        backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in group.members
     )
 
 
@@ -109,12 +109,12 @@ def _has_empty_text(fields: Any) -> bool:
     return False
 
 
-def _names(pool: WorkerPool) -> str:
+def _names(pool: BackendPool) -> str:
     return ", ".join(sorted(pool.models))
 
 
-def _served(pool: WorkerPool) -> str:
+def _served(pool: BackendPool) -> str:
     return "; ".join(
-        f"{', '.join(worker.models) or worker.url} ({worker.config.kind or 'of unknown kind'})"
-        for worker in pool.workers
+        f"{', '.join(backend.models) or backend.url} ({backend.config.kind or 'of unknown kind'})"
+        for backend in pool.backends
     )

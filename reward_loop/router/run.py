@@ -15,7 +15,7 @@ from reward_loop._util import server_process
 from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop.errors import ConfigError
 from reward_loop.router.app import create_app
-from reward_loop.router.config import API_KEY_VARIABLE, RouterConfig, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.protocol import protocol_for
 
 __all__ = ["run_router"]
@@ -27,12 +27,12 @@ _SPARE_FILES = 1024
 
 
 def run_router(
-    workers: Iterable[str | WorkerConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int = 5
+    backends: Iterable[str | BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int = 5
 ) -> None:
     """Runs the router until SIGTERM or SIGINT; then the requests in work are finished.
 
     Args:
-        workers: the servers.
+        backends: the servers.
         config: options.
         listener: where it listens.
         grace_s: seconds for the requests in work.
@@ -45,12 +45,17 @@ def run_router(
             f"{url_of(listener)} can be reached from other machines: set an API key (the environment variable "
             f"{API_KEY_VARIABLE}), or listen on 127.0.0.1"
         )
+    backends = list(backends)
+    own = url_of(listener)
+    for backend in backends:
+        if (backend if isinstance(backend, str) else backend.url).rstrip("/") == own:
+            raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     room = _room_for(config.max_in_flight)
     if room < config.max_in_flight:
         logger.warning("%d requests at a time, not %d: for more, raise `ulimit -n`", room, config.max_in_flight)
         config = config.model_copy(update={"max_in_flight": room})
-    app = create_app(workers, config)
+    app = create_app(backends, config)
     # What has been imported stays; the collector need not look at it again and again.
     gc.collect()
     gc.freeze()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-__all__ = ["LATENCY_BOUNDS_S", "WorkerStats"]
+__all__ = ["LATENCY_BOUNDS_S", "BackendStats"]
 
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class WorkerStats:
+class BackendStats:
     """What has happened with one server."""
 
     __slots__ = ("broken", "ejections", "latencies", "latency_sum_s", "retries", "statuses")

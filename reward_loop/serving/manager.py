@@ -25,7 +25,7 @@ from reward_loop._util.background_loop import in_background
 from reward_loop._util.sockets import listen, reserve, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError, ServerError
-from reward_loop.router.config import API_KEY_VARIABLE, WorkerConfig
+from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.gpus import GpuShares
 from reward_loop.serving.models import ENGINES, served_models
@@ -43,6 +43,8 @@ _HOST = "127.0.0.1"
 _ROUTER_ANSWERS_WITHIN_S = 15.0
 """It may have to wait for a processor while models are loaded. A server that it is not told of gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
+_ROUTER_STOPS_WITHIN_S = 1.0
+"""After this time the servers are stopped, too."""
 
 
 @dataclass(eq=False)
@@ -61,9 +63,9 @@ class _Worker:
         """``None`` for a server that someone else runs."""
         return ENGINES.get(self.model.engine)
 
-    def config(self) -> WorkerConfig:
+    def config(self) -> BackendConfig:
         """What the router is told."""
-        return WorkerConfig(
+        return BackendConfig(
             url=self.url or "",
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
             kind=None if self.model.kind == "auto" else self.model.kind,
@@ -104,6 +106,7 @@ class RewardModelManager:
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._runs: list[asyncio.Task[None]] = []
+        self._router_run: asyncio.Task[None] | None = None
         self._resources = ExitStack()
         self._router_url = ""
         self._workers: list[_Worker] = []
@@ -146,11 +149,20 @@ class RewardModelManager:
         tasks, self._tasks = self._tasks, None
         try:
             if tasks:
-                for run in self._runs:
-                    run.cancel()
-                await tasks.__aexit__(None, None, None)
+                try:
+                    await self._stop_router()
+                finally:
+                    for run in self._runs:
+                        run.cancel()
+                    await tasks.__aexit__(None, None, None)
         finally:
             self._resources.close()
+
+    async def _stop_router(self) -> None:
+        """Stops the router before its servers: otherwise it would wait for the answers of servers that are gone."""
+        if self._router_run:
+            self._router_run.cancel()
+            await asyncio.wait([self._router_run], timeout=_ROUTER_STOPS_WITHIN_S)
 
     async def sleep(self) -> None:
         """Frees the models' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
@@ -223,10 +235,10 @@ class RewardModelManager:
                     functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
                     starts=self._starts,
                     on_up=functools.partial(self._server_is_up, worker),
-                    on_down=functools.partial(self._tell_router, "bury", worker),
+                    on_down=functools.partial(self._tell_router, "mark_dead", worker),
                     on_lost=functools.partial(self._lose_server, worker, close),
                 )
-        self._supervise(
+        self._router_run = self._supervise(
             "router",
             lambda: ServerProcess(
                 "reward router",
@@ -242,12 +254,14 @@ class RewardModelManager:
             on_lost=functools.partial(self._lose_router, router),
         )
 
-    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> None:
+    def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> asyncio.Task[None]:
         assert self._tasks is not None
         policy = RestartPolicy(self._config.max_restarts, self._config.restart_window_s)
         supervisor = Supervisor(new_process, policy, **options)
         self._supervisors[role] = supervisor
-        self._runs.append(self._tasks.create_task(supervisor.run(), name=f"supervise {role}"))
+        run = self._tasks.create_task(supervisor.run(), name=f"supervise {role}")
+        self._runs.append(run)
+        return run
 
     # Where servers run
 
@@ -324,7 +338,7 @@ class RewardModelManager:
         # Resets the connections in its backlog, so that the router sends those requests elsewhere.
         close()
         worker.lost = reason
-        await self._tell_router("retire", worker, reason)
+        await self._tell_router("give_up", worker, reason)
 
     async def _lose_router(self, listener: socket.socket, reason: str) -> None:
         listener.close()
@@ -333,7 +347,7 @@ class RewardModelManager:
         """Tells a new router what the one before it knew."""
         for worker in self._workers:
             if worker.lost:
-                await self._tell_router("retire", worker, worker.lost)
+                await self._tell_router("give_up", worker, worker.lost)
             elif worker.asleep:
                 await self._tell_router("sleep", worker)
 
@@ -346,7 +360,7 @@ class RewardModelManager:
             query = urlencode({"url": worker.url, "reason": reason} if reason else {"url": worker.url})
             await self._ask_router("POST", f"/workers/{action}?{query}")
 
-    async def _ask_router(self, method: str, path: str, body: WorkerConfig | None = None) -> None:
+    async def _ask_router(self, method: str, path: str, body: BackendConfig | None = None) -> None:
         timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
         try:
             async with aiohttp.ClientSession(
@@ -384,8 +398,16 @@ class RewardModelManager:
     def _router_command(self) -> list[str]:
         workers = [worker.config().model_dump() for worker in self._workers if worker.url]
         options = [option for worker in workers for option in ("--worker", orjson.dumps(worker).decode())]
-        timeout = str(self._config.request_timeout_s)
-        return [sys.executable, "-m", "reward_loop.router", "--request-timeout", timeout, *options]
+        for name, value in (
+            ("--request-timeout", self._config.request_timeout_s),
+            ("--health-interval", self._config.health_interval_s),
+            ("--health-timeout", self._config.health_timeout_s),
+            ("--max-failed-checks", self._config.max_failed_checks),
+            # The servers stop next, so requests in flight cannot be finished.
+            ("--grace", 0),
+        ):
+            options += [name, str(value)]
+        return [sys.executable, "-m", "reward_loop.router", *options]
 
 
 _Place = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]

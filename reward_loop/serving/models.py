@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import WorkerConfig
+from reward_loop.router.config import BackendConfig
 from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.engines.sglang import Sglang
@@ -45,7 +45,7 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
         if not model.urls:
             raise ConfigError(f"{where}urls: engine='external' needs the servers' URLs")
         for url in model.urls:
-            parse(WorkerConfig, {"url": url}, f"{where}urls")
+            parse(BackendConfig, {"url": url}, f"{where}urls")
         return model
     if model.urls:
         raise ConfigError(f"{where}urls: is for engine='external'; engine={model.engine!r} starts servers of its own")

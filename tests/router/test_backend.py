@@ -2,36 +2,36 @@ from __future__ import annotations
 
 import pytest
 
-from reward_loop.router.backend import Worker, WorkerState
-from reward_loop.router.config import Kind, WorkerConfig
+from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.config import BackendConfig, Kind
 from reward_loop.router.http_client import Upstream
 
 
-def new(**options: object) -> Worker:
-    config = WorkerConfig.model_validate({"url": "http://a:1", **options})
-    return Worker(config, Upstream(config.url), models=config.models)
+def new(**options: object) -> Backend:
+    config = BackendConfig.model_validate({"url": "http://a:1", **options})
+    return Backend(config, Upstream(config.url), models=config.models)
 
 
 async def test_it_counts_what_it_was_given_and_what_it_answered() -> None:
-    worker = new()
-    worker.begin()
-    worker.begin()
-    worker.end(200, 0.1)
-    worker.end(0, 5.0)
-    assert (worker.requests, worker.in_flight) == (2, 0)
-    assert worker.stats.statuses == {200: 1}
-    assert not worker.idle.is_set()
+    backend = new()
+    backend.begin()
+    backend.begin()
+    backend.end(200, 0.1)
+    backend.end(0, 5.0)
+    assert (backend.requests, backend.in_flight) == (2, 0)
+    assert backend.stats.statuses == {200: 1}
+    assert not backend.idle.is_set()
 
 
 async def test_one_that_is_to_sleep_says_when_its_last_request_is_done() -> None:
-    worker = new()
-    worker.begin()
-    worker.begin()
-    worker.state = WorkerState.ASLEEP
-    worker.end(200, 0.1)
-    assert not worker.idle.is_set()
-    worker.end(0, 0.1)
-    assert worker.idle.is_set()
+    backend = new()
+    backend.begin()
+    backend.begin()
+    backend.state = BackendState.ASLEEP
+    backend.end(200, 0.1)
+    assert not backend.idle.is_set()
+    backend.end(0, 0.1)
+    assert backend.idle.is_set()
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,13 @@ def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None
     assert message in result.output
 
 
-def test_worker_specifications() -> None:
-    worker = parse_worker("http://a:1/,model=x,model=y,kind=generative,engine=vllm")
-    assert (worker.url, worker.models, worker.kind, worker.engine) == ("http://a:1", ("x", "y"), "generative", "vllm")
+def test_backend_specifications() -> None:
+    backend = parse_worker("http://a:1/,model=x,model=y,kind=generative,engine=vllm")
+    assert (backend.url, backend.models, backend.kind, backend.engine) == (
+        "http://a:1",
+        ("x", "y"),
+        "generative",
+        "vllm",
+    )
     with pytest.raises(ConfigError, match="expected KEY=VALUE, got 'x'"):
         parse_worker("http://a:1,x")

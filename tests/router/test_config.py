@@ -4,12 +4,12 @@ import pytest
 
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.config import BackendConfig, RouterConfig
 
 
 @pytest.mark.parametrize("url", ["http://a", "https://a.b:1", "http://[::1]:80", "http://127.0.0.1:8000/"])
 def test_origins(url: str) -> None:
-    assert WorkerConfig(url=url).url == url.rstrip("/")
+    assert BackendConfig(url=url).url == url.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_origins(url: str) -> None:
 )
 def test_what_is_no_origin_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
-        parse(WorkerConfig, {"url": url}, "worker")
+        parse(BackendConfig, {"url": url}, "worker")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
+import pytest
+
+from reward_loop._util.sockets import listen, url_of
 from reward_loop.router import app, control
+from reward_loop.router.app import create_app
+from reward_loop.router.protocol import protocol_for
 from tests.servers import CHAT, listed, model_server, post, routed, serving
 
 
@@ -23,11 +31,11 @@ async def test_servers_come_and_go_while_it_runs() -> None:
         async with session.post("/workers/drain", params={"url": urls[0]}) as response:
             assert (await response.json())["state"] == "draining"
         assert [(await post(url, CHAT))[0] for _ in range(3)] == [200] * 3
-        counts = {worker["url"]: worker["requests"] for worker in await listed(session)}
+        counts = {backend["url"]: backend["requests"] for backend in await listed(session)}
         assert counts == {urls[0]: 0, other: 3}
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 202
-        assert [worker["url"] for worker in await listed(session)] == [other]
+        assert [backend["url"] for backend in await listed(session)] == [other]
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 404
 
@@ -43,3 +51,144 @@ async def test_health_is_that_of_the_servers_and_life_its_own() -> None:
             async with session.get(path) as response:
                 assert response.status == status
                 assert response.headers.get("Retry-After") == ("1" if status == 503 else None)
+
+
+async def refused(session: aiohttp.ClientSession, method: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a request, once its answer has the shape of the router's errors."""
+    async with session.request(method, path, **options) as response:
+        content = await response.json()
+    assert list(content) == ["error"]
+    error: dict[str, Any] = content["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (error["type"], error["code"]) == ("RouterError", response.status)
+    return response.status, error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status", "message"),
+    [
+        ("POST", "/workers", {"data": b"no JSON"}, 422, "body"),
+        ("POST", "/workers", {"json": {"url": "ftp://x"}}, 422, "expected http://host:port"),
+        ("POST", "/workers", {"json": {"url": "http://x:1", "kind": "odd"}}, 422, "body.kind"),
+        ("POST", "/workers", {"json": {}}, 422, "body.url"),
+        ("DELETE", "/workers", {}, 422, "query.url"),
+        ("DELETE", "/workers", {"params": {"url": "http://x:1"}}, 404, "there is no server 'http://x:1'"),
+        ("POST", "/workers/mark_dead", {"params": {"url": "http://x:1"}}, 422, "query.reason"),
+        ("PUT", "/workers", {}, 405, "Method Not Allowed"),
+        ("GET", "/workers/drain", {}, 405, "Method Not Allowed"),
+        ("DELETE", "/health", {}, 405, "GET and HEAD"),
+        ("POST", "/metrics", {}, 405, "Method Not Allowed"),
+    ],
+)
+async def test_errors_of_the_control_plane_have_the_shape_of_the_others(
+    method: str, path: str, options: dict[str, Any], status: int, message: str
+) -> None:
+    async with routed(model_server("a")) as (_, _, session):
+        found, error = await refused(session, method, path, **options)
+    assert found == status
+    assert message in error["message"]
+
+
+async def test_health_without_a_server_has_the_shape_of_the_other_errors() -> None:
+    async with routed() as (_, _, session):
+        assert (await refused(session, "GET", "/health"))[0] == 503
+
+
+@pytest.mark.parametrize("limit", [1000, 64 << 20])
+async def test_bodies_of_the_control_plane_are_bounded(limit: int) -> None:
+    async with routed(model_server("a"), max_body_bytes=limit) as (_, _, session):
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * (1 << 20)
+
+        for body in (b" " * (2 << 20), chunks()):
+            status, error = await refused(session, "POST", "/workers", data=body)
+            assert (status, error["message"]) == (413, f"the body is longer than {min(limit, 1 << 20)} bytes")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::",
+        "http://[:.:]:1",
+        "http://[::1%25lo]:1",
+        "http://\u2100:1",
+        "http://\ud800:1",
+        "http://a\x00b:1",
+        "http://a b",
+        "http://:1",
+        "http://a:99999",
+        "http://a:b",
+        "//",
+        "",
+        "http://" + "a" * 100_000 + ":x",
+    ],
+)
+async def test_odd_urls_of_servers_are_refused(url: str) -> None:
+    async with routed(model_server("a")) as (_, urls, session):
+        status, error = await refused(session, "POST", "/workers", json={"url": url})
+        assert status == 422
+        assert len(error["message"]) <= 1000
+        if "\ud800" not in url:
+            assert (await refused(session, "DELETE", "/workers", params={"url": url[:1000]}))[0] == 404
+        assert [backend["url"] for backend in await listed(session)] == urls
+
+
+async def test_health_paths_cannot_split_a_request() -> None:
+    async with routed(model_server("a")) as (_, _, session):
+        for path in ("/x HTTP/1.1\r\nx: y", "/\u00fc", "x"):
+            options = {"url": "http://x:1", "health_path": path}
+            assert (await refused(session, "POST", "/workers", json=options))[0] == 422
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1"])
+async def test_the_router_refuses_itself_as_a_server(host: str) -> None:
+    async with routed(model_server("a")) as (url, urls, session):
+        own = url.replace("127.0.0.1", host)
+        status, error = await refused(session, "POST", "/workers", json={"url": own})
+        assert (status, error["message"]) == (400, f"{own} is this router itself, and cannot be its own server")
+        assert [backend["url"] for backend in await listed(session)] == urls
+
+
+async def test_a_router_that_was_started_with_itself_as_a_server_gives_it_up() -> None:
+    listener = listen("127.0.0.1")
+    app = create_app([url_of(listener).replace("127.0.0.1", "localhost")])
+    async with (
+        serving(app, protocol_for(65536, app.begin), listener=listener) as url,
+        aiohttp.ClientSession(url) as session,
+        asyncio.timeout(60),
+    ):
+        while (await listed(session))[0]["state"] != "retired":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        status, error = await refused(session, "POST", CHAT)
+    assert status == 503
+    assert "came back to this router" in error["message"]
+
+
+async def test_a_request_that_goes_round_through_two_routers_ends() -> None:
+    async with (
+        routed(model_server("a")) as (first, urls, session),
+        routed(model_server("a")) as (second, others, other),
+    ):
+        for client, url in ((session, second), (other, first)):
+            async with client.post("/workers", json={"url": url}) as response:
+                assert response.status == 201
+        for client, url in ((session, urls[0]), (other, others[0])):
+            async with asyncio.timeout(60):
+                while {backend["state"] for backend in await listed(client)} != {"up"}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            async with client.delete("/workers", params={"url": url}) as response:
+                assert response.status == 202
+        status, error = await refused(session, "POST", CHAT)
+    assert status == 508
+    assert "has passed this router before" in error["message"]
+
+
+async def test_names_of_authentication_schemes_are_case_insensitive() -> None:
+    async with routed(model_server("m"), api_key="k") as (url, _, _):
+        for authorization in ("bearer k", "BEARER k", "Bearer  k"):
+            for path in (CHAT, "/workers/drain?url=x"):
+                assert (await post(url, path, headers={"Authorization": authorization}))[0] in (200, 404)
+        for authorization in ("Basic k", "k", "Bearer", "bearerk", "Bearer K", ""):
+            assert (await post(url, CHAT, headers={"Authorization": authorization}))[0] == 401

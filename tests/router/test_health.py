@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +11,10 @@ import orjson
 import pytest
 
 from reward_loop.router.app import create_app
-from reward_loop.router.backend import Worker, WorkerState
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.health import UnhealthyError, check_health
-from reward_loop.router.http_client import ConnectError, Upstream
+from reward_loop.router.http_client import BrokenError, ConnectError, Upstream
 from reward_loop.router.pool import AsleepError
 from tests.servers import CHAT, listed, post, refusing, serving
 
@@ -30,56 +31,58 @@ def server(**answers: tuple[int, Any]) -> Any:
 
 
 @asynccontextmanager
-async def worker_for(app: Any, **options: Any) -> AsyncIterator[Worker]:
+async def backend_for(app: Any, **options: Any) -> AsyncIterator[Backend]:
     async with serving(app) as url:
-        worker = Worker(WorkerConfig(url=url, **options), Upstream(url))
-        yield worker
-        worker.upstream.close()
+        backend = Backend(BackendConfig(url=url, **options), Upstream(url))
+        yield backend
+        backend.upstream.close()
 
 
 MODELS = {"data": [{"id": "a", "owned_by": "x"}, {"id": 3}, "odd", {"id": "b"}]}
 
 
 async def test_a_server_that_is_well_is_asked_what_it_serves_until_it_is_in_use() -> None:
-    async with worker_for(server(health=(200, {}), models=(200, MODELS))) as worker:
-        await check_health(worker)
-        assert worker.models == ("a", "b")
-        assert worker.cards == [{"id": "a", "owned_by": "x"}, {"id": "b"}]
-        worker.models, worker.state = (), WorkerState.UP
-        await check_health(worker)
-        assert worker.models == ()
+    async with backend_for(server(health=(200, {}), models=(200, MODELS))) as backend:
+        await check_health(backend)
+        assert backend.models == ("a", "b")
+        assert backend.cards == [{"id": "a", "owned_by": "x"}, {"id": "b"}]
+        backend.models, backend.state = (), BackendState.UP
+        await check_health(backend)
+        assert backend.models == ()
 
 
 async def test_configured_names_come_first_and_odd_lists_are_no_matter() -> None:
-    async with worker_for(server(health=(200, {}), models=(200, MODELS)), models=("own",)) as worker:
-        await check_health(worker)
-        assert worker.models == ("own",)
+    async with backend_for(server(health=(200, {}), models=(200, MODELS)), models=("own",)) as backend:
+        await check_health(backend)
+        assert backend.models == ("own",)
     for models in ((500, {}), (200, []), (200, {"data": 1})):
-        async with worker_for(server(health=(200, {}), models=models)) as worker:
-            await check_health(worker)
-            assert worker.models == ()
+        async with backend_for(server(health=(200, {}), models=models)) as backend:
+            await check_health(backend)
+            assert backend.models == ()
 
 
 async def test_another_path_may_be_asked_and_its_errors_count() -> None:
-    async with worker_for(server(well=(503, {})), health_path="/well") as worker:
+    async with backend_for(server(well=(503, {})), health_path="/well") as backend:
         with pytest.raises(UnhealthyError, match="/well is answered with 503"):
-            await check_health(worker)
+            await check_health(backend)
 
 
 async def test_nobody_there() -> None:
     url = refusing()
     with pytest.raises(ConnectError):
-        await check_health(Worker(WorkerConfig(url=url), Upstream(url)))
+        await check_health(Backend(BackendConfig(url=url), Upstream(url)))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "external"])
 async def test_only_a_vllm_is_asked_whether_it_sleeps(engine: str) -> None:
-    async with worker_for(server(health=(200, {}), is_sleeping=(200, {"is_sleeping": True})), engine=engine) as worker:
+    async with backend_for(
+        server(health=(200, {}), is_sleeping=(200, {"is_sleeping": True})), engine=engine
+    ) as backend:
         if engine == "vllm":
             with pytest.raises(AsleepError):
-                await check_health(worker)
+                await check_health(backend)
         else:
-            await check_health(worker)
+            await check_health(backend)
 
 
 async def test_a_sleeping_vllm_gets_no_requests() -> None:
@@ -88,11 +91,24 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
-    async with serving(asleep) as worker:
-        app = create_app([WorkerConfig(url=worker, engine="vllm")], RouterConfig(request_timeout_s=0.3))
+    async with serving(asleep) as backend:
+        app = create_app([BackendConfig(url=backend, engine="vllm")], RouterConfig(request_timeout_s=0.3))
         async with serving(app) as url, aiohttp.ClientSession(url) as session, asyncio.timeout(60):
             while not (await listed(session))[0]["last_error"]:  # noqa: ASYNC110 (until it has been looked at)
                 await asyncio.sleep(0)
             status, body = await post(url, CHAT)
     assert status == 503
     assert b"the engine sleeps" in body
+
+
+async def test_the_length_of_a_health_answer_is_bounded() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with backend_for(endless) as backend:
+        with pytest.raises(BrokenError, match="/health is longer than 4194304 bytes"):
+            await check_health(backend)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -124,6 +125,56 @@ async def test_what_is_not_whole_is_an_error(written: bytes) -> None:
             await get(upstream)
 
 
+@pytest.mark.parametrize("status", [b"042", b"000", b"099", b"101", b"600", b"999", b"1200", b"2x0", b""])
+async def test_an_invalid_status_is_an_error_at_once(status: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b Odd\r\ncontent-length: 2\r\n\r\nok" % status)
+        await reader.read()  # The connection stays open.
+
+    async with raw(serve) as upstream, asyncio.timeout(30):
+        with pytest.raises(BrokenError, match="not HTTP"):
+            await get(upstream)
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 1024),
+        (b"HTTP/1.1 200 OK\r\n", b"x: %b\r\n" % (b"y" * 1020)),
+        (b"HTTP/1.1 200 " + b"O" * 1024, b"K" * 1024),
+        (b"", b"HTTP/1.1 102 Processing\r\nx: %b\r\n\r\n" % (b"y" * 1000)),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: ", b"y" * 1024),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;", b"y" * 1024),
+    ],
+    ids=["one header", "many headers", "reason", "interim answers", "trailer", "chunk extension"],
+)
+async def test_the_length_of_an_answers_head_is_bounded(begin: bytes, part: bytes) -> None:
+    written = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin)
+        while written < 32 << 20:
+            writer.write(part)
+            await writer.drain()
+            written += len(part)
+
+    async with raw(serve) as upstream, asyncio.timeout(60):
+        with pytest.raises(BrokenError, match="longer than 65536 bytes"):
+            await get(upstream)
+    assert written < 16 << 20  # What the sockets hold is far less.
+
+
+async def test_a_stream_of_many_small_parts_has_no_bound() -> None:
+    chunks = b"1\r\nx\r\n" * 40_000
+    async with raw(
+        saying(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    ) as upstream:
+        assert await get(upstream) == (200, b"x" * 40_000)
+
+
 async def test_a_stream_that_breaks_off_is_an_error_in_its_middle() -> None:
     async with raw(saying(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")) as upstream:
         answer = await upstream.request(b"GET", b"/")
@@ -223,21 +274,24 @@ def self_signed(directory: Path) -> Path:
     return path
 
 
-async def test_a_connection_that_died_while_idle_is_no_error() -> None:
+async def test_a_connection_that_died_while_idle_is_at_most_stale() -> None:
     async with raw(saying(OK)) as upstream:
         for _ in range(3):
-            assert await get(upstream) == (200, b"ok")
+            with contextlib.suppress(StaleError):
+                assert await get(upstream) == (200, b"ok")
 
 
-async def test_one_that_dies_as_it_is_used_again_is_replaced() -> None:
+async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK)
         await reader.readuntil(b"\r\n\r\n")  # It has the request, and closes without a byte.
 
     async with raw(serve) as upstream:
-        for _ in range(3):
+        for _ in range(2):
             assert await get(upstream) == (200, b"ok")
+            with pytest.raises(StaleError):
+                await get(upstream)
 
 
 class Told:
@@ -363,6 +417,20 @@ async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
         upstream.break_off("killed")
         with pytest.raises(BrokenError, match="killed"):
             await request
+
+
+async def test_breaking_off_fails_requests_whose_connection_is_still_being_made() -> None:
+    async with raw(saying(OK)) as upstream:
+        told = Told(upstream)
+        told.send()
+        assert upstream.opening
+        upstream.break_off("killed")
+        await until(lambda: told.errors)
+        assert isinstance(told.errors[0], BrokenError)
+        assert "killed" in str(told.errors[0])
+        assert not upstream.opening
+        assert await get(upstream) == (200, b"ok")
+        assert not told.bodies
 
 
 async def test_a_long_answer_of_known_length_comes_whole() -> None:

@@ -18,41 +18,41 @@ class Fake:
 
 
 @pytest.fixture
-def workers() -> Any:
+def backends() -> Any:
     return [Fake(f"http://127.0.0.1:{port}") for port in range(8000, 8004)]
 
 
-def test_round_robin(workers: Any) -> None:
+def test_round_robin(backends: Any) -> None:
     policy = RoundRobin()
-    turns = [policy.choose(workers, 0).url for _ in range(8)]
+    turns = [policy.choose(backends, 0).url for _ in range(8)]
     assert turns[:4] == turns[4:]
     assert len(set(turns)) == 4
 
 
-def test_least_in_flight(workers: Any) -> None:
-    for worker, load in zip(workers, (3, 1, 2, 1), strict=True):
-        worker.in_flight = load
-    workers[1].requests = 5
-    assert LeastInFlight().choose(workers, 0) is workers[3]
+def test_least_in_flight(backends: Any) -> None:
+    for backend, load in zip(backends, (3, 1, 2, 1), strict=True):
+        backend.in_flight = load
+    backends[1].requests = 5
+    assert LeastInFlight().choose(backends, 0) is backends[3]
 
 
-def test_two_choices_never_take_the_busiest_and_reach_all_others(workers: Any) -> None:
+def test_two_choices_never_take_the_busiest_and_reach_all_others(backends: Any) -> None:
     policy = TwoChoices(seed=1)
-    workers[2].in_flight = 9
-    chosen = Counter(policy.choose(workers, 0).url for _ in range(400))
-    assert set(chosen) == {worker.url for worker in workers} - {workers[2].url}
-    assert policy.choose(workers[2:3], 0) is workers[2]
+    backends[2].in_flight = 9
+    chosen = Counter(policy.choose(backends, 0).url for _ in range(400))
+    assert set(chosen) == {backend.url for backend in backends} - {backends[2].url}
+    assert policy.choose(backends[2:3], 0) is backends[2]
 
 
-def test_the_same_content_meets_the_same_server_and_only_the_orphans_move(workers: Any) -> None:
+def test_the_same_content_meets_the_same_server_and_only_the_orphans_move(backends: Any) -> None:
     policy = Content()
     keys = [policy.key([], b"prompt %d" % i) for i in range(2000)]
-    homes = [policy.choose(workers, key) for key in keys]
-    assert [Content().choose(workers[::-1], key) for key in keys] == homes
+    homes = [policy.choose(backends, key) for key in keys]
+    assert [Content().choose(backends[::-1], key) for key in keys] == homes
     assert all(400 < count < 600 for count in Counter(home.url for home in homes).values())
     for key, home in zip(keys, homes, strict=True):
-        if home is not workers[0]:
-            assert policy.choose(workers[1:], key) is home
+        if home is not backends[0]:
+            assert policy.choose(backends[1:], key) is home
 
 
 def test_what_counts_as_content() -> None:
@@ -64,7 +64,7 @@ def test_what_counts_as_content() -> None:
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_in_flight", "two_choices", "content"])
-def test_names(name: Any, workers: Any) -> None:
+def test_names(name: Any, backends: Any) -> None:
     policy = policy_for(RouterConfig(policy=name))
-    assert policy.choose(workers, policy.key([], b"x")) in workers
+    assert policy.choose(backends, policy.key([], b"x")) in backends
     assert isinstance(policy, Content) is (name == "content")

@@ -262,11 +262,22 @@ async def test_a_connection_without_a_request_is_closed_too(sent: bytes) -> None
 
 @pytest.mark.parametrize(
     ("sent", "status"),
-    [(b"GET / HTTP/1.1\r\nx: " + b"y" * 2000, 431), (b"no HTTP at all\r\n\r\n", 400)],
+    [
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 2000, 431),
+        (b"GET /%b HTTP/1.1\r\n\r\n" % (b"y" * 2000), 414),
+        (b"GET /%b HTTP/1.1\r\n\r\n" % (b"y" * 100_000), 414),
+        (b"GET /" + b"y" * 2000, 414),
+        (b"no HTTP at all\r\n\r\n", 400),
+        (b"GET /\xff HTTP/1.1\r\n\r\n", 400),
+        (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
+        (b"CONNECT x HTTP/1.1\r\n\r\n", 400),
+    ],
 )
-async def test_what_is_no_proper_head_is_refused(sent: bytes, status: int) -> None:
+async def test_invalid_and_too_long_heads_are_refused(sent: bytes, status: int) -> None:
     server = Server()
     async with connected(server) as (reader, writer):
         writer.write(sent)
-        assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b'"type":"RouterError"' in answer
     assert not server.begun

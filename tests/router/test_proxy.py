@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,9 +16,9 @@ from yarl import URL
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import create_app
-from reward_loop.router.backend import Worker, WorkerState
-from reward_loop.router.config import RouterConfig, WorkerConfig
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from tests.servers import post, refusing, resetting, served_by_router, serving, until
 
@@ -26,28 +27,28 @@ pytestmark = pytest.mark.usefixtures("way")
 
 @asynccontextmanager
 async def proxied(
-    *workers: str | WorkerConfig, timeout_s: float = 30, probe: Callable[[str], Any] | None = None, **options: Any
+    *backends: str | BackendConfig, timeout_s: float = 30, probe: Callable[[str], Any] | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """A proxy in front of workers that are taken to be well."""
+    """A proxy in front of backends that are taken to be well."""
 
-    async def well(worker: Worker) -> None:
+    async def well(backend: Backend) -> None:
         if probe:
-            await probe(worker.url)
+            await probe(backend.url)
 
-    configs = [WorkerConfig(url=worker) if isinstance(worker, str) else worker for worker in workers]
+    configs = [BackendConfig(url=backend) if isinstance(backend, str) else backend for backend in backends]
     config = RouterConfig(request_timeout_s=timeout_s, **options)
-    async with WorkerPool(configs, well, config) as pool, served_by_router(Proxy(pool, config)) as url:
+    async with BackendPool(configs, well, config) as pool, served_by_router(Proxy(pool, config)) as url:
         yield url
 
 
 @asynccontextmanager
-async def well_pool(worker: str) -> AsyncIterator[WorkerPool]:
+async def well_pool(backend: str) -> AsyncIterator[BackendPool]:
     """A pool of one server, which is in use."""
 
-    async def well(worker: Worker) -> None:
+    async def well(backend: Backend) -> None:
         pass
 
-    async with WorkerPool([WorkerConfig(url=worker)], well) as pool:
+    async with BackendPool([BackendConfig(url=backend)], well) as pool:
         await pool.acquire()
         yield pool
 
@@ -81,8 +82,8 @@ def test_bodies_arrive_byte_for_byte() -> None:
 
         async def open_all() -> tuple[AsyncExitStack, str]:
             stack = AsyncExitStack()
-            worker = await stack.enter_async_context(serving(mirror))
-            return stack, await stack.enter_async_context(proxied(worker))
+            backend = await stack.enter_async_context(serving(mirror))
+            return stack, await stack.enter_async_context(proxied(backend))
 
         async def close(stack: AsyncExitStack) -> None:
             await stack.aclose()
@@ -100,7 +101,7 @@ def test_bodies_arrive_byte_for_byte() -> None:
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
 async def test_method_path_and_query_are_untouched(method: str) -> None:
-    async with serving(mirror) as worker, proxied(worker) as url, aiohttp.ClientSession() as session:
+    async with serving(mirror) as backend, proxied(backend) as url, aiohttp.ClientSession() as session:
         target = "/a%2Fb/../c//d?x=%20+y&z"
         async with session.request(method, URL(url + target, encoded=True)) as response:
             seen = await response.json(content_type=None)
@@ -117,27 +118,27 @@ async def test_headers_go_through_except_those_of_the_connection() -> None:
         "TE": "trailers",
     }
     async with (
-        serving(mirror) as worker,
-        proxied(worker) as url,
+        serving(mirror) as backend,
+        proxied(backend) as url,
         aiohttp.ClientSession() as session,
         session.get(url, headers=sent, skip_auto_headers=["Accept", "User-Agent"]) as response,
     ):
         seen = (await response.json(content_type=None))["headers"]
     assert seen["authorization"] == "Bearer x"
     assert seen["x-own"] == "ü"
-    assert seen["host"] == worker.removeprefix("http://")
+    assert seen["host"] == backend.removeprefix("http://")
     assert not {"x-private", "proxy-authorization", "te", "accept", "user-agent"} & set(seen)
 
 
 @pytest.mark.parametrize("status", [204, 301, 400, 404, 422, 500, 503])
-async def test_statuses_and_bodies_of_workers_are_unchanged(status: int) -> None:
+async def test_statuses_and_bodies_of_backends_are_unchanged(status: int) -> None:
     body = b"" if status == 204 else b'{"error": {"message" : "no"}}'
     headers = {"Content-Type": "application/json; odd=1", "Location": "/elsewhere", "Keep-Alive": "timeout=1"}
     if body:
         headers["Content-Length"] = str(len(body))
     async with (
-        serving(answering(status, headers, body)) as worker,
-        proxied(worker) as url,
+        serving(answering(status, headers, body)) as backend,
+        proxied(backend) as url,
         aiohttp.ClientSession() as session,
         session.post(url, allow_redirects=False) as response,
     ):
@@ -149,7 +150,10 @@ async def test_statuses_and_bodies_of_workers_are_unchanged(status: int) -> None
 
 async def test_a_compressed_body_stays_compressed() -> None:
     packed = gzip.compress(b"x" * 1000)
-    async with serving(answering(headers={"Content-Encoding": "gzip"}, body=packed)) as worker, proxied(worker) as url:
+    async with (
+        serving(answering(headers={"Content-Encoding": "gzip"}, body=packed)) as backend,
+        proxied(backend) as url,
+    ):
         assert await post(url) == (200, packed)
 
 
@@ -163,8 +167,8 @@ async def test_chunks_are_passed_on_as_they_come() -> None:
         await send({"type": "http.response.body", "body": b"data: 2\n\n"})
 
     async with (
-        serving(app) as worker,
-        proxied(worker) as url,
+        serving(app) as backend,
+        proxied(backend) as url,
         aiohttp.ClientSession() as session,
         session.post(url) as response,
     ):
@@ -174,7 +178,7 @@ async def test_chunks_are_passed_on_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("dead", ["refusing", "resetting"])
-async def test_a_request_moves_from_a_dead_worker_to_a_live_one(dead: str) -> None:
+async def test_a_request_moves_from_a_dead_backend_to_a_live_one(dead: str) -> None:
     async with AsyncExitStack() as stack:
         lost = refusing() if dead == "refusing" else await stack.enter_async_context(resetting())
         live = await stack.enter_async_context(serving(answering()))
@@ -182,7 +186,20 @@ async def test_a_request_moves_from_a_dead_worker_to_a_live_one(dead: str) -> No
         assert await asyncio.gather(*(post(url) for _ in range(6))) == [(200, b"ok")] * 6
 
 
-async def test_a_request_waits_for_its_worker_to_come_back() -> None:
+async def test_the_only_server_gets_a_request_again_whose_connection_was_stale() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            await reader.readuntil(b"\r\n\r\n")  # It closes the connection without an answer.
+        writer.close()
+
+    server = await asyncio.start_server(serve, sock=(listener := listen("127.0.0.1")))
+    async with server, proxied(url_of(listener), max_attempts=1, retry_share=0) as url:
+        assert [await post(url) for _ in range(4)] == [(200, b"ok")] * 4
+
+
+async def test_a_request_waits_for_its_backend_to_come_back() -> None:
     down, back = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -201,7 +218,7 @@ async def test_a_request_waits_for_its_worker_to_come_back() -> None:
         probed.append(url)
 
     probed: list[str] = []
-    async with serving(app) as worker, proxied(worker, probe=probe) as url:
+    async with serving(app) as backend, proxied(backend, probe=probe) as url:
         request = asyncio.create_task(post(url))
         await down.wait()
         assert not request.done()
@@ -209,22 +226,22 @@ async def test_a_request_waits_for_its_worker_to_come_back() -> None:
         assert await request == (200, b"ok")
 
 
-async def test_without_a_worker_until_the_deadline_the_503_says_why() -> None:
+async def test_without_a_backend_until_the_deadline_the_503_says_why() -> None:
     async def unwell(url: str) -> None:
         raise ConnectionRefusedError("nobody there")
 
-    worker = refusing()
-    async with proxied(worker, probe=unwell, timeout_s=0.1) as url:
+    backend = refusing()
+    async with proxied(backend, probe=unwell, timeout_s=0.1) as url:
         status, body = await post(url)
     assert status == 503
-    assert f"{worker} is down (ConnectionRefusedError: nobody there)".encode() in body
+    assert f"{backend} is down (ConnectionRefusedError: nobody there)".encode() in body
 
 
 async def test_a_request_that_breaks_every_connection_is_given_up() -> None:
-    async with resetting() as worker, proxied(worker) as url:
+    async with resetting() as backend, proxied(backend) as url:
         status, body = await post(url)
     assert status == 502
-    assert worker.encode() in body
+    assert backend.encode() in body
 
 
 async def silent(scope: Any, receive: Any, send: Any) -> None:
@@ -234,7 +251,7 @@ async def silent(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("begun", [b"", b"1"])
 async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> None:
-    async with serving(silent) as worker, proxied(worker, timeout_s=0.1) as url:
+    async with serving(silent) as backend, proxied(backend, timeout_s=0.1) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n" + begun)
@@ -245,7 +262,7 @@ async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> 
 
 
 async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> None:
-    async with serving(silent) as worker, well_pool(worker) as pool:
+    async with serving(silent) as backend, well_pool(backend) as pool:
         proxy = Proxy(pool, RouterConfig(request_timeout_s=0.1, max_in_flight=1))
         assert proxy.gate.enter_at_once()
         async with served_by_router(proxy) as url:
@@ -254,11 +271,11 @@ async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> N
     assert b"it was not its turn within 0.1 s: 1 requests are in work" in body
 
 
-async def test_a_worker_that_is_too_slow_gives_a_504_that_names_it() -> None:
-    async with serving(silent) as worker, proxied(worker, timeout_s=3) as url:
+async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:
+    async with serving(silent) as backend, proxied(backend, timeout_s=3) as url:
         status, body = await post(url)
     assert status == 504
-    assert worker.encode() in body
+    assert backend.encode() in body
 
 
 async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None:
@@ -266,12 +283,12 @@ async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
 
-    async with serving(half) as worker, proxied(worker) as url:
+    async with serving(half) as backend, proxied(backend) as url:
         with pytest.raises(aiohttp.ClientPayloadError):
             await post(url)
 
 
-async def test_a_client_that_leaves_cancels_the_workers_request() -> None:
+async def test_a_client_that_leaves_cancels_the_backends_request() -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
     paths = []
 
@@ -285,7 +302,7 @@ async def test_a_client_that_leaves_cancels_the_workers_request() -> None:
         else:
             await answering()(scope, receive, send)
 
-    async with serving(app) as worker, proxied(worker) as url:
+    async with serving(app) as backend, proxied(backend) as url:
         await post(url, "/first")
         request = asyncio.create_task(post(url, "/slow"))
         await arrived.wait()
@@ -306,7 +323,7 @@ async def test_a_client_that_leaves_a_stream_cancels_it() -> None:
         assert (await receive())["type"] == "http.disconnect"
         left.set()
 
-    async with serving(app) as worker, proxied(worker) as url:
+    async with serving(app) as backend, proxied(backend) as url:
         async with aiohttp.ClientSession() as session, session.post(url) as response:
             assert await response.content.readany() == b"data: 1"
         async with asyncio.timeout(60):
@@ -315,8 +332,8 @@ async def test_a_client_that_leaves_a_stream_cancels_it() -> None:
 
 async def test_one_after_the_other_goes_to_each_in_turn() -> None:
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(4)]
-        url = await stack.enter_async_context(proxied(*workers))
+        backends = [await stack.enter_async_context(serving(answering(body=b"%d" % n))) for n in range(4)]
+        url = await stack.enter_async_context(proxied(*backends))
         bodies = [(await post(url))[1] for _ in range(12)]
     assert bodies[:4] == bodies[4:8] == bodies[8:]
     assert len(set(bodies)) == 4
@@ -337,8 +354,8 @@ async def test_a_request_on_a_connection_that_had_died_is_sent_again_and_its_ser
     async with await asyncio.start_server(serve, sock=listener), well_pool(url_of(listener)) as pool:
         async with served_by_router(Proxy(pool)) as url:
             assert [await post(url) for _ in range(3)] == [(200, b"ok")] * 3
-        (worker,) = pool.workers
-        assert (worker.stats.broken, worker.state) == (0, WorkerState.UP)
+        (backend,) = pool.backends
+        assert (backend.stats.broken, backend.state) == (0, BackendState.UP)
 
 
 async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
@@ -356,7 +373,7 @@ async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
             case path:
                 await answering(int(path[1:]))(scope, receive, send)
 
-    async with serving(app) as worker, well_pool(worker) as pool:
+    async with serving(app) as backend, well_pool(backend) as pool:
         proxy, hasty = Proxy(pool), Proxy(pool, RouterConfig(request_timeout_s=0.5))
         async with served_by_router(proxy) as url, served_by_router(hasty) as hasty_url:
             for status in (200, 429, 500, 204, 200):
@@ -369,25 +386,25 @@ async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
             leaving.cancel()
             assert (await post(hasty_url, "/slow"))[0] == 504
             await until(lambda: not proxy.gate.inside and not hasty.gate.inside)
-        assert pool.workers[0].in_flight == 0
+        assert pool.backends[0].in_flight == 0
 
 
 async def test_the_router_has_a_control_plane_of_its_own() -> None:
     async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(serving(mirror))
+        backend = await stack.enter_async_context(serving(mirror))
         other = refusing()
-        url = await stack.enter_async_context(served_by_router(create_app([worker, other])))
+        url = await stack.enter_async_context(served_by_router(create_app([backend, other])))
         session = await stack.enter_async_context(aiohttp.ClientSession(url))
         assert (await post(url, "/v1/models"))[0] == 200
         async with session.get("/health") as response:
             assert response.status == 200
         async with session.get("/workers") as response:
             listed = {entry["url"]: entry["state"] for entry in await response.json()}
-        assert listed == {worker: "up", other: "down"}
+        assert listed == {backend: "up", other: "down"}
         for path in ("/classify", "/docs", "/openapi.json", "/health/", "/"):
             async with session.get(path) as response:
                 assert (await response.json(content_type=None))["path"] == path
-        for lost in (worker, other):
+        for lost in (backend, other):
             async with session.post("/workers/retire", params={"url": lost, "reason": "gone"}) as response:
                 assert response.status == 200
         async with session.get("/health") as response:
@@ -396,4 +413,4 @@ async def test_the_router_has_a_control_plane_of_its_own() -> None:
     assert status == 503
     error = orjson.loads(body)["error"]
     assert (error["type"], error["code"]) == ("RouterError", 503)
-    assert f"{worker} is retired (gone); {other} is retired (gone)" in error["message"]
+    assert f"{backend} is retired (gone); {other} is retired (gone)" in error["message"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.backend import Worker, WorkerState
-from reward_loop.router.config import RouterConfig, WorkerConfig
+from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.request import Exchange
 from reward_loop.router.retries import Attempt, Forwarder, Request
 from reward_loop.router.router_error import Refusal
@@ -49,9 +51,11 @@ class Scripted:
 class Caller:
     """Asks servers in turn, the first one first."""
 
-    def __init__(self, pool: WorkerPool, config: RouterConfig) -> None:
+    def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
         self.pool = pool
-        self.forwarder = Forwarder(pool, RetryBudget(config.retry_share), config)
+        self.forwarder = Forwarder(
+            pool, RetryBudget(config.retry_share), config, LimitedLog(logging.getLogger(__name__))
+        )
 
     async def ask(self, attempt: Attempt | None = None) -> int:
         statuses = []
@@ -71,15 +75,15 @@ class Caller:
 async def calling(*servers: Scripted, **options: Any) -> AsyncIterator[Caller]:
     config = RouterConfig(**options)
 
-    async def well(worker: Worker) -> None:
+    async def well(backend: Backend) -> None:
         pass
 
     urls = [f"http://{number}:1" for number in range(len(servers))]
-    async with WorkerPool([WorkerConfig(url=url) for url in urls], well, config) as pool:
+    async with BackendPool([BackendConfig(url=url) for url in urls], well, config) as pool:
         for _ in range(len(urls)):
             await pool.acquire()
-        for worker, server in zip(pool.workers, servers, strict=True):
-            worker.upstream = server  # type: ignore[assignment]
+        for backend, server in zip(pool.backends, servers, strict=True):
+            backend.upstream = server  # type: ignore[assignment]
         yield Caller(pool, config)
 
 
@@ -87,8 +91,8 @@ async def calling(*servers: Scripted, **options: Any) -> AsyncIterator[Caller]:
 async def test_another_server_is_asked(failure: Answer | Exception) -> None:
     async with calling(Scripted(failure), Scripted(answer(200))) as caller:
         assert [await caller.ask() for _ in range(2)] == [200, 200]
-        assert [worker.in_flight for worker in caller.pool.workers] == [0, 0]
-        assert sum(worker.stats.retries for worker in caller.pool.workers) == 1
+        assert [backend.in_flight for backend in caller.pool.backends] == [0, 0]
+        assert sum(backend.stats.retries for backend in caller.pool.backends) == 1
 
 
 async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:
@@ -103,7 +107,7 @@ async def test_who_breaks_every_connection_is_given_up_and_who_cannot_connect_is
         with pytest.raises(Refusal, match="broke 2 times") as refused:
             await caller.ask()
         assert refused.value.status == 502
-        assert caller.pool.workers[0].upstream.asked == 3  # type: ignore[attr-defined]
+        assert caller.pool.backends[0].upstream.asked == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -115,15 +119,15 @@ async def test_a_server_that_asks_for_a_pause_gets_it(said: str, seconds: float)
         before = time.monotonic()
         for _ in range(2):
             assert await caller.ask() == 200
-        first = caller.pool.workers[0]
-        assert before + seconds <= first.rests_until <= time.monotonic() + seconds
-        assert first.state is WorkerState.UP
+        first = caller.pool.backends[0]
+        assert before + seconds <= first.cools_down_until <= time.monotonic() + seconds
+        assert first.state is BackendState.UP
 
 
 @pytest.mark.parametrize("outcome", [answer(200), answer(500), BrokenError("x")])
 async def test_what_has_begun_already_comes_first(outcome: Answer | Exception) -> None:
     async with calling(Scripted(answer(404)), Scripted(answer(200))) as caller:
-        first = caller.pool.workers[0]
+        first = caller.pool.backends[0]
         first.begin()
         given = Scripted(outcome)
         assert await caller.ask(Attempt(first, 0.0, given.request())) == 200

@@ -4,35 +4,35 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.backend import Worker
-from reward_loop.router.config import WorkerConfig
-from reward_loop.router.pool import WorkerPool
+from reward_loop.router.backend import Backend
+from reward_loop.router.config import BackendConfig
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import merged_models, route
 
-JUDGE = WorkerConfig(url="http://a:1", models=("judge",), kind="generative")
-SCORER = WorkerConfig(url="http://b:1", models=("scorer",), kind="discriminative")
+JUDGE = BackendConfig(url="http://a:1", models=("judge",), kind="generative")
+SCORER = BackendConfig(url="http://b:1", models=("scorer",), kind="discriminative")
 CHAT, CLASSIFY = "/v1/chat/completions", "/classify"
 
 
-async def well(worker: Worker) -> None:
+async def well(backend: Backend) -> None:
     pass
 
 
-async def refusal(pool: WorkerPool, path: str, body: bytes) -> tuple[int, str]:
+async def refusal(pool: BackendPool, path: str, body: bytes) -> tuple[int, str]:
     with pytest.raises(Refusal) as refused:
         route(pool, path, body)
     return refused.value.status, refused.value.message
 
 
 async def test_with_one_model_bodies_are_not_looked_at() -> None:
-    async with WorkerPool([JUDGE, JUDGE.model_copy(update={"url": "http://c:1"})], well) as pool:
+    async with BackendPool([JUDGE, JUDGE.model_copy(update={"url": "http://c:1"})], well) as pool:
         assert route(pool, CHAT, b"not JSON") == (None, "generative")
         assert route(pool, "/version", b"") == (None, None)
 
 
 async def test_requests_go_by_the_model_that_they_name() -> None:
-    async with WorkerPool([JUDGE, SCORER], well) as pool:
+    async with BackendPool([JUDGE, SCORER], well) as pool:
         assert route(pool, CHAT, b'{"model": "judge"}') == ("judge", "generative")
         assert route(pool, CLASSIFY, b'{"model": "scorer", "input": "x"}') == ("scorer", "discriminative")
         assert route(pool, "/tokenize", b'{"model": "scorer"}') == ("scorer", None)
@@ -45,46 +45,46 @@ async def test_requests_go_by_the_model_that_they_name() -> None:
 
 
 async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
-    async with WorkerPool([JUDGE, SCORER], well) as pool:
+    async with BackendPool([JUDGE, SCORER], well) as pool:
         status, message = await refusal(pool, CHAT, b'{"model": "scorer"}')
         assert status == 400
         assert "needs a generative server, and 'scorer' is not" in message
-    async with WorkerPool([SCORER], well) as pool:
+    async with BackendPool([SCORER], well) as pool:
         assert await refusal(pool, CHAT, b"") == (
             400,
             "/v1/chat/completions needs a generative server; there are: scorer (discriminative)",
         )
-    async with WorkerPool([], well) as pool:
+    async with BackendPool([], well) as pool:
         assert (await refusal(pool, CHAT, b""))[0] == 503
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
 async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
     ranker = JUDGE.model_copy(update={"engine": "sglang"})
-    async with WorkerPool([ranker], well) as pool:
-        assert pool.group(*route(pool, path, b"{}")).members == pool.workers
+    async with BackendPool([ranker], well) as pool:
+        assert pool.group(*route(pool, path, b"{}")).members == pool.backends
         assert (await refusal(pool, CLASSIFY, b"{}"))[0] == 400
-    async with WorkerPool([ranker, SCORER], well) as pool:
-        for worker, body in zip(pool.workers, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
-            assert pool.group(*route(pool, path, body)).members == [worker]
+    async with BackendPool([ranker, SCORER], well) as pool:
+        for backend, body in zip(pool.backends, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
+            assert pool.group(*route(pool, path, body)).members == [backend]
         assert "names no model" in (await refusal(pool, path, b"{}"))[1]
-    async with WorkerPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
+    async with BackendPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
         assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]
 
 
 @pytest.mark.parametrize("body", [b'{"text": ""}', b'{"input": []}', b'{"text": ["x", ""]}', b'{"input_ids": [[]]}'])
 async def test_empty_texts_are_kept_from_sglang(body: bytes) -> None:
     sglang = SCORER.model_copy(update={"engine": "sglang"})
-    async with WorkerPool([sglang], well) as pool:
+    async with BackendPool([sglang], well) as pool:
         assert (await refusal(pool, CLASSIFY, body))[0] == 400
         assert route(pool, CLASSIFY, b'{"text": "x"}') == (None, "discriminative")
-    async with WorkerPool([SCORER], well) as pool:
+    async with BackendPool([SCORER], well) as pool:
         assert route(pool, CLASSIFY, body) == (None, "discriminative")
 
 
 async def test_models_are_merged() -> None:
-    async with WorkerPool([JUDGE, SCORER], well) as pool:
+    async with BackendPool([JUDGE, SCORER], well) as pool:
         card: dict[str, Any] = {"id": "judge", "object": "model", "max_model_len": 512}
-        pool.workers[0].cards = [card]
+        pool.backends[0].cards = [card]
         merged = merged_models(pool)["data"]
     assert merged == [card, {"id": "scorer", "object": "model", "owned_by": "reward_loop"}]

@@ -97,8 +97,8 @@ serve(app, listen("127.0.0.1"), "the app")
 
 
 async def test_the_wire() -> None:
-    async with serving(echo) as worker:
-        with routing("--worker", worker, "--max-header-kb", "2") as (url, process):
+    async with serving(echo) as backend:
+        with routing("--worker", backend, "--max-header-kb", "2") as (url, process):
             assert await post(url, "/x", b"body" * 100_000) == (200, b"body" * 100_000)
 
             chunked = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -137,8 +137,8 @@ async def test_sigterm_lets_requests_end() -> None:
             await go_on.wait()
         await echo(scope, receive, send)
 
-    async with serving(slow) as worker:
-        with routing("--worker", worker) as (url, process):
+    async with serving(slow) as backend:
+        with routing("--worker", backend) as (url, process):
             request = asyncio.create_task(post(url, "/slow", b"x"))
             await arrived.wait()
             process.send_signal(signal.SIGTERM)
@@ -163,8 +163,8 @@ async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
         else:
             await echo(scope, receive, send)
 
-    async with serving(hanging) as worker:
-        with routing("--worker", worker, "--grace", "0") as (url, process):
+    async with serving(hanging) as backend:
+        with routing("--worker", backend, "--grace", "0") as (url, process):
             await _is_ready(url)
             request = asyncio.create_task(post(url, "/slow", b"x"))
             await arrived.wait()

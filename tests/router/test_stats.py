@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from reward_loop.router.stats import LATENCY_BOUNDS_S, WorkerStats
+from reward_loop.router.stats import LATENCY_BOUNDS_S, BackendStats
 
 
 def test_answers_are_counted_by_status_and_duration() -> None:
-    stats = WorkerStats()
+    stats = BackendStats()
     for status, seconds in ((200, 0.001), (200, LATENCY_BOUNDS_S[0]), (500, 0.3), (200, 10_000.0)):
         stats.count(status, seconds)
     assert stats.statuses == {200: 3, 500: 1}

@@ -1,0 +1,69 @@
+"""Log lines about single requests, at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Hashable
+
+from reward_loop.router.router_error import Refusal
+
+__all__ = ["LimitedLog"]
+
+INTERVAL_S = 10.0
+
+
+class LimitedLog:
+    """Logs the first message of a kind at once, then counts, and logs a summary every ten seconds.
+
+    To be made in a running event loop.
+
+    Args:
+        logger: the logger that gets the lines, as warnings.
+        interval_s: seconds between two lines of a kind.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = INTERVAL_S) -> None:
+        self.refused: Counter[int] = Counter()
+        """Refused requests by status."""
+        self._logger = logger
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._suppressed: dict[Hashable, int] = {}
+        """Messages of a kind since its last line."""
+        self._latest: dict[Hashable, str] = {}
+        self._timers: dict[Hashable, asyncio.TimerHandle] = {}
+
+    def refused_request(self, method: str, path: str, refusal: Refusal) -> None:
+        """Counts a refused request, and logs it; statuses are the kinds."""
+        self.refused[refusal.status] += 1
+        # A path is decoded, and may have line ends in it.
+        printable = path[:200].encode("unicode_escape").decode()
+        self.warning(refusal.status, "%s %s: %d, %s", method, printable, refusal.status, refusal.message)
+
+    def warning(self, kind: Hashable, message: str, *args: object) -> None:
+        """Logs a message, or counts it."""
+        if kind in self._suppressed:
+            self._suppressed[kind] += 1
+            self._latest[kind] = message % args
+        else:
+            self._logger.warning(message, *args)
+            self._wait(kind)
+
+    def close(self) -> None:
+        """Logs the summaries that are due."""
+        for kind in list(self._timers):
+            self._timers[kind].cancel()
+            self._summarise(kind, last=True)
+
+    def _wait(self, kind: Hashable) -> None:
+        self._suppressed[kind] = 0
+        self._timers[kind] = self._loop.call_later(self._interval_s, self._summarise, kind)
+
+    def _summarise(self, kind: Hashable, last: bool = False) -> None:
+        del self._timers[kind]
+        if count := self._suppressed.pop(kind):
+            self._logger.warning("%d more like this; the latest: %s", count, self._latest.pop(kind))
+            if not last:
+                self._wait(kind)

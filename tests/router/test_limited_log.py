@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from reward_loop.router.limited_log import LimitedLog
+from reward_loop.router.router_error import Refusal
+from tests.servers import CHAT, model_server, post, routed, until
+
+
+async def test_the_first_message_of_a_kind_is_logged_and_the_others_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = LimitedLog(logging.getLogger("reward_loop.test"), interval_s=0.01)
+    for number in range(1000):
+        log.refused_request("POST", f"/{number}", Refusal(503, "full"))
+    log.refused_request("POST", "/x", Refusal(413, "long"))
+    assert caplog.messages == ["POST /0: 503, full", "POST /x: 413, long"]
+    await until(lambda: len(caplog.messages) == 3)
+    assert caplog.messages[2] == "999 more like this; the latest: POST /999: 503, full"
+    assert log.refused == {503: 1000, 413: 1}
+    await asyncio.sleep(0.05)
+    log.refused_request("POST", "/y", Refusal(413, "long"))
+    assert caplog.messages[3:] == ["POST /y: 413, long"]
+    log.refused_request("POST", "/z", Refusal(413, "long"))
+    log.close()
+    assert caplog.messages[4:] == ["1 more like this; the latest: POST /z: 413, long"]
+
+
+@pytest.mark.usefixtures("way")
+async def test_refused_requests_do_not_write_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    async with routed(model_server("m"), max_body_bytes=10) as (url, _, session):
+        caplog.clear()
+        assert [(await post(url, CHAT, b"x" * 11))[0] for _ in range(50)] == [413] * 50
+        async with session.get("/metrics") as response:
+            assert 'reward_loop_router_refused_total{status="413"} 50.0' in await response.text()
+        assert len([message for message in caplog.messages if "413" in message]) == 1
