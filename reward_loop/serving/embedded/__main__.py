@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from reward_loop._util import server_process
+from reward_loop._util.output import open_standard_streams
 from reward_loop.errors import ConfigError
 from reward_loop.serving.checkpoint import ModelKind, model_kind
 
@@ -19,6 +20,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM; returns the exit status."""
+    open_standard_streams()
     args = _parser().parse_args(argv)
     server_process.follow_lifeline(args)
     try:

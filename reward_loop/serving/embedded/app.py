@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
+from reward_loop._util.output import print_line
 from reward_loop.router.disconnect import stop_on_disconnect
 from reward_loop.serving.checkpoint import ModelKind
 from reward_loop.serving.embedded.batching import BatchingEngine, Generation, SamplingParams
@@ -315,8 +316,8 @@ async def _answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]
 
 
 def _note(what: str) -> None:
-    """A line in the server's log."""
-    print(datetime.now(UTC).isoformat(timespec="milliseconds"), what, flush=True)
+    """Print a line, with the time, to the server's log."""
+    print_line(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {what}")
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
