@@ -48,7 +48,9 @@ def test_closed_standard_streams_become_the_null_device() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("options", [["--version"], ["--help"], ["simulate", "--steps", "2", "--batch", "4"]])
+@pytest.mark.parametrize(
+    "options", [["--version"], ["--help"], ["stuck", "--json"], ["simulate", "--steps", "2", "--batch", "4"]]
+)
 def test_a_command_whose_output_cannot_be_written_ends_with_one_line_and_status_1(options: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = run([*COMMAND, *options], full)
@@ -56,6 +58,7 @@ def test_a_command_whose_output_cannot_be_written_ends_with_one_line_and_status_
     assert "error:" in done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.parametrize("options", [["--version"], ["simulate", "--steps", "2", "--batch", "4"]])
