@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from reward_loop import __version__
 from reward_loop._util import signals
+from reward_loop._util.output import open_standard_streams
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.limits.command import limits
@@ -55,12 +56,17 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", 
 
 def main() -> None:
     """Run the command."""
+    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What a model wrote is quoted in errors: lone surrogates too, and what the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
     signals.handle()
-    app()
+    try:
+        app()
+    except OSError as error:  # --version and --help print before a command is invoked
+        _tell(f"[bold red]error:[/] {escape(str(error))}", error)
+        raise SystemExit(1) from None
 
 
 def _version(asked: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvicorn
 
+from reward_loop._util.output import print_line
 from reward_loop._util.parent_death_pipe import follow
 from reward_loop._util.sockets import listen, url_of
 
@@ -52,19 +53,19 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
 
 
 def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5) -> None:
-    """Serves an ASGI app until SIGTERM or SIGINT; then requests that are in work may still end.
+    """Serves an ASGI app until SIGTERM or SIGINT, then finishes the requests in flight.
 
     Args:
         app: the app.
-        listener: where it listens.
-        name: what it is called in the line that says so.
+        listener: the listening socket.
+        name: the name of the server in the line that announces its address.
         http: uvicorn's protocol.
-        grace_s: for how many seconds they may.
+        grace_s: seconds to finish the requests in flight.
 
     Raises:
         SystemExit: the app failed at its start; the log says why.
     """
-    print(f"{name} listens on {url_of(listener)}", flush=True)
+    print_line(f"{name} listens on {url_of(listener)}")
     config = uvicorn.Config(
         app,
         loop="uvloop",

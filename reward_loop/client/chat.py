@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reward_loop._util.text import shorten
+from reward_loop.client.bounds import MAX_REPLY_BYTES
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.lease import book_tokens
@@ -63,6 +64,7 @@ async def chat_complete(
     model: str | None = None,
     timeout: float | None = 300.0,
     api_key_env: str | None = None,
+    max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
 ) -> Reply:
     """Ask a generative model through ``/v1/chat/completions``.
@@ -73,6 +75,7 @@ async def chat_complete(
         model: which model; vLLM, SGLang and the embedded server do not need to be told where they have only one.
         timeout: seconds until the reply must be there; ``None`` for no limit but the reward's own deadline.
         api_key_env: the name of an environment variable that holds the service's API key.
+        max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request, such as ``temperature``, ``max_tokens``, ``seed``, ``logprobs``,
             ``response_format``. Streams and several choices (``n``) are not supported.
 
@@ -83,23 +86,43 @@ async def chat_complete(
     if request.get("stream") or request.get("n", 1) != 1:
         raise ConfigError("chat_complete gives one whole reply: leave out `stream` and `n`")
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
-    answer = await post(address, "/v1/chat/completions", body, timeout=timeout, api_key_env=api_key_env)
+    answer = await post(
+        address,
+        "/v1/chat/completions",
+        body,
+        timeout=timeout,
+        api_key_env=api_key_env,
+        max_reply_bytes=max_reply_bytes,
+    )
     usage = book_usage(answer)
     try:
         choice = answer["choices"][0]
         message = choice["message"]
         reply = Reply(
-            text=message.get("content") or "",
-            finish_reason=choice.get("finish_reason"),
+            text=_text(message, "content") or "",
+            finish_reason=_text(choice, "finish_reason"),
             usage=usage,
             logprobs=(choice.get("logprobs") or {}).get("content"),
-            reasoning=message.get("reasoning_content") or message.get("reasoning"),
-            model=answer.get("model"),
+            reasoning=_text(message, "reasoning_content") or _text(message, "reasoning"),
+            model=_text(answer, "model"),
             body=answer,
         )
+    except _NotTextError as error:
+        raise RequestError(f"{address} sent an answer whose {error}", status=200) from None
     except (KeyError, IndexError, TypeError, AttributeError):
         raise RequestError(f"{address} sent an answer without a reply: {shorten(answer, 500)}", status=200) from None
     return reply
+
+
+class _NotTextError(Exception):
+    """A field of an answer is neither text nor null."""
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise _NotTextError(f"{name!r} is not text: {shorten(value, 500)}")
 
 
 def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncGenerator, Mapping
 from ipaddress import ip_address
@@ -15,6 +16,7 @@ import orjson
 
 from reward_loop._util.json import encode
 from reward_loop._util.retry_after import retry_after_seconds
+from reward_loop.client.bounds import MAX_REPLY_BYTES, ReplyTooLongError, max_connections, read, with_descriptor
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.lease import report_answer
 from reward_loop.records import current
@@ -36,31 +38,40 @@ async def post(
     *,
     timeout: float | None = 300.0,
     api_key_env: str | None = None,
+    max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> Any:
     """Send a JSON body, and return the JSON answer.
 
-    A cancelled request closes its connection, by which servers know that nobody wants the answer any more.
+    A cancelled request closes its connection, which tells the server to stop. An event loop uses half of the file
+    descriptors that the process has left (``ulimit -n``) for connections; further requests wait for a connection.
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
         path: the endpoint, such as ``/v1/chat/completions``.
         body: the request.
-        timeout: seconds until the whole answer must be there; ``None`` for no limit.
+        timeout: seconds until the whole answer must be there, the wait for a connection included; ``None`` for no
+            limit.
         api_key_env: the name of an environment variable that holds the service's API key.
+        max_reply_bytes: the longest answer, in bytes after decompression.
 
     Raises:
-        RequestError: no answer came in time, or not one with status 200 and JSON in it.
+        RequestError: there was no answer in time, or its status is not 200, or it is not JSON, or too long.
         ConfigError: there is no address, or no key.
     """
     try:
-        return await _post(address, path, body, timeout, api_key_env)
+        return await _post(address, path, body, timeout, api_key_env, max_reply_bytes)
     except RequestError as error:
         report_answer(error)
         raise
 
 
 async def _post(
-    address: str | None, path: str, body: Mapping[str, Any], timeout: float | None, api_key_env: str | None
+    address: str | None,
+    path: str,
+    body: Mapping[str, Any],
+    timeout: float | None,
+    api_key_env: str | None,
+    max_reply_bytes: int,
 ) -> Any:
     url = url_of(address, path)
     headers = {"content-type": "application/json", **_authorization(api_key_env)}
@@ -70,18 +81,28 @@ async def _post(
         call.ask(what)
     try:
         session = await shared_session()
-        async with session.post(
+        send = functools.partial(
+            session.post,
             url,
             data=encode(body),
             headers=headers,
             proxy=_proxy(url) if "://" in (address or "") else None,  # `host:port` is a server of the cluster
-            timeout=aiohttp.ClientTimeout(total=timeout),
-        ) as response:
-            data = await response.read()
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        async with asyncio.timeout(timeout), await with_descriptor(send) as response:
+            data = await read(response, max_reply_bytes)
+    except ReplyTooLongError:
+        raise RequestError(
+            f"{what} was answered with status {response.status} and more than {max_reply_bytes} bytes after "
+            "decompression; if such answers are expected, raise max_reply_bytes",
+            status=response.status,
+        ) from None
+    except aiohttp.RedirectClientError as error:
+        raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
-    except aiohttp.InvalidURL as error:
-        raise ConfigError(f"{what}: this is no address; `host:port` or a base URL is") from error
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from error
     except (aiohttp.ClientError, OSError) as error:
         raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
     finally:
@@ -105,17 +126,19 @@ def url_of(address: str | None, path: str) -> str:
     A base URL that has a path, such as ``https://api.openai.com/v1``, stands for the ``/v1`` of the endpoint.
 
     Raises:
-        ConfigError: there is no address.
+        ConfigError: there is no address, or it is not valid.
     """
     if not address:
         raise ConfigError(
             "no address to send the request to: reward_router_address is None, since no reward model is served; "
             "configure one, or name a service by its base URL"
         )
-    if "://" not in address:
-        return f"http://{address}{path}"
-    base = address.rstrip("/")
-    return base + (path.removeprefix("/v1") if urlsplit(base).path else path)
+    base = address.rstrip("/") if "://" in address else f"http://{address}"
+    try:
+        has_path = bool(urlsplit(base).path)
+    except ValueError as error:
+        raise ConfigError(f"{address}: this is not a valid address; give `host:port` or a base URL") from error
+    return base + (path.removeprefix("/v1") if has_path and "://" in address else path)
 
 
 async def shared_session() -> aiohttp.ClientSession:
@@ -133,7 +156,7 @@ async def shared_session() -> aiohttp.ClientSession:
 
 
 async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.ClientSession, None]:
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+    connector = aiohttp.TCPConnector(limit=max_connections(), keepalive_timeout=_KEEPALIVE_S)
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
             yield session

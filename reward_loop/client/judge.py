@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_loop._util.text import listing
+from reward_loop.client.bounds import MAX_REPLY_BYTES
 from reward_loop.client.chat import Reply, chat_complete
 from reward_loop.client.verdicts import NoVerdictError, Verdict
 from reward_loop.errors import ConfigError, RequestError
@@ -67,6 +68,7 @@ class Judge:
         model: str | None = None,
         timeout: float | None = 300.0,
         api_key_env: str | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
         **request: Any,
     ) -> None:
         """Say what to ask, and how.
@@ -78,6 +80,7 @@ class Judge:
             model: which model, where there are several.
             timeout: seconds until a reply must be there; ``None`` for no limit but the reward's own deadline.
             api_key_env: the name of an environment variable that holds the service's API key.
+            max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
             request: other fields of the request; ``temperature`` is 0 unless it is given.
         """
         self._template = _Template(template)
@@ -88,6 +91,7 @@ class Judge:
             "model": model,
             "timeout": timeout,
             "api_key_env": api_key_env,
+            "max_reply_bytes": max_reply_bytes,
             "temperature": 0.0,
             **verdict.request,
             **request,

@@ -117,7 +117,8 @@ class Json:
         Args:
             schema: a pydantic model, a dataclass, or whatever else pydantic's ``TypeAdapter`` takes.
             score: which of its fields is the score.
-            enforce: have the server write nothing else, by ``response_format``; vLLM, SGLang and OpenAI can.
+            enforce: have the server write nothing else, by ``response_format``; vLLM, SGLang and OpenAI can. A server
+                that cannot, such as the embedded one, answers with status 400.
         """
         self._adapter: TypeAdapter[Any] = TypeAdapter(schema)
         self._field = score

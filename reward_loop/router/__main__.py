@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import orjson
 
 from reward_loop._util import server_process
+from reward_loop._util.output import open_standard_streams
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router until SIGTERM; returns the exit status."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m reward_loop.router", description=__doc__)
     parser.add_argument(
         "--worker", action="append", default=[], metavar="JSON", help="a server, as a BackendConfig; may be repeated"

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from reward_loop.errors import ConfigError, ServerError
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
 from reward_loop.serving.engines.engine import Engine
 from reward_loop.serving.gpus import GpuShares
+from reward_loop.serving.logs import log_folder
 from reward_loop.serving.models import ENGINES, served_models
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
@@ -214,8 +214,7 @@ class RewardModelManager:
 
     def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
-        log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="reward_loop-"))
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir = log_folder(config.log_dir)
         count = sum(model.replicas for model in models if model.engine != "external")
         logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
         router = self._listen(config.host, config.router_port)

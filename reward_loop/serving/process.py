@@ -23,6 +23,7 @@ import anyio
 from reward_loop._util.parent_death_pipe import Lifeline
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import ServerDiedError, ServerStartError
+from reward_loop.serving.logs import ServerLog
 
 __all__ = ["ServerProcess"]
 
@@ -32,9 +33,6 @@ _GUARD = (sys.executable, "-m", "reward_loop.serving.reaper")
 
 _POLL_S = 0.2
 _PROGRESS_S = 15.0
-
-_LOG_TAIL_BYTES = 8192
-_LOG_TAIL_LINES = 25
 
 
 class ServerProcess:
@@ -56,7 +54,8 @@ class ServerProcess:
         name: what messages call it.
         command: program and arguments.
         bound: a listening socket, or a reservation.
-        log_path: its standard output and error are appended here.
+        log_path: its standard output and error are appended to this file; ``None`` for a file in a new temporary
+            folder. If the file cannot be written, the server runs without a log.
         env: environment variables, added to this process's.
         health_path: a GET of it is answered with a status below 400 once the server is ready.
         start_timeout_s: seconds until it must be ready.
@@ -69,14 +68,14 @@ class ServerProcess:
         command: Sequence[str],
         *,
         bound: socket.socket,
-        log_path: Path,
+        log_path: Path | None,
         env: Mapping[str, str] | None = None,
         health_path: str = "/health",
         start_timeout_s: float = 600.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
         self.name = name
-        self.log_path = log_path
+        self.log = ServerLog(name, log_path)
         self.started_in_s: float | None = None
         """How many seconds it took to become ready; ``None`` until then."""
         self._command = list(command)
@@ -120,7 +119,7 @@ class ServerProcess:
         """Waits until the process ends by itself, and returns an error that says how and shows the log's tail."""
         assert self._exited is not None
         code = await asyncio.shield(self._exited)
-        return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self._log()}")
+        return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
 
     def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
@@ -132,7 +131,7 @@ class ServerProcess:
         if self._inherits_socket:
             command, fds = [*self._command, "--fd", str(fd), *lifeline], [fd, *fds]
         try:
-            with self.log_path.open("ab") as log:
+            with self.log.open() as log:
                 self._process = subprocess.Popen(
                     command,
                     env={**os.environ, **self._env},
@@ -163,7 +162,7 @@ class ServerProcess:
                     [health, self._exited], timeout=min(_PROGRESS_S, left), return_when=asyncio.FIRST_COMPLETED
                 )
                 if not (health.done() or self._exited.done()):
-                    elapsed, last = time.monotonic() - began, (self._log_lines() or [""])[-1]
+                    elapsed, last = time.monotonic() - began, (self.log.lines() or [""])[-1]
                     logger.info("%s has been starting for %.0f s: %s", self.name, elapsed, last[:200])
             if self._exited.done():
                 what = f"{_ending(self._exited.result())} before it was ready"
@@ -177,7 +176,7 @@ class ServerProcess:
                 what = f"answered {self._health_path} with status {status}"
         finally:
             health.cancel()
-        raise ServerStartError(f"{self.name} {what}.\n{self._log()}")
+        raise ServerStartError(f"{self.name} {what}.\n{self.log.end()}")
 
     async def _ask_health(self) -> int:
         """The status of the health check; of one that succeeds, if the server binds its address by itself."""
@@ -212,18 +211,6 @@ class ServerProcess:
             if not exited.done():
                 _signal(process, signal.SIGKILL)
             lifeline.cut()
-
-    def _log_lines(self) -> list[str]:
-        with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-
-    def _log(self) -> str:
-        lines = self._log_lines()
-        if not lines:
-            return f"Its log {self.log_path} is empty."
-        return "\n".join([f"The end of its log {self.log_path}:", *(f"    {line}" for line in lines)])
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

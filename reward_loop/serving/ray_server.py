@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,8 +262,6 @@ class _Host:
         # The router is elsewhere only where there is an elsewhere.
         nodes = [node for node in ray.nodes() if node["Alive"]]
         host = ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"
-        log_path = log_path or Path(tempfile.mkdtemp(prefix="reward_loop-")) / "server.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         bound = self._stack.enter_context(listen(host) if inherits_socket else reserve(host))
         port = bound.getsockname()[1]
         process = ServerProcess(f"{name} on {host}", command(host, port), bound=bound, log_path=log_path, **options)

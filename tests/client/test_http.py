@@ -38,9 +38,12 @@ def test_no_address_says_what_to_configure(address: str | None) -> None:
         url_of(address, "/classify")
 
 
-async def test_a_malformed_address_is_a_mistake_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="no address"):
-        await post("http://", "/classify", {})
+@pytest.mark.parametrize(
+    "address", ["http://", "ftp://127.0.0.1:1", "127.0.0.1:x", "http://127.0.0.1:99999", "http://[::1", "[::1"]
+)
+async def test_a_malformed_address_is_a_configuration_error(address: str) -> None:
+    with pytest.raises(ConfigError, match="not a valid address"):
+        await post(address, "/classify", {})
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,6 @@ async def test_the_embedded_server_refuses_a_wrong_path_at_once(stub: Any, argum
     process = stub(command)
     with pytest.raises(ServerStartError, match="exited with status 2"):
         await process.__aenter__()
-    log = process.log_path.read_text()
+    log = process.log.path.read_text()
     assert message in log
     assert "| torch" not in log

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from reward_loop._util import server_process
+from reward_loop._util.descriptors import raise_descriptor_limit
+from reward_loop._util.output import open_standard_streams
 from reward_loop.errors import ConfigError
 from reward_loop.serving.checkpoint import ModelKind, model_kind
 
@@ -19,6 +21,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM; returns the exit status."""
+    open_standard_streams()
     args = _parser().parse_args(argv)
     server_process.follow_lifeline(args)
     try:
@@ -28,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    raise_descriptor_limit()
     # Imports torch, which takes seconds: only after the options are known to be right.
     from reward_loop.serving.embedded.app import create_app, load_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -12,13 +13,24 @@ from typing import Any
 import torch
 import transformers
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from reward_loop._util.output import print_line
 from reward_loop.router.disconnect import stop_on_disconnect
 from reward_loop.serving.checkpoint import ModelKind
 from reward_loop.serving.embedded.batching import BatchingEngine, Generation, SamplingParams
-from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, Message, new_id, now
+from reward_loop.serving.embedded.dialect import (
+    ApiError,
+    ChatRequest,
+    ClassifyRequest,
+    PromptRequest,
+    R,
+    new_id,
+    now,
+    parse,
+)
 
 __all__ = ["EmbeddedModel", "create_app", "load_model"]
 
@@ -49,6 +61,7 @@ class EmbeddedModel:
         self.kind = kind
         self.tokenizer = tokenizer
         self.config = model.config
+        self._template_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._model = model
         self._load = load
         self._answered = 0
@@ -68,8 +81,8 @@ class EmbeddedModel:
             raise ApiError(400, "this server does not stream: leave out `stream`", param="stream")
         if body.top_logprobs:
             raise ApiError(400, "this server gives the chosen tokens' logprobs only", param="top_logprobs")
-        prompt = self._render(body.messages, add_generation_prompt=True)
         max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._prompt(body, new_tokens=max_tokens or 1)
         if max_tokens is None:
             max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
         params = SamplingParams(
@@ -77,7 +90,12 @@ class EmbeddedModel:
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
+            min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            # vLLM limits a bias in the same way.
+            logit_bias=tuple((token, min(100.0, max(-100.0, bias))) for token, bias in sorted(body.logit_bias.items())),
             stop_token_ids=tuple(body.stop_token_ids or ()),
         )
         seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
@@ -147,29 +165,57 @@ class EmbeddedModel:
         if model is not None and model != self.name:
             raise ApiError(404, f"The model `{model}` does not exist; this server has `{self.name}`.", param="model")
 
-    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [message.as_dict() for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        # A template is a program of the model's author: whatever it raises is about these messages.
-        except Exception as error:
-            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     def _inputs(self, body: ClassifyRequest) -> list[list[int]]:
         if body.messages is not None:
-            return [self._render(body.messages, add_generation_prompt=body.add_generation_prompt)]
+            return [self._prompt(body, new_tokens=0)]
         given: Any = body.input
         items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return [
-            self.tokenizer(item, add_special_tokens=body.add_special_tokens)["input_ids"]
-            if isinstance(item, str)
-            else item
-            for item in items
-        ]
+        special = body.add_special_tokens is not False
+        return [self._token_ids(item, body, add_special_tokens=special, new_tokens=0) for item in items]
+
+    def _prompt(self, body: ChatRequest | ClassifyRequest, *, new_tokens: int) -> list[int]:
+        """The conversation as tokens, with the model's chat template."""
+        arguments = body.chat_template_kwargs
+        if reserved := sorted(arguments.keys() & self._template_options):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs cannot set {', '.join(reserved)}: leave it out",
+                param="chat_template_kwargs",
+            )
+        if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+            arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [message.as_dict() for message in body.messages or ()],
+                add_generation_prompt=body.add_generation_prompt,
+                tokenize=False,
+                **arguments,
+            )
+        # A template is a program of the model's author: its errors are about these messages.
+        except Exception as error:
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+        special = bool(body.add_special_tokens)
+        return self._token_ids(text, body, add_special_tokens=special, new_tokens=new_tokens)
+
+    def _token_ids(
+        self, given: str | list[int], body: PromptRequest, *, add_special_tokens: bool, new_tokens: int
+    ) -> list[int]:
+        """The tokens of a text or of a list of tokens, truncated if the request asks for it."""
+        limit, side = body.truncate_prompt_tokens, body.truncation_side or self.tokenizer.truncation_side
+        if limit == -1:
+            limit = None if self.engine.max_length is None else max(0, self.engine.max_length - new_tokens)
+        ids: Any = given
+        if isinstance(given, str):
+            options: dict[str, Any] = {"add_special_tokens": add_special_tokens}
+            if limit and side == self.tokenizer.truncation_side:  # the tokenizer keeps its special tokens then
+                options |= {"truncation": True, "max_length": limit}
+            try:
+                ids = self.tokenizer(given, **options)["input_ids"]
+            except Exception as error:  # what it raises is about this text, and about how few tokens it may keep
+                raise ApiError(400, f"the tokenizer refused the text: {error}") from error
+        if limit is None or len(ids) <= limit:
+            return ids
+        return ids[:limit] if side == "right" else ids[len(ids) - limit :]
 
     def _activate(self, logits: list[float]) -> list[float]:
         problem = getattr(self.config, "problem_type", None)
@@ -181,12 +227,13 @@ class EmbeddedModel:
         return torch.softmax(values, dim=-1).tolist()
 
     def _choice(self, index: int, generation: Generation, body: ChatRequest) -> dict[str, Any]:
-        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=body.skip_special_tokens)
         finish_reason, stop_reason = generation.finish_reason, None
         # Stop strings are looked for in the finished text: the tokens after one are generated, and thrown away.
         found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
         if found:
             end, stop_reason = min(found)
+            end += len(stop_reason) if body.include_stop_str_in_output else 0
             text, finish_reason = text[:end], "stop"
         return {
             "index": index,
@@ -244,19 +291,21 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.code)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems = [f"{'.'.join(str(part) for part in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
-        return await api_error(request, ApiError(400, "; ".join(problems)))
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code in (404, 405):
+            return await api_error(request, ApiError(404, f"there is no {request.method} {request.scope['path']}"))
+        return await api_error(request, ApiError(error.status_code, str(error.detail)))
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def no_route(request: Request, error: Exception) -> JSONResponse:
-        return await api_error(request, ApiError(404, f"there is no {request.method} {request.url.path}"))
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> JSONResponse:
-        return await api_error(request, ApiError(500, f"{type(error).__name__}: {error}"))
+        # uvicorn closes the connection after an exception that leaves the app, which this one does after the answer.
+        body = ApiError(500, f"{type(error).__name__}: {error}").body
+        return JSONResponse(body, 500, headers={"Connection": "close"})
 
     @app.get("/health")
     async def health() -> Response:
@@ -275,12 +324,12 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(request, lambda: model.chat(body))
+    async def chat(request: Request) -> Response:
+        return await _answer(request, ChatRequest, model.chat)
 
     @app.post("/classify")
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
-        return await _answer(request, lambda: model.classify(body))
+    async def classify(request: Request) -> Response:
+        return await _answer(request, ClassifyRequest, model.classify)
 
     if can_sleep:
 
@@ -299,14 +348,18 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
     return app
 
 
-async def _answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable[dict[str, Any]]]) -> Response:
+    # Browsers send other types from any page to any address, without asking the server first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(400, "Unsupported Media Type: only 'application/json' is allowed", param="content-type")
+    body = parse(kind, await request.body())
     response: Response = Response(status_code=499)
 
     async def answer() -> None:
         nonlocal response
         try:
-            response = JSONResponse(await work())
-        # What the engine refuses: too long, empty, an unknown token.
+            response = JSONResponse(await work(body))
+        # The engine refuses the request: too long, empty, an unknown token.
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
@@ -315,8 +368,8 @@ async def _answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]
 
 
 def _note(what: str) -> None:
-    """A line in the server's log."""
-    print(datetime.now(UTC).isoformat(timespec="milliseconds"), what, flush=True)
+    """Print a line, with the time, to the server's log."""
+    print_line(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {what}")
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, ValidationError, model_validator
 
-__all__ = ["ApiError", "ChatRequest", "ClassifyRequest", "Message", "new_id", "now"]
+__all__ = ["ApiError", "ChatRequest", "ClassifyRequest", "Message", "new_id", "now", "parse"]
+
+_SHOWN_PROBLEMS = 10
 
 
 class ApiError(Exception):
-    """Is answered in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+    """An error that the client receives in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}``."""
 
     def __init__(self, code: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -22,11 +25,29 @@ class ApiError(Exception):
 
 
 class Body(BaseModel):
-    """Fields that are unknown here are ignored, as vLLM does."""
+    """Unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
 
+
+class Request(Body):
+    """A request's body. A field that is ``null`` has its default value, as in vLLM."""
+
     model: str | None = None
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of vLLM's interface that this server does not support, and the values of each that change nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, harmless in cls.unsupported.items():
+            if name in given and given[name] not in harmless:
+                raise ApiError(400, _unsupported(name), param=name)
+        return given
 
 
 class TextPart(Body):
@@ -51,8 +72,34 @@ class Message(Body):
         return {"role": self.role, "content": content}
 
 
-class ChatRequest(Body):
+class PromptRequest(Request):
+    """A request with a prompt that this server tokenizes."""
+
+    add_special_tokens: bool | None = None
+    """By default, a text gets the tokenizer's special tokens, and a conversation only those of its template."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**63)
+    """Keep this number of the prompt's tokens; -1 keeps as many as the model has room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """``left`` keeps the last tokens, ``right`` the first; by default the tokenizer decides."""
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatRequest(PromptRequest):
     """``POST /v1/chat/completions``."""
+
+    unsupported = {
+        "response_format": ({"type": "text"},),
+        **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+        **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logprob_token_ids"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs"), ({},)),
+        **dict.fromkeys(("chat_template", "allowed_token_ids", "prompt_logprobs", "thinking_token_budget"), ()),
+        **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "priority": (0,),
+    }
 
     messages: list[Message] = Field(min_length=1)
     n: int = Field(default=1, ge=1, le=1024)
@@ -61,13 +108,22 @@ class ChatRequest(Body):
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[int, FiniteFloat] = {}
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: list[int] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     logprobs: bool = False
     top_logprobs: int | None = None
     stream: bool = False
+    add_generation_prompt: bool = True
+    skip_special_tokens: bool = True
+    reasoning_effort: str | None = None
+    """An argument of the chat template."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -76,15 +132,23 @@ class ChatRequest(Body):
         return [text for text in stop if text]
 
 
-class ClassifyRequest(Body):
+class ClassifyRequest(PromptRequest):
     """``POST /classify``: either ``input`` or ``messages``."""
+
+    unsupported = {
+        **dict.fromkeys(("activation", "softmax"), ()),  # older names of `use_activation`, which vLLM ignores
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": ({},),
+        "padding": ("do_not_pad",),
+        "priority": (0,),
+    }
 
     input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]] | None = None
     messages: list[Message] | None = None
     use_activation: bool | None = None
     add_generation_prompt: bool = False
     """Ends the conversation in ``messages`` with the template's opening of a reply."""
-    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _one_of(self) -> ClassifyRequest:
@@ -93,6 +157,43 @@ class ClassifyRequest(Body):
         if self.input == [] or self.messages == []:
             raise ValueError("`input` and `messages` must not be empty")
         return self
+
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Read a request from JSON.
+
+    Raises:
+        ApiError: 400: the body is not valid JSON (a lone surrogate in any string is not), or a field has a wrong value,
+            or is not supported.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        paths = [".".join(map(str, problem["loc"])) for problem in problems]
+        lines = [f"{path or 'body'}: {problem['msg']}" for path, problem in zip(paths, problems, strict=True)]
+        message = "; ".join(lines[:_SHOWN_PROBLEMS])
+        if problems[0]["type"] == "json_invalid" and ("surrogate" in message or "hex escape" in message):
+            message += (
+                ". A lone surrogate (\\ud800 to \\udfff) is not text: replace it before the request, for example by "
+                "text.encode('utf-8', 'replace').decode()"
+            )
+        raise ApiError(400, message, param=paths[0].partition(".")[0] or None) from None
+
+
+def _unsupported(name: str) -> str:
+    what = f"the embedded server does not support this value of `{name}`"
+    if name == "response_format":
+        return (
+            f"{what} and cannot enforce a format: leave it out (Json(..., enforce=False)), or serve the model with "
+            "engine='vllm' or 'sglang'"
+        )
+    if name in ("activation", "softmax"):
+        return f"{what}: use `use_activation`"
+    return f"{what}: leave it out, or serve the model with engine='vllm' or 'sglang'"
 
 
 def new_id(prefix: str) -> str:

@@ -8,13 +8,15 @@ and makes a seeded request draw the same numbers in whatever batch it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -34,8 +36,16 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 or 0 switches it off."""
+    min_p: float = 0.0
+    """Excludes tokens that are less probable than this fraction of the most probable one."""
     repetition_penalty: float = 1.0
     """Applies to the tokens of prompt and response, before the temperature."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the response contains."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of each token, once for each time that the response contains it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to the logit of each; before the penalties and the temperature."""
     stop_token_ids: tuple[int, ...] = ()
     """End tokens besides the engine's own."""
     seed: int | None = None
@@ -47,15 +57,18 @@ class SamplingParams:
             "temperature": 0 <= self.temperature < float("inf"),
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= -1,
+            "min_p": 0 <= self.min_p <= 1,
             "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "presence_penalty": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
         }.items():
             if not valid:
                 raise ValueError(f"{name} is out of range: {getattr(self, name)}")
 
     @property
     def distribution(self) -> tuple[Any, ...]:
-        """What must be equal for two requests to share a batch. Length and seed are kept row by row."""
-        return (self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.stop_token_ids)
+        """The parameters that requests in one batch share: all but length and seed."""
+        return astuple(replace(self, max_tokens=1, seed=None))
 
 
 @dataclass(slots=True)
@@ -65,8 +78,8 @@ class Generation:
     token_ids: list[int]
     """The new tokens, up to and including the end token if there is one."""
     logprobs: list[float]
-    """The log-probability of each token under the distribution it was drawn from: after repetition penalty,
-    temperature, top-k and top-p. For greedy decoding, the model's own (after the repetition penalty, if any)."""
+    """The log-probability of each token under the distribution it was drawn from: after bias, penalties, temperature,
+    min-p, top-k and top-p. For greedy decoding, the model's own (after bias and penalties, if any)."""
     finish_reason: Literal["stop", "length"]
 
 
@@ -103,12 +116,35 @@ class RowSampler(LogitsProcessor):
         return self.logprobs - noise.log_()
 
 
+class _ResponsePenalties(LogitsProcessor):
+    """Presence and frequency penalty, of the tokens of the response alone, as in OpenAI's interface."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence = presence
+        self._frequency = frequency
+        self._prompt_width: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._prompt_width is None:  # the first step: there is no response yet
+            self._prompt_width = input_ids.shape[1]
+        response = input_ids[:, self._prompt_width :]
+        counts = torch.zeros_like(scores).scatter_add_(1, response, torch.ones_like(response, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
 def _processors(params: SamplingParams) -> list[LogitsProcessor]:
+    """The processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
+    if params.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(_ResponsePenalties(params.presence_penalty, params.frequency_penalty))
     if params.temperature not in (0, 1):
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.temperature and params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
     if params.temperature and params.top_k > 0:
         processors.append(TopKLogitsWarper(params.top_k))
     if params.temperature and params.top_p < 1:

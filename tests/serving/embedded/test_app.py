@@ -13,8 +13,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
+from reward_loop.client import Json, Judge  # noqa: E402
+from reward_loop.errors import RequestError  # noqa: E402
+from reward_loop.router.app import create_app as create_router  # noqa: E402
 from reward_loop.serving.embedded.app import EmbeddedModel, create_app, load_model  # noqa: E402
-from tests.servers import serving  # noqa: E402
+from tests.servers import served_by_router, serving  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "Is 7 prime?"}]
 
@@ -148,6 +151,14 @@ async def test_classify_takes_messages_and_counts_tokens(scorer: Client) -> None
         ({"stream": True}, 400, "does not stream"),
         ({"top_logprobs": 3}, 400, "chosen tokens"),
         ({"seed": 2**63}, 400, "seed"),
+        ({"presence_penalty": 3}, 400, "presence_penalty"),
+        ({"frequency_penalty": -3}, 400, "frequency_penalty"),
+        ({"min_p": 2}, 400, "min_p"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, 400, "logit_bias: token ids must be"),
+        ({"truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, 400, "no tokens"),
+        ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
         ({"model": "other"}, 404, "The model `other` does not exist"),
     ],
 )
@@ -185,11 +196,204 @@ async def test_each_kind_refuses_the_others_requests(judge: Client, scorer: Clie
     assert (await scorer.post("/v1/chat/completions", messages=MESSAGES))[0] == 404
 
 
-async def test_bad_json_health_models_and_unknown_paths(judge: Client) -> None:
+BODIES = [
+    b"",
+    b"{not json",
+    b"[1]",
+    b"\xff",
+    b'{"messages": "\xed\xa0\x80"}',  # a surrogate as UTF-8
+    b"[" * 100_000,
+    b'{"input": ' + b"9" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/classify"])
+async def test_a_body_that_cannot_be_parsed_is_a_400_in_vllms_shape(judge: Client, path: str, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    async with judge.session.post("/v1/chat/completions", data=b"{not json", headers=headers) as response:
+    async with judge.session.post(path, data=body, headers=headers) as response:
         assert response.status == 400
-        assert "error" in await response.json()
+        error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+
+
+async def test_a_body_of_another_content_type_is_refused(judge: Client) -> None:
+    async with judge.session.post("/v1/chat/completions", data=b"{}") as response:
+        assert response.status == 400
+        assert "application/json" in (await response.json())["error"]["message"]
+
+
+LONE = "a \ud800 b"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": LONE}]},
+        {"messages": [{"role": LONE, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONE}]}]},
+        {"model": LONE},
+        {"stop": [LONE]},
+        {"some_unknown_field": {LONE: 1}},
+        {"chat_template_kwargs": {"x": LONE}},
+    ],
+)
+async def test_a_lone_surrogate_in_a_chat_request_is_a_400_that_says_what_to_do(judge: Client, fields: Any) -> None:
+    status, answer = await judge.post("/v1/chat/completions", {"messages": MESSAGES}, **fields)
+    assert status == 400, answer
+    assert "lone" in answer["error"]["message"]
+    assert "text.encode('utf-8', 'replace')" in answer["error"]["message"]
+    await judge.chat()
+
+
+@pytest.mark.parametrize("fields", [{"input": LONE}, {"input": ["x", LONE]}, {"input": "x", "model": LONE}])
+async def test_a_lone_surrogate_in_a_classification_is_a_400(scorer: Client, fields: Any) -> None:
+    status, answer = await scorer.post("/classify", **fields)
+    assert status == 400, answer
+    await scorer.probs(input="x")
+
+
+async def test_samples_with_lone_surrogates_do_not_make_the_router_mark_the_server_unhealthy(scorer: Client) -> None:
+    url = str(scorer.session._base_url).rstrip("/")
+    async with served_by_router(create_router([url])) as router, aiohttp.ClientSession(router) as session:
+        asked = Client(session, scorer.model)
+        await asyncio.wait_for(_until_usable(session), 60)
+        for _ in range(16):
+            assert (await asked.post("/classify", input=LONE))[0] == 400
+            await asked.probs(input="x")
+
+
+async def _until_usable(session: aiohttp.ClientSession) -> None:
+    while True:
+        async with session.get("/ready") as response:
+            if response.status == 200:
+                return
+        await asyncio.sleep(0.01)
+
+
+async def test_an_internal_error_announces_that_the_connection_closes(
+    judge: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of the server")
+
+    monkeypatch.setattr(judge.model.engine, "generate", broken)
+    async with judge.session.post("/v1/chat/completions", json={"messages": MESSAGES}) as response:
+        assert response.status == 500
+        assert response.headers["Connection"] == "close"
+        assert "a fault of the server" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("guided_regex", "a+"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("ignore_eos", True),
+        ("min_tokens", 4),
+        ("bad_words", ["x"]),
+        ("use_beam_search", True),
+        ("prompt_logprobs", 0),
+        ("chat_template", "x"),
+    ],
+)
+async def test_an_unsupported_option_of_a_chat_is_refused_by_name(judge: Client, name: str, value: Any) -> None:
+    status, answer = await judge.post("/v1/chat/completions", {"messages": MESSAGES}, **{name: value})
+    assert status == 400
+    assert f"`{name}`" in answer["error"]["message"]
+    assert answer["error"]["param"] == name
+
+
+async def test_values_that_change_nothing_are_accepted(judge: Client) -> None:
+    plain = await judge.chat(temperature=0)
+    harmless = await judge.chat(
+        temperature=0,
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="none",
+        presence_penalty=None,
+        frequency_penalty=0.0,
+        n=None,
+        stop=None,
+        truncate_prompt_tokens=None,
+        ignore_eos=False,
+        min_tokens=0,
+        user="someone",
+    )
+    assert harmless["choices"] == plain["choices"]
+
+
+async def test_an_enforced_json_verdict_says_what_to_do(judge: Client) -> None:
+    address = judge.session._base_url.authority
+    ask = Judge("Rate {{answer}}", Json(dict[str, int], enforce=True), max_tokens=4)
+    with pytest.raises(RequestError, match=r"enforce=False.*vllm") as raised:
+        await ask(address, answer="x")
+    assert (raised.value.status, raised.value.transient) == (400, False)
+
+
+async def test_a_bias_forces_a_token(judge: Client) -> None:
+    first = (await judge.chat(temperature=0, max_tokens=1, logprobs=True))["choices"][0]
+    token = judge.model.tokenizer.convert_tokens_to_ids("z")
+    forced = await judge.chat(temperature=0, max_tokens=3, logit_bias={str(token): 1000})
+    assert forced["choices"][0]["message"]["content"] == "zzz"
+    assert first["message"]["content"] != "z"
+
+
+async def test_presence_and_frequency_penalties_count_the_tokens_of_the_response_alone(judge: Client) -> None:
+    token = judge.model.tokenizer.convert_tokens_to_ids("z")
+    bias = {str(token): 100.0}
+
+    async def logprobs(**fields: Any) -> list[float]:
+        fields = {"temperature": 0, "max_tokens": 3, "logprobs": True, "logit_bias": bias, **fields}
+        entries = (await judge.chat(messages=[{"role": "user", "content": "zzz"}], **fields))["choices"][0]
+        return [entry["logprob"] for entry in entries["logprobs"]["content"]]
+
+    # With a bias of 100, the forced token has all of the probability; the penalties leave it that.
+    assert await logprobs() == pytest.approx([0, 0, 0], abs=1e-4)
+    weak = {str(token): 12.0}
+    plain, frequency, presence = [
+        await logprobs(logit_bias=weak, **penalty)
+        for penalty in ({}, {"frequency_penalty": 2}, {"presence_penalty": 2})
+    ]
+    assert plain[0] == pytest.approx(frequency[0]) == pytest.approx(presence[0])  # the prompt does not count
+    assert plain[1] > frequency[1]
+    assert frequency[1] == pytest.approx(presence[1], abs=1e-4)  # after one token they are equal
+    assert frequency[2] < presence[2] < plain[2]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", slice(-6, None)), ("right", slice(0, 6)), (None, slice(0, 6))])
+async def test_a_prompt_is_truncated_on_the_side_asked_for(scorer: Client, side: str | None, kept: slice) -> None:
+    text = "one two three four five"
+    ids = scorer.model.tokenizer(text)["input_ids"]
+    assert scorer.model.tokenizer.truncation_side == "right"
+    options = {"truncate_prompt_tokens": 6, "truncation_side": side}
+    expected = await scorer.probs(input=ids[kept])
+    assert await scorer.probs(input=text, **options) == expected
+    assert await scorer.probs(input=ids, **options) == expected
+
+
+async def test_minus_one_truncates_a_prompt_to_the_room_that_the_model_has(judge: Client, scorer: Client) -> None:
+    await scorer.probs(input="x" * 600, truncate_prompt_tokens=-1)
+    long = [{"role": "user", "content": "x" * 600}]
+    answer = await judge.chat(messages=long, truncate_prompt_tokens=-1, truncation_side="left", max_tokens=8)
+    assert answer["usage"]["prompt_tokens"] == 504
+
+
+async def test_the_template_gets_its_arguments(judge: Client) -> None:
+    usual = await judge.chat()
+    shorter = await judge.chat(add_generation_prompt=False)
+    assert shorter["usage"]["prompt_tokens"] < usual["usage"]["prompt_tokens"]
+    judge.model.tokenizer.chat_template = "{{ word }} {{ reasoning_effort }}"
+    answer = await judge.chat(chat_template_kwargs={"word": "abc"}, reasoning_effort="low")
+    assert answer["usage"]["prompt_tokens"] == len(judge.model.tokenizer("abc low")["input_ids"])
+
+
+async def test_health_models_and_unknown_paths(judge: Client) -> None:
     async with judge.session.get("/health") as response:
         assert response.status == 200
     async with judge.session.get("/v1/models") as response:
