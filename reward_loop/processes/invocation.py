@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from reward_loop._util.traceback_lines import user_lines
 from reward_loop.errors import ScoringError
 
 __all__ = ["Call", "Ended", "describe_exception"]
 
-_OURS = tuple(str(Path(__file__).parent.with_name(part)) + os.sep for part in ("limits", "processes", "scoring"))
-"""Where the lines lie that a traceback leaves out."""
-_TRACEBACK_FRAMES = 3
 _MESSAGE_CHARACTERS = 500
 
 
@@ -61,13 +56,12 @@ class Call:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type, message, and the last lines of user code that it passed."""
+    """Return the exception's type, its message, and the lines of code that show where the user's function failed."""
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
+    tail = user_lines(error)
     return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")
