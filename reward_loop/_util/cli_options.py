@@ -57,22 +57,24 @@ MoreOptions = Annotated[
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    """What an option of the form ``NAME=VALUE`` was given, each time.
+    """Return the names and values of an option of the form ``NAME=VALUE``, which may be repeated.
 
     Raises:
-        typer.BadParameter: one is not of that form.
+        typer.BadParameter: one is not of that form, or a name has two different values.
     """
-    found = {}
+    found: dict[str, str] = {}
     for item in items or ():
         key, equals, value = item.partition("=")
         if not equals or not key or not value:
             raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
+        if found.get(key, value) != value:
+            raise typer.BadParameter(f"{key} is given twice: {found[key]!r} and {value!r}", param_hint=option)
         found[key] = value
     return found
 
 
 def json_or_text(value: str) -> Any:
-    """The value, where it is JSON, or else the text itself."""
+    """Return the value of the JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:
@@ -80,10 +82,10 @@ def json_or_text(value: str) -> Any:
 
 
 def nested(options: dict[str, str], option: str) -> dict[str, Any]:
-    """Options whose names have dots, as options within options: ``limits.judge.max_concurrent=8``.
+    """Return options whose names have dots, such as ``limits.judge.max_concurrent=8``, as nested dicts.
 
     Raises:
-        typer.BadParameter: a name is given a value, and options of its own.
+        typer.BadParameter: two of them set the same option.
     """
     found: dict[str, Any] = {}
     for path, value in options.items():
@@ -93,5 +95,7 @@ def nested(options: dict[str, str], option: str) -> dict[str, Any]:
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
                 raise typer.BadParameter(f"{path}: {part} has a value already", param_hint=option)
+        if name in group:
+            raise typer.BadParameter(f"{path} is given twice: by its own name and by a group", param_hint=option)
         group[name] = json_or_text(value)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Self
 
+from reward_loop._util.causes import cause_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.types import Outcome, RewardResult
@@ -56,8 +57,8 @@ class FailureBound:
         if not failed:
             return
         error = error or "(it did not say why)"
-        self._causes.pop(_cause(error), None)
-        self._causes[_cause(error)] = error
+        self._causes.pop(cause_of(error), None)
+        self._causes[cause_of(error)] = error
         if len(self._causes) > _SHOWN:
             del self._causes[next(iter(self._causes))]
         if seen >= self.min_samples and self._failures > self.max_share * seen:
@@ -69,8 +70,3 @@ class FailureBound:
                 "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, "
                 "raise reward_loop.max_failed_share."
             )
-
-
-def _cause(error: str) -> str:
-    """What an error says after the name of the sample, without the lines of code beneath it."""
-    return error.partition(": ")[2].partition("\n")[0]
