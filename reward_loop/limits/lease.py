@@ -13,6 +13,7 @@ from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.errors import LimitError
 from reward_loop.limits.permit import DEFAULT, RETRY, Job, Place
+from reward_loop.records import current, waiting_for
 
 __all__ = ["CallLimits", "Lease", "amount", "current_lease", "current_limits", "enter"]
 
@@ -26,12 +27,13 @@ class CallLimits:
         loop: where places are asked for.
     """
 
-    __slots__ = ("_asking", "_depth", "_since", "_total", "given_up", "job", "leases", "loop", "share")
+    __slots__ = ("_asking", "_depth", "_since", "_total", "given_up", "job", "leases", "loop", "sample", "share")
 
     def __init__(self, job: Job, share: str, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
         self.share = share
         self.loop = loop
+        self.sample = current()
         self.leases: set[Lease] | None = None  # most calls have none
         self._depth = 0
         self._since = 0.0
@@ -205,7 +207,8 @@ async def enter(call: CallLimits, name: str, tokens: float) -> Lease:
     if _is_limited(call.job, name):
         call.begin_wait()
         try:
-            place = await call.job.enter(name, tokens, call.share)
+            with waiting_for(call.sample, f"limit {name!r}"):
+                place = await call.job.enter(name, tokens, call.share)
         finally:
             call.end_wait()
     lease = Lease(call, place)

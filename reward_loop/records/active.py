@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["Call", "current", "in_work"]
+__all__ = ["Call", "current", "in_work", "waiting_for"]
 
 
 class Call:
@@ -22,7 +22,7 @@ class Call:
 
     # Defaults of the class, so that a call that has nothing to tell costs little.
     asking: Sequence[str] = ()
-    """The requests to servers that are out."""
+    """What the sample waits for: requests to servers, limits, the pause before another attempt."""
     transcripts: Sequence[Mapping[str, Any]] = ()
     """What judges were asked, and what they replied."""
     prompt_tokens: int = 0
@@ -79,6 +79,24 @@ _current: ContextVar[Call | None] = ContextVar("reward_call", default=None)
 def current() -> Call | None:
     """The call that this code runs in, if any."""
     return _current.get()
+
+
+@contextlib.contextmanager
+def waiting_for(call: Call | None, what: str) -> Iterator[None]:
+    """Record, within ``with``, that a sample waits for something other than a request; `describe` shows it.
+
+    Args:
+        call: the sample, ``None`` outside of any. It is not always the `current` one: a limit for a function in a
+            process is granted by a task of its own.
+        what: what it waits for, such as ``limit 'judge'``.
+    """
+    if call is not None:
+        call.ask(what)
+    try:
+        yield
+    finally:
+        if call is not None:
+            call.answered(what)
 
 
 def in_work() -> list[Call]:

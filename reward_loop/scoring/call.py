@@ -29,6 +29,7 @@ from reward_loop.limits.permit import DEFAULT, RETRY, Job
 from reward_loop.limits.shared import job_of
 from reward_loop.processes.invocation import Call, Ended, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.records import current, waiting_for
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
@@ -99,7 +100,7 @@ class ScoringFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
-        self._retry = Retry(options.retry)
+        self._retry = Retry(options.retry, _pause)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
@@ -304,7 +305,8 @@ class ScoringFunction:
         if RETRY not in job.limited:
             return await self._attempt(job, arguments, share)
         try:
-            place = await job.enter(RETRY, 0, share)
+            with waiting_for(current(), f"limit {RETRY!r}"):
+                place = await job.enter(RETRY, 0, share)
         except LimitError as error:
             assert last.exception is not None
             why = describe_exception(last.exception)
@@ -327,7 +329,8 @@ class ScoringFunction:
             return _not_called(BudgetSpentError(f"was not called: {job.spent}"))
         asked = time.monotonic()
         try:
-            place = await job.enter(self._limit, 0, share)
+            with waiting_for(current(), f"limit {self._limit!r}"):
+                place = await job.enter(self._limit, 0, share)
         except LimitError as error:
             return _not_called(LimitError(f"was not called: {error}"))
         queued = time.monotonic() - asked
@@ -433,6 +436,11 @@ class ScoringFunction:
             self._abandoned.add(call.task)
             call.task.add_done_callback(self._abandoned.discard)
             call.task.cancel()
+
+
+async def _pause(seconds: float) -> None:
+    with waiting_for(current(), "the pause before the next attempt"):
+        await asyncio.sleep(seconds)
 
 
 class _OnLoop(Watched):
