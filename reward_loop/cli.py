@@ -18,7 +18,7 @@ from reward_loop import __version__
 from reward_loop._util import signals
 from reward_loop._util.output import open_standard_streams
 from reward_loop.check.command import command as check
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.offline.command import score
 from reward_loop.records.command import stuck
@@ -31,22 +31,26 @@ _err = Console(stderr=True, soft_wrap=True)
 
 
 class _Commands(TyperGroup):
-    """What goes wrong in a command is told in a line, with an exit code: 1, or 130 for Ctrl-C."""
+    """Prints an error as one message, and sets the exit status.
+
+    The status is 2 for wrong usage (an option, a file or a function that cannot be used as given), 1 for a command that
+    failed, and 130 for Ctrl-C.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _tell("\n[yellow]Interrupted.[/]", error)
+            _report("\n[yellow]Interrupted.[/]", error)
             raise typer.Exit(130) from None
         except (RewardLoopError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # whoever reads the output has had enough
-            _tell(f"[bold red]error:[/] {escape(str(error))}", error)
-            raise typer.Exit(1) from None
+                raise  # the reader of the output has closed it
+            _report(f"[bold red]error:[/] {escape(str(error))}", error)
+            raise typer.Exit(2 if isinstance(error, ConfigError | FunctionLoadError) else 1) from None
 
 
-def _tell(text: str, error: BaseException) -> None:
+def _report(text: str, error: BaseException) -> None:
     for line in (text, *map(escape, getattr(error, "__notes__", ()))):
         _err.print(line, highlight=False)
 
@@ -65,7 +69,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:  # --version and --help print before a command is invoked
-        _tell(f"[bold red]error:[/] {escape(str(error))}", error)
+        _report(f"[bold red]error:[/] {escape(str(error))}", error)
         raise SystemExit(1) from None
 
 

@@ -73,7 +73,7 @@ def test_other_options_by_name(folder):
     )
     flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
-    assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=1)
+    assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=2)
     assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
 
 
@@ -102,7 +102,6 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--manager", "niave"), "did you mean 'naive'?"),
         ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
         ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
-        ((*MAPPED, "--on-failed", "raise"), "sample line 6: compute_score (reward.py) raised ValueError: five"),
         ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
@@ -115,29 +114,162 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "-o", "/dev/full", "--restart"), "the output must be a file of its own, and /dev/full is"),
         ((*SCORE[:2], "--manager", "composite"), "-O components.NAME.path=file.py:name"),
         ((*MAPPED, "--manager", "composite"), "-O components.form.path=rewards.py:form"),
+        ((*SCORE, "-f", "ground_truth=gt"), "none of the 6 rows can be scored. line 1: no field 'gt'"),
+        ((*SCORE, "--data-source", "x", "-f", "data_source=gts"), "contradict each other"),
     ],
 )
-def test_errors_are_one_message_and_exit_code_1(folder, args, message):
-    shown = run(*args, code=1)
+def test_wrong_usage_is_one_message_and_exit_status_2(folder, args, message):
+    shown = run(*args, code=2)
     assert shown.startswith("error: ")
     assert message in shown
     assert "Traceback" not in shown
 
 
-def test_wrong_usage_is_exit_code_2(folder):
+def test_a_malformed_option_is_exit_status_2(folder):
     assert "expected NAME=VALUE" in run(*SCORE, "-f", "nonsense", code=2)
     run("score", "--fn", "reward.py", code=2)
 
 
-def test_a_mapping_that_is_wrong_for_all_rows_shows_in_every_row(folder):
-    shown = run(*SCORE, "-f", "ground_truth=gt")
-    assert "6 failed" in shown
-    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output: say which" in shown
+def test_an_option_with_two_values_is_refused(folder):
+    assert "ground_truth is given twice: 'gts' and 'gt'" in run(*MAPPED, "-f", "ground_truth=gt", code=2)
+    run(*MAPPED, "-f", "ground_truth=gts")
+    limits = ("-O", "limits.judge.max_concurrent=8", "-O", "limits={}")
+    assert "limits is given twice" in run(*MAPPED, *limits, code=2)
+
+
+def test_a_run_that_its_policy_stops_is_exit_status_1(folder):
+    shown = run(*MAPPED, "--on-failed", "raise", code=1)
+    assert shown.startswith("error: sample line 6: compute_score (reward.py) raised ValueError: five")
+
+
+def test_a_mapping_that_fits_no_row_leaves_nothing_that_refuses_the_corrected_command(folder):
+    shown = run(*SCORE, "-f", "ground_truth=gt", code=2)
+    assert "no field 'gt' (for ground_truth); did you mean 'gts'? Its fields are gts, output: name the right" in shown
+    assert "5 scored" in run(*MAPPED)
+
+
+def test_extra_info_from_single_fields(folder):
+    (folder / "meta.py").write_text(
+        "def compute_score(solution_str, extra_info): return float(extra_info['question'] == solution_str)\n"
+    )
+    mapped = ("-f", "solution_str=output", "-f", "extra_info.question=gts")
+    assert "mean score 0.5 over 6 rows" in run("score", "rollouts.jsonl", "--fn", "meta.py", *mapped)
+    run("check", "meta.py", "--data", "rollouts.jsonl", *mapped)
+
+
+KEYED = """
+import os
+def compute_score(solution_str):
+    if "THE_KEY" not in os.environ:
+        raise RuntimeError("THE_KEY is not set")
+    if solution_str == "0":
+        raise ValueError("zero")
+    return 1
+"""
+
+
+def test_rows_that_failed_before_the_key_was_set_are_scored_again(folder, monkeypatch):
+    (folder / "keyed.py").write_text(KEYED)
+    rows = [{"output": str(i)} for i in range(70)]
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("score", "many.jsonl", "--fn", "keyed.py", "-f", "solution_str=output")
+    shown = run(*command, code=1)
+    assert "THE_KEY is not set" in shown
+    assert "run the same command again to go on. Add --retry-failed" in shown
+    monkeypatch.setenv("THE_KEY", "secret")
+    shown = run(*command)
+    assert "63 failed, 7 scored" in shown
+    assert "To score the failed rows again, run the same command with --retry-failed" in shown
+    assert "63 of its 70 rows failed: score these rows again with --retry-failed" in run(*command, code=2)
+    shown = run(*command, "--retry-failed")
+    assert "1 failed, 69 scored" in shown
+    assert "rows 70, 7 of them by an earlier run" in shown
+
+
+def test_a_run_without_any_score_is_exit_status_1_with_counted_causes(folder):
+    (folder / "fails.py").write_text(
+        "def compute_score(solution_str):\n"
+        "    if solution_str == '2': raise KeyError('rubric')\n"
+        "    raise ValueError('down')\n"
+    )
+    (folder / "none.py").write_text("def compute_score(solution_str): return None\n")
+    shown = run("score", "rollouts.jsonl", "--fn", "fails.py", "-f", "solution_str=output", code=1)
+    assert "error: no row was scored: 6 failed" in shown
+    assert "6 failed, of 2 causes: - 5 times, first: sample line 1: compute_score (fails.py) raised Val" in shown
+    assert "- 1 time, first: sample line 3: compute_score (fails.py) raised KeyError: 'rubric'" in shown
+    default = ("--on-failed", "default", "-o", "default.jsonl")
+    run("score", "rollouts.jsonl", "--fn", "fails.py", "-f", "solution_str=output", *default, code=1)
+    shown = run("score", "rollouts.jsonl", "--fn", "none.py", "-f", "solution_str=output", "-o", "n.jsonl", code=1)
+    assert "error: no row was scored: 6 unscored" in shown
+
+
+def command(*args):
+    """Run the command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    started = [sys.executable, "-c", "from reward_loop.cli import main; main()", *args]
+    return subprocess.run(started, capture_output=True, env=environment, text=True, timeout=300)
+
+
+PRINTS = """
+import os, sys
+print("imported")
+def compute_score(solution_str):
+    print("printed", solution_str[:10])
+    os.write(1, b"written\\n")
+    if solution_str == "5":
+        raise ValueError("five")
+    return 1
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_output_to_stdout_holds_rows_alone(folder, isolation):
+    (folder / "prints.py").write_text(PRINTS)
+    score = ("score", "rollouts.jsonl", "--fn", "prints.py", "-f", "solution_str=output", "--isolation", isolation)
+    done = command(*score, "-o", "-")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["score"] for row in rows] == [1, 1, 1, 1, 1, None]
+    for part in ("imported", "printed", "written", "1 failed, 5 scored"):
+        assert part in done.stderr
+    assert not list(folder.glob("*partial")) + list(folder.glob("-*"))
+    done = command(*score)
+    assert "written" not in done.stdout
+    assert "1 failed, 5 scored" in done.stdout
+
+
+def test_an_interrupted_run_to_stdout_goes_on(folder):
+    (folder / "later.py").write_text(
+        "import os\n"
+        "def compute_score(solution_str):\n"
+        "    if solution_str == '4' and not os.path.exists('go'): raise ValueError\n"
+        "    return 1\n"
+    )
+    stops = ("score", "rollouts.jsonl", "--fn", "later.py", "-f", "solution_str=output", "-o", "-")
+    stops += ("--on-failed", "raise", "--concurrency", "1")
+    assert "rollouts.stdout.partial: run the same command again" in run(*stops, code=1)
+    (folder / "go").touch()
+    assert "rows 6, 4 of them by an earlier run" in run(*stops)
+    assert not (folder / "rollouts.stdout.partial").exists()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_json_of_check_is_json_whatever_the_function_prints(folder, isolation):
+    (folder / "prints.py").write_text(PRINTS.replace("solution_str[:10]", "solution_str"))
+    arguments = ("--data", "rollouts.jsonl", "-f", "solution_str=output", "-O", f"isolation={isolation}")
+    done = command("check", "prints.py", *arguments, "--json")
+    assert json.loads(done.stdout)["problems"] == 1, done.stderr
+    assert "imported" in done.stderr
+    assert "more bytes, which are not shown" in done.stderr
+    assert len(done.stderr) < 20_000
+    done = command("check", "prints.py", *arguments)
+    assert "written" not in done.stdout
+    assert "1 problem found" in done.stdout
 
 
 def test_a_second_run_needs_restart(folder):
     run(*MAPPED)
-    assert "--restart" in run(*MAPPED, code=1)
+    assert "--restart" in run(*MAPPED, code=2)
     run(*MAPPED, "--restart")
 
 
@@ -148,9 +280,9 @@ def test_post_process_scores_is_not_applied_silently(folder):
 
 def test_an_edited_function_does_not_go_on_with_old_scores(folder, monkeypatch):
     run(*MAPPED, "--on-failed", "raise", "--concurrency", "1", code=1)
-    assert "that had another policy" in run(*MAPPED, code=1)
+    assert "that had another policy" in run(*MAPPED, code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
-    assert "that had another function" in run(*MAPPED, "--on-failed", "raise", code=1)
+    assert "that had another function" in run(*MAPPED, "--on-failed", "raise", code=2)
 
 
 COMPOSITE = ("score", "rollouts.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts", "--manager", "composite")
@@ -161,21 +293,21 @@ def test_a_composite_needs_no_function_besides(folder):
     weight = ("-O", "components.right.weight=2")
     assert "mean score 1 over 6 rows" in run(*COMPOSITE, *RIGHT, *weight)
     message = "reward.py has no effect: each component has a path of its own"
-    assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=1)
+    assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 
 
 def test_a_composite_with_other_weights_does_not_go_on_with_old_scores(folder):
     stops = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=raise", "--concurrency", "1")
     assert "run the same command again to go on" in run(*COMPOSITE, *stops, code=1)
-    assert "that had another set of components" in run(*COMPOSITE, *stops, "-O", "components.right.weight=2", code=1)
+    assert "that had another set of components" in run(*COMPOSITE, *stops, "-O", "components.right.weight=2", code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
-    assert "that had another set of components" in run(*COMPOSITE, *stops, code=1)
+    assert "that had another set of components" in run(*COMPOSITE, *stops, code=2)
 
 
 def test_parquet_that_is_none(folder):
     pytest.importorskip("pyarrow")
     (folder / "rollouts.parquet").write_text("PAR1, or so it seems")
-    shown = run("score", "rollouts.parquet", "--fn", "reward.py", code=1)
+    shown = run("score", "rollouts.parquet", "--fn", "reward.py", code=2)
     assert "rollouts.parquet cannot be read as parquet" in shown
 
 
@@ -197,7 +329,7 @@ def test_what_no_terminal_can_show_is_told_by_its_escape(folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run(command, capture_output=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert rb"raised ValueError: \ud800\u2026" in done.stdout
 
 
@@ -359,7 +491,7 @@ def test_simulate_one_mode_with_a_timeline(tmp_path):
 
 def test_simulate_with_a_file_that_is_not_text(tmp_path):
     (tmp_path / "latencies").write_bytes(b"\xff\xfe\x00")
-    assert "judge latencies cannot be read" in run(*SIMULATE, "--judge", f"file:{tmp_path}/latencies", code=1)
+    assert "judge latencies cannot be read" in run(*SIMULATE, "--judge", f"file:{tmp_path}/latencies", code=2)
 
 
 @pytest.mark.parametrize(
@@ -372,4 +504,4 @@ def test_simulate_with_a_file_that_is_not_text(tmp_path):
     ],
 )
 def test_simulate_says_what_is_wrong(arguments, message):
-    assert message in run(*SIMULATE, *arguments, code=1)
+    assert message in run(*SIMULATE, *arguments, code=2)

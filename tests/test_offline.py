@@ -100,7 +100,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert scored[7]["score"] == 1.0
     assert [row["score"] for row in scored[1:7]] == [None] * 6
     assert summary.outcomes == {"scored": 2, "failed": 6}
-    assert len(summary.errors) == 5
+    assert sum(count for count, _ in summary.causes.most_common()) == 6
 
 
 def test_unscored_failed_and_not_finite(tmp_path):
@@ -139,6 +139,22 @@ def test_fields():
     )
     with pytest.raises(ConfigError, match=r"no part 'solution'; did you mean 'solution_str'\?"):
         Fields({"solution": "x"})
+
+
+def test_a_mapped_key_of_extra_info_makes_the_whole_field_optional():
+    row = Row(0, "line 1", {"solution_str": "x", "question": "Why?"})
+    fields = Fields({"extra_info.question": "question"}, requires=frozenset({"extra_info"}))
+    assert fields.to_sample(row) == RewardSample("x", extra_info={"question": "Why?"}, uid="line 1")
+    error = Fields(requires=frozenset({"extra_info"})).to_sample(row).error
+    assert "no field 'extra_info'" in error
+    assert "--field extra_info.KEY=..." in error
+    both = Fields({"extra_info.question": "question", "extra_info": "meta"})
+    assert "no field 'meta' (for extra_info)" in both.to_sample(row).error
+
+
+def test_a_constant_data_source_and_a_field_for_it_contradict_each_other():
+    with pytest.raises(ConfigError, match=r"--data-source.*--field data_source"):
+        Fields({"data_source": "source"}, data_source="gsm8k")
 
 
 def test_columns_that_have_our_names_are_kept(tmp_path):
@@ -284,7 +300,7 @@ def test_a_run_that_died_after_its_output_is_not_scored_again(tmp_path, monkeypa
 def test_another_run_is_not_continued(tmp_path, change):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        score(source, output, Calls(3), identity={"function": "a"})
+        score(source, output, Calls(3), identity={"function": "a"}, concurrency=1)
     if change == "input":
         write_jsonl(source, ROWS[:-1])
     identity = {"function": "b" if change == "function" else "a"}
@@ -353,6 +369,130 @@ def test_failed_rows_are_tried_again_where_asked(tmp_path):
     assert score(source, output, judge, retry_failed=True).resumed == 6
     assert [row["score"] for row in read_jsonl(output)] == [1.0] * 12
     assert {row for row, count in calls.items() if count > 1} == {"6", "7"}
+
+
+def fails_for(*failing):
+    """A function that fails for these responses, and counts its calls."""
+
+    def judge(solution_str):
+        calls[solution_str] += 1
+        if solution_str in failing:
+            raise ConnectionError("judge is down")
+        return 1
+
+    calls = judge.calls = Counter()
+    return judge
+
+
+@pytest.mark.parametrize("source_suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path, source_suffix, suffix):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / f"out.{suffix}"
+    if "parquet" in (source_suffix, suffix):
+        pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        if source_suffix == "parquet":
+            source = tmp_path / "in.parquet"
+            pq.write_table(pa.Table.from_pylist(ROWS), source)
+    config = {"retry": {"max_attempts": 1}}
+    score(source, output, fails_for("3", "7"), config=config)
+    with pytest.raises(ConfigError, match=r"exists.* 2 of its 12 rows failed.*--retry-failed.*--restart"):
+        score(source, output, config=config)
+    summary = score(source, output, again := fails_for("7"), config=config, retry_failed=True)
+    assert (summary.outcomes, summary.resumed) == ({"scored": 11, "failed": 1}, 10)
+    assert score(source, output, last := fails_for(), config=config, retry_failed=True).outcomes == {"scored": 12}
+    assert (set(again.calls), set(last.calls)) == ({"3", "7"}, {"7"})
+    rows = read_jsonl(output) if suffix == "jsonl" else pq.read_table(output).to_pylist()
+    assert [(row["row"], row["id"], row["score"], row["error"]) for row in rows] == [
+        (i, f"q{i}", 1.0, None) for i in range(12)
+    ]
+    assert {path.name for path in tmp_path.iterdir()} - {"in.jsonl", "in.parquet"} == {output.name}
+
+
+def test_an_interrupted_retry_of_a_finished_run_goes_on_without_a_flag(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    score(source, output, fails_for("3", "7"), config={"retry": {"max_attempts": 1}})
+    stopped = Calls(1)
+    with pytest.raises(KeyboardInterrupt):
+        score(source, output, stopped, retry_failed=True, concurrency=1)
+    last = Calls()
+    assert score(source, output, last).outcomes == {"scored": 12}
+    assert (set(stopped.calls), set(last.calls)) == ({"3"}, {"7"})
+
+
+def test_a_finished_run_of_another_function_is_not_mixed(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    score(source, output, fails_for("3"), config={"retry": {"max_attempts": 1}}, identity={"function": "a"})
+    with pytest.raises(ConfigError, match=r"another function.*--restart"):
+        score(source, output, identity={"function": "b"}, retry_failed=True)
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert score(source, output, identity={"function": "a"}, retry_failed=True).outcomes == {"scored": 12}
+
+
+def test_failed_rows_of_another_function_are_no_obstacle(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    config = {"min_samples_for_failed_share": 6}
+    with pytest.raises(TooManyFailuresError):
+        score(source, output, raises, config=config, identity={"function": "a"})
+    # Every row that ended had failed: the corrected function starts over without --restart.
+    assert score(source, output, exact, identity={"function": "b"}).resumed == 0
+    other = tmp_path / "other.jsonl"
+    score(source, other, raises, identity={"function": "a"})
+    assert score(source, other, identity={"function": "b"}, retry_failed=True).outcomes == {"scored": 12}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["precious"], "not the output of `reward-loop score`"),
+        ([{"row": 0, "score": 1}], "not the output of `reward-loop score`"),
+        ([{"row": 0, "score": 1, "outcome": "scored", "error": None, "reward_extra_info": {}}], "1 rows.*12 rows"),
+    ],
+)
+def test_a_file_that_is_not_the_output_is_not_retried(tmp_path, lines, message):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), write_jsonl(tmp_path / "out.jsonl", lines)
+    before = output.read_text()
+    with pytest.raises(ConfigError, match=message):
+        score(source, output, retry_failed=True)
+    assert output.read_text() == before
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_a_mapping_that_fits_no_row_is_an_error_and_leaves_nothing_behind(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out" / "out.jsonl"
+    with pytest.raises(ConfigError, match=r"none of the 12 rows.*line 1: no field 'gt' \(for ground_truth\)"):
+        score(source, output, fields=Fields({"ground_truth": "gt"}), identity={"fields": "a"})
+    assert not output.parent.exists()
+    assert score(source, output, identity={"fields": "b"}).outcomes == {"scored": 12}
+
+
+def test_a_first_row_that_does_not_fit_is_one_failed_row(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"ground_truth": "1"}, *ROWS])
+    assert score(source, tmp_path / "out.jsonl").outcomes == {"failed": 1, "scored": 12}
+
+
+def test_causes_are_counted_with_the_first_example_of_each(tmp_path):
+    def judge(solution_str):
+        if solution_str in ("3", "4", "8"):
+            raise KeyError("rubric")
+        if solution_str == "5":
+            raise ValueError("five")
+        return 1
+
+    summary = score(write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl", judge)
+    (count, first), (other, second) = summary.causes.most_common()
+    assert (count, other) == (3, 1)
+    assert "sample line 4: " in first
+    assert "KeyError: 'rubric'" in first
+    assert "sample line 6: " in second
+
+
+def test_parquet_output_without_pyarrow_is_refused_before_any_row_is_scored(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    calls = Calls()
+    with pytest.raises(ConfigError, match="parquet files need pyarrow"):
+        score(write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.parquet", calls)
+    assert not calls.calls
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_parquet(tmp_path):
@@ -469,7 +609,7 @@ def test_surrogates_in_parquet_are_their_escapes(tmp_path):
 @pytest.mark.parametrize("empty", [{}, {"inner": {}}, [{}]])
 def test_objects_without_fields_in_parquet(tmp_path, empty):
     parquet = pytest.importorskip("pyarrow.parquet")
-    source = write_jsonl(tmp_path / "in.jsonl", [{**row, "extra_info": empty} for row in ROWS])
+    source = write_jsonl(tmp_path / "in.jsonl", [{**row, "more": empty} for row in ROWS])
     score(source, tmp_path / "out.parquet", lambda solution_str: 1.0)
     assert len(parquet.read_table(tmp_path / "out.parquet")) == len(ROWS)
 

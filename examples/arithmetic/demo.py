@@ -244,10 +244,11 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     rewards = " -> ".join(f"{step.reward:.3f}" for step in shown)
     table.add_row("Mean reward", f"{rewards} (steps {', '.join(str(step.number) for step in shown)})")
     table.add_row("Rewards", ", ".join(f"{count:,} {name}" for name, count in report.outcomes.items()))
-    table.add_row("Seconds a step (median)", f"{report.seconds_per_step:.2f}")
+    all_steps = sum(step.seconds for step in report.steps)
+    table.add_row("Seconds a step (median), all steps", f"{report.seconds_per_step:7.2f} {all_steps:8.1f}")
     for phase, value in report.seconds_by_phase.items():
-        table.add_row(f"  {phase}", f"{value:.2f}")
-    for name, value in _overlap(report.overlap).items():
+        table.add_row(f"  {phase}", f"{value:7.2f} {report.total_by_phase[phase]:8.1f}")
+    for name, value in _judging(report).items():
         table.add_row(name, value)
     table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
     table.add_row("Written", f"report.json, curves.png, samples, logs in\n{escape(_readable(output))}")
@@ -255,17 +256,19 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     console.print(table, highlight=False)
 
 
-def _overlap(medians: dict[str, float]) -> dict[str, str]:
-    """What the trainer has logged about the judging that went on behind generation and training."""
-    rows = {}
-    if "judging_s" in medians:
-        rows["Seconds of judging a step"] = f"{medians['judging_s']:.2f}"
-    if "hidden_share" in medians:
-        rows["  hidden behind the rest"] = f"{medians['hidden_share']:.1%}"
-    if "waiting_for_rewards_s" in medians:
-        rows["  waited for"] = f"{medians['waiting_for_rewards_s']:.2f}"
+def _judging(report: Report) -> dict[str, str]:
+    """Return what the trainer logged about the judging that ran during generation and training."""
+    totals, medians = report.totals, report.overlap
+    if not totals:
+        return {}
+    rows = {
+        "Seconds of judging": f"{medians['judging_s']:7.2f} {totals['judging']:8.1f}",
+        "  hidden behind the rest": f"{'':7} {totals['hidden']:8.1f} ({totals['hidden_share']:.1%})",
+        "  waited for": f"{medians.get('waiting_for_rewards_s', 0.0):7.2f} {totals['waited']:8.1f}",
+        "All steps without overlap": f"{'':7} {totals['without_overlap']:8.1f}",
+    }
     if "floor_s" in medians:
-        rows["Least seconds a step could take"] = f"{medians['floor_s']:.2f}"
+        rows["Least seconds a step could take"] = f"{medians['floor_s']:7.2f}"
     return rows
 
 

@@ -45,6 +45,11 @@ class Step:
     overlap: dict[str, float]
     """What the trainer mode ``reward_pipeline`` logged, by its names for it; empty in other modes."""
 
+    @property
+    def waited(self) -> float:
+        """Seconds of its judging that the trainer waited for."""
+        return min(self.overlap.get("waiting_for_rewards_s", 0.0), self.overlap.get("judging_s", 0.0))
+
 
 @dataclass(frozen=True)
 class Report:
@@ -75,6 +80,33 @@ class Report:
         return {name: median(step.phases[name] for step in steps) for name in phases} if steps else {}
 
     @property
+    def total_by_phase(self) -> dict[str, float]:
+        """Seconds of all steps together."""
+        return {name: sum(step.phases[name] for step in self.steps) for name in (*PHASES, "other")}
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds of all steps together; empty where the trainer logged no judging.
+
+        ``without_overlap`` is what the same steps would have taken had the trainer waited for all judging: a step's
+        seconds, less those it waited for rewards, and the seconds that its judging takes by itself.
+        """
+        steps = [step for step in self.steps if "judging_s" in step.overlap]
+        if not steps:
+            return {}
+        seconds = sum(step.seconds for step in steps)
+        judging = sum(step.overlap["judging_s"] for step in steps)
+        waited = sum(step.waited for step in steps)
+        return {
+            "seconds": seconds,
+            "judging": judging,
+            "waited": waited,
+            "hidden": judging - waited,
+            "hidden_share": 1 - waited / judging if judging else 1.0,
+            "without_overlap": seconds + judging - waited,
+        }
+
+    @property
     def seconds_per_step(self) -> float:
         return median(step.seconds for step in self.steps[1:] or self.steps)
 
@@ -93,6 +125,8 @@ class Report:
             "rewards": self.outcomes,
             "seconds_per_step": self.seconds_per_step,
             "seconds_by_phase": self.seconds_by_phase,
+            "total_seconds_by_phase": self.total_by_phase,
+            "total_seconds": self.totals,
             "overlap": self.overlap,
             "steps": [asdict(step) for step in self.steps],
         }
@@ -151,7 +185,7 @@ def plot(report: Report, path: Path) -> None:
     FigureCanvasAgg(figure)
     quality, time, *others = figure.subplots(1, 3 if judged else 2)
     for judging in others:
-        _plot_judging(judging, judged, report.overlap.get("hidden_share"))
+        _plot_judging(judging, judged, report.totals["hidden_share"])
 
     numbers = [step.number for step in report.steps]
     quality.plot(numbers, [step.reward for step in report.steps], color="#b0b7c3", label="mean reward in training")
@@ -188,8 +222,11 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _plot_phases(axes: Any, report: Report) -> None:
-    """Seconds of each step by phase. The first step warms up: where it does not fit, its length is written there."""
-    phases = [name for name, seconds in report.seconds_by_phase.items() if seconds >= 0.005]
+    """Draw the seconds of each step by phase. Where the first step, which warms up, does not fit, its length is given.
+
+    A phase is left out only if no step has any of it, so that each bar is as high as its step is long.
+    """
+    phases = [name for name, seconds in report.total_by_phase.items() if seconds > 0]
     colors = dict(zip([*PHASES, "other"], COLORS, strict=True))
     numbers = [step.number for step in report.steps]
     bottom = [0.0] * len(numbers)
@@ -209,14 +246,20 @@ def _plot_phases(axes: Any, report: Report) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=9)
 
 
-def _plot_judging(axes: Any, steps: list[Step], hidden_share: float | None) -> None:
-    """What of each step's judging was waited for; the rest was hidden behind generation and training."""
+def _plot_judging(axes: Any, steps: list[Step], hidden_share: float) -> None:
+    """Draw which part of each step's judging the trainer waited for, and which was hidden.
+
+    Args:
+        axes: where to draw.
+        steps: those for which the trainer logged the judging.
+        hidden_share: of the judging of all steps together, for the title.
+    """
     judging = [step.overlap["judging_s"] for step in steps]
-    waited = [min(step.overlap["waiting_for_rewards_s"], s) for step, s in zip(steps, judging, strict=True)]
+    waited = [step.waited for step in steps]
     numbers = [step.number for step in steps]
     axes.bar(numbers, waited, color=COLORS[1], label="waited for", width=0.8)
     hidden = [s - w for s, w in zip(judging, waited, strict=True)]
     axes.bar(numbers, hidden, bottom=waited, color=HIDDEN, label="hidden behind the rest", width=0.8)
-    share = "" if hidden_share is None else f": {hidden_share:.0%} hidden (median)"
-    axes.set(title=f"Judging{share}", xlabel="training step", ylabel="seconds a step", ylim=(0, 1.3 * max(judging)))
+    title = f"Judging: {hidden_share:.1%} of all its seconds hidden"
+    axes.set(title=title, xlabel="training step", ylabel="seconds a step", ylim=(0, 1.3 * max(judging)))
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=9)

@@ -74,7 +74,7 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
 
 
 def json_or_text(value: str) -> Any:
-    """The value, where it is JSON, or else the text itself."""
+    """Return the value of the JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean", "duration", "listing", "shorten"]
+__all__ = ["cut", "did_you_mean", "duration", "listing", "shorten"]
+
+
+def cut(text: str, limit: int) -> str:
+    """Return the text itself, cut to ``limit`` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -30,4 +35,4 @@ def shorten(value: object, limit: int = 120) -> str:
         text = repr(value)
     except Exception:
         text = f"<{type(value).__qualname__}, whose repr() raises>"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return cut(text, limit)

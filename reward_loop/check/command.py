@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.spinner import Spinner
 from rich.table import Table
 
 from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.signals import run
-from reward_loop._util.text import duration, shorten
+from reward_loop._util.stdout import reserve_stdout
+from reward_loop._util.text import cut, duration, shorten
+from reward_loop.errors import FunctionLoadError
 from reward_loop.offline import Fields, check_input, read_rows
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_MAX_PRINTED_BYTES = 8192
+"""Of what the function prints, so much is shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
@@ -65,25 +71,60 @@ def command(
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
     The function is really called, some 40 times with 8 rows: a judge that costs
-    money is paid. Exit codes: 0 nothing to change, 1 a problem was found, or
-    the function cannot be called at all, 2 wrong usage, 130 Ctrl-C.
+    money is paid. What it prints goes to stderr, the first 8 KB of it.
+
+    Exit status: 0 nothing to change, 1 a problem was found, or the function
+    cannot be called with the arguments that a run passes, 2 wrong usage, 130
+    Ctrl-C.
     """
+    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
+    options = {"timeout": timeout or None, **cli_options.nested(cli_options.pairs(option, "--option"), "--option")}
+    paths = cli_options.pairs(field, "--field")
+    with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
+        report = _try(fn, data, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
+        if as_json:
+            stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
+        else:
+            _show(report, Console(file=stdout, soft_wrap=True))
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def _try(
+    fn: str | None,
+    data: Path,
+    rows: int,
+    paths: dict[str, str],
+    data_source: str | None,
+    reward_kwargs: dict[str, Any],
+    manager: str,
+    router_address: str | None,
+    concurrency: int,
+    given: dict[str, Any],
+) -> Report:
     # Here, so that the other commands start without them.
     from reward_loop.check.dry_run import check
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.offline.scorer import load_scorer
+    from reward_loop.scoring import load_function
 
-    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
-    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
-    options = parse(RewardLoopConfig, {"timeout": timeout or None, **more}, "reward_loop")
-    scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
+    err = Console(stderr=True, soft_wrap=True)
+    options = parse(RewardLoopConfig, given, "reward_loop")
+    if fn is not None:
+        load_function(fn)  # an error here is wrong usage; one below is a problem of the function
+    try:
+        scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
+    except FunctionLoadError as error:
+        err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
     check_input(data)
-    fields = Fields(cli_options.pairs(field, "--field"), data_source=data_source, requires=scorer.requires)
+    fields = Fields(paths, data_source=data_source, requires=scorer.requires)
     samples = [fields.to_sample(row) for row in islice(read_rows(data), rows)]
-    with err.status("loading") as status:
-        report = run(
+    spinner = Spinner("dots", "loading")
+    # stdout is redirected already: on a terminal, Live would send what the function prints elsewhere.
+    with Live(spinner, console=err, transient=True, redirect_stdout=False):
+        return run(
             check(
                 scorer.loaded,
                 samples,
@@ -92,15 +133,9 @@ def command(
                 router_address=router_address,
                 options=options,
                 concurrency=concurrency,
-                on_step=lambda step: status.update(f"trying {step}"),
+                on_step=lambda step: spinner.update(text=f"trying {step}"),
             )
         )
-    if as_json:
-        print(encode(asdict(report) | {"problems": len(report.problems)}).decode())
-    else:
-        _show(report, out)
-    if report.problems:
-        raise typer.Exit(1)
 
 
 def _show(report: Report, out: Console) -> None:
@@ -112,7 +147,7 @@ def _show(report: Report, out: Console) -> None:
         components = ", ".join(f"{name}={shorten(value, 24)}" for name, value in row.components.items())
         score = "" if row.score is None else f"{row.score:.6g}"
         beside = row.error.splitlines()[0] if row.error else components
-        table.add_row(row.uid, row.outcome, score, duration(row.seconds), escape(_cut(beside, 70)))
+        table.add_row(row.uid, row.outcome, score, duration(row.seconds), escape(cut(beside, 70)))
     for function in report.functions:
         kind = f"sync, called in {'processes' if function.in_processes else 'threads'}"
         kind = "async, awaited on the event loop" if function.is_async else kind
@@ -129,7 +164,3 @@ def _show(report: Report, out: Console) -> None:
     out.print(checks, highlight=False)
     count = len(report.problems)
     out.print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found", highlight=False)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

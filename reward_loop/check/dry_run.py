@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from reward_loop._util.text import duration, listing, shorten
+from reward_loop._util.text import cut, duration, listing
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers import CompositeRewardLoopManager, NaiveRewardLoopManager, scoring_function
@@ -32,6 +32,8 @@ MAX_LAG_S = 0.1
 """How long an async function may keep the event loop, and with it all other samples, from going on."""
 
 _TICK_S = 0.01
+_ERROR_CHARACTERS = 2000
+"""Of an error, as many characters are shown."""
 _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
@@ -472,7 +474,7 @@ def _shown(row: Row) -> str:
 
 
 def _explained(error: str) -> str:
-    """An error, cut short, and what helps where that is known."""
+    """Return the error, cut if it is long, with advice where there is any."""
     advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
-    text = error if len(error) < 600 else shorten(error, 600)
+    text = cut(error, _ERROR_CHARACTERS)
     return f"{text}\nWhat helps: {advice}" if advice else text

@@ -12,7 +12,7 @@ from rich.table import Table
 from reward_loop._util.cli_options import json_or_text, pairs
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.records.watchdog import ask, processes, why
 
 __all__ = ["limits"]
@@ -55,8 +55,8 @@ def limits(
     requests_per_minute, tokens_per_minute, estimated_tokens_per_request,
     adaptive, max_wait.
 
-    Exit codes: 0 done, 1 nobody answers, or the change is refused, 2 wrong
-    usage.
+    Exit status: 0 done, 1 no process answers, 2 wrong usage, or the change is
+    refused.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     if name is not None and "=" in name:
@@ -72,7 +72,7 @@ def limits(
         except (OSError, ValueError) as error:
             err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
     if not jobs:
-        raise ConfigError("no process that was asked has scored a sample")
+        raise RewardLoopError("no process that was asked has scored a sample")
     having = [job for job in jobs.values() if add or name is None or name in job.limits]
     if not having:
         known = {limit for job in jobs.values() for limit in job.limits}
@@ -127,7 +127,8 @@ def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> No
     """Have a process of the job change a limit, and look at the job anew.
 
     Raises:
-        ConfigError: it is refused, or no process of the job answers.
+        ConfigError: the change is refused.
+        RewardLoopError: no process of the job answers.
     """
     for pid in job.pids:
         try:
@@ -136,7 +137,7 @@ def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> No
         except OSError:
             continue
         return
-    raise ConfigError(f"no process of the job {job.name} answers any more")
+    raise RewardLoopError(f"no process of the job {job.name} answers any more")
 
 
 def _show(job: _Job, name: str | None, out: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Self
 
+from reward_loop._util.causes import cause_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
 from reward_loop.limits.permit import Limits
@@ -57,8 +58,8 @@ class FailureBound:
         if not failed:
             return
         error = error or "(it did not say why)"
-        self._causes.pop(_cause(error), None)
-        self._causes[_cause(error)] = error
+        self._causes.pop(cause_of(error), None)
+        self._causes[cause_of(error)] = error
         if len(self._causes) > _SHOWN:
             del self._causes[next(iter(self._causes))]
         if seen >= self.min_samples and self._failures > self.max_share * seen:
@@ -103,8 +104,3 @@ def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> Fa
         of: what is counted, if not whole samples.
     """
     return SharedFailureBound(limits, of) if options.job else FailureBound.of_options(options, of)
-
-
-def _cause(error: str) -> str:
-    """What an error says after the name of the sample, without the lines of code beneath it."""
-    return error.partition(": ")[2].partition("\n")[0]

@@ -16,6 +16,7 @@ from reward_loop.errors import LimitError
 from reward_loop.limits.client import CallConnection, ProcessCall
 from reward_loop.limits.permit import ABANDONED, DEFAULT, ENDED, RETRY, WAITING, Limits, Permit, answer_of, granted
 from reward_loop.processes import worker
+from reward_loop.records import current
 
 __all__ = ["CallScope", "Lease", "book_tokens", "current_scope", "limit", "report_answer"]
 
@@ -32,8 +33,8 @@ class CallScope:
         permit: the permit for the whole call, if it has one; what the call uses counts there, too.
     """
 
-    __slots__ = ("_depth", "_permits", "_since", "_tokens", "_total", "_verdict", "abandoned", "limits", "loop",
-                 "permit", "traffic_class")  # fmt: skip
+    __slots__ = ("_depth", "_permits", "_sample", "_since", "_tokens", "_total", "_verdict", "abandoned", "limits",
+                 "loop", "permit", "traffic_class")  # fmt: skip
 
     def __init__(
         self, limits: Limits, traffic_class: str, loop: asyncio.AbstractEventLoop, permit: Permit | None = None
@@ -43,6 +44,7 @@ class CallScope:
         self.loop = loop
         self.permit = permit
         self.abandoned = False
+        self._sample = current()
         self._permits: list[Permit] | None = None  # most calls have none
         self._depth = 0
         self._since = self._total = self._tokens = 0.0
@@ -66,6 +68,8 @@ class CallScope:
 
         def stops_waiting(permit: Permit) -> None:
             if waits:
+                if self._sample is not None:
+                    self._sample.answered(f"limit {name!r}")
                 self._depth -= 1
                 if not self._depth:
                     self._total += time.monotonic() - self._since
@@ -75,6 +79,8 @@ class CallScope:
         permit = self.limits.open(name, tokens, self.traffic_class, stops_waiting)
         if permit.state == WAITING:
             waits = True
+            if self._sample is not None:
+                self._sample.ask(f"limit {name!r}")
             if not self._depth:
                 self._since = time.monotonic()
             self._depth += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
@@ -27,7 +28,9 @@ __all__ = ["score"]
 _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_unscored", "default_score"}
 """Options of a component that change a score."""
 
-_out = Console(soft_wrap=True)
+_SHOWN_CAUSES = 5
+_STDOUT = Path("-")
+
 _err = Console(stderr=True, soft_wrap=True)
 
 
@@ -46,7 +49,10 @@ def score(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="JSONL, or parquet by its suffix. Default: FILE with .scored before its suffix."
+            "--output",
+            "-o",
+            help="JSONL, or parquet by its suffix; - is stdout (JSONL, when all rows are scored). Default: FILE with "
+            ".scored before its suffix.",
         ),
     ] = None,
     field: cli_options.FieldPaths = None,
@@ -54,7 +60,7 @@ def score(
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="How many rows are in work at a time.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
     isolation: Annotated[
         str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
@@ -78,7 +84,8 @@ def score(
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="When going on, score rows that failed once more.")
+        bool,
+        typer.Option("--retry-failed", help="Score the failed rows of an interrupted or a finished run again."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
 ) -> None:
@@ -94,16 +101,13 @@ def score(
 
     The output holds every row of the input, in order, with [cyan]row[/],
     [cyan]score[/], [cyan]outcome[/] (scored, unscored or failed),
-    [cyan]error[/] and [cyan]reward_extra_info[/]. A run that is interrupted
-    goes on where it stopped when the same command is run again. Exit codes: 0
-    done, 1 stopped by an error, 2 wrong usage, 130 Ctrl-C.
-    """
-    # Here, so that the other commands start without them.
-    from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.offline.scorer import load_scorer
+    [cyan]error[/] and [cyan]reward_extra_info[/]. Run the same command again to
+    resume an interrupted run; add --retry-failed to score its failed rows
+    again, or those of a finished run. What the function prints goes to stderr.
 
-    check_input(file)
-    target = output or file.with_name(f"{file.stem}.scored{file.suffix}")
+    Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
+    row was scored, 2 wrong usage, 130 Ctrl-C.
+    """
     paths = cli_options.pairs(field, "--field")
     arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in arguments.items()}
@@ -119,16 +123,60 @@ def score(
         "max_failed_share": max_failed_share,
         **cli_options.nested(cli_options.pairs(option, "--option"), "--option"),
     }
+    # Here, so that the other commands start without them.
+    from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.offline.scorer import load_scorer
+
+    check_input(file)
     config = parse(RewardLoopConfig, options, "reward_loop")
-    scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
-    if getattr(scorer.manager, "needs_group", False):
-        raise ConfigError(
-            f"--manager {manager} compares the responses to a prompt, and a file of rollouts has no groups: try such a "
-            f"function with `reward-loop check --manager {manager}`"
-        )
-    if scorer.has_post_process:
-        _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-    progress = Progress(
+    with reserve_stdout() as stdout:
+        scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+        if getattr(scorer.manager, "needs_group", False):
+            raise ConfigError(
+                f"--manager {manager} compares the responses to a prompt, and a file of rollouts has no groups: try "
+                f"such a function with `reward-loop check --manager {manager}`"
+            )
+        if scorer.has_post_process:
+            _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
+        target = None if output == _STDOUT else output or file.with_name(f"{file.stem}.scored{file.suffix}")
+        destination: Path | IO[bytes] = target or stdout.buffer
+        total = count_rows(file)
+        with _progress() as progress:
+            task = progress.add_task("scoring", total=total)
+            try:
+                summary = score_file(
+                    file,
+                    destination,
+                    scorer.manager,
+                    fields=Fields(paths, data_source=data_source, requires=scorer.requires),
+                    identity=_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),
+                    concurrency=concurrency,
+                    restart=restart,
+                    retry_failed=retry_failed,
+                    on_row=lambda done: progress.update(task, completed=done),
+                )
+            except (KeyboardInterrupt, RewardLoopError, OSError) as error:
+                partial = partial_of(file, destination)
+                if not isinstance(error, ConfigError) and partial.exists():
+                    error.add_note(
+                        f"Completed rows are kept in {partial}: run the same command again to go on. Add "
+                        "--retry-failed to also score again the rows that failed."
+                    )
+                raise
+        _show(summary, target, _err if target is None else Console(file=stdout, soft_wrap=True))
+    failed = summary.outcomes["failed"]
+    if not summary.rows:
+        _err.print(f"note: {escape(str(file))} has no rows", highlight=False)
+    elif not summary.outcomes["scored"]:
+        _err.print(f"[bold red]error:[/] no row was scored: {_outcomes(summary)}", highlight=False)
+    if failed and target is not None:
+        _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
+    if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    return Progress(
         TextColumn("scoring"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -136,30 +184,6 @@ def score(
         console=_err,
         disable=not _err.is_terminal,
     )
-    try:
-        with progress:
-            task = progress.add_task("scoring", total=count_rows(file))
-            summary = score_file(
-                file,
-                target,
-                scorer.manager,
-                fields=Fields(paths, data_source=data_source, requires=scorer.requires),
-                identity=_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),
-                concurrency=concurrency,
-                restart=restart,
-                retry_failed=retry_failed,
-                on_row=lambda done: progress.update(task, completed=done),
-            )
-    except (KeyboardInterrupt, RewardLoopError, OSError) as error:
-        partial = partial_of(target)
-        if not isinstance(error, ConfigError) and partial.exists():
-            error.add_note(f"Rows that are done are kept in {partial}: run the same command again to go on.")
-        raise
-    _show(summary, target)
-    if not summary.rows:
-        _err.print(f"note: {escape(str(file))} has no rows")
-    if strict and summary.outcomes["failed"]:
-        raise typer.Exit(1)
 
 
 def _identity(
@@ -196,19 +220,29 @@ def _identity(
     return identity
 
 
-def _show(summary: Summary, output: Path) -> None:
+def _outcomes(summary: Summary) -> str:
+    return ", ".join(f"{summary.outcomes[name]} {name}" for name in sorted(summary.outcomes)) or "none"
+
+
+def _show(summary: Summary, output: Path | None, out: Console) -> None:
     table = Table.grid(padding=(0, 2))
     mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
     resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
     table.add_row("rows", f"{summary.rows}{resumed}")
     table.add_row("mean score", mean)
-    outcomes = ", ".join(f"{summary.outcomes[name]} {name}" for name in sorted(summary.outcomes))
-    table.add_row("outcomes", outcomes or "none")
+    table.add_row("outcomes", _outcomes(summary))
     table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {duration(summary.seconds)} in all")
     table.add_row("slowest", ", ".join(f"{name} {duration(seconds)}" for seconds, name in summary.slowest) or "none")
-    table.add_row("output", escape(str(output)))
-    _out.print(table, highlight=False)
-    if summary.errors:
-        _out.print(f"\n{summary.outcomes['failed']} failed; the first:", highlight=False)
-        for error in summary.errors:
-            _out.print(f"- {escape(error)}", highlight=False)
+    table.add_row("output", "stdout" if output is None else escape(str(output)))
+    out.print(table, highlight=False)
+    causes = summary.causes
+    if causes:
+        out.print(f"\n{summary.outcomes['failed']} failed, of {_count(len(causes), 'cause')}:", highlight=False)
+        for count, example in causes.most_common(_SHOWN_CAUSES):
+            out.print(f"- {_count(count, 'time')}, first: {escape(example)}", highlight=False)
+        if len(causes) > _SHOWN_CAUSES:
+            out.print(f"- and {_count(len(causes) - _SHOWN_CAUSES, 'other cause')}", highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

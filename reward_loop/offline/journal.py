@@ -13,7 +13,7 @@ from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
 from reward_loop.types import RESERVED_KEYS, Outcome
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "differences"]
 
 
 class Journal:
@@ -32,7 +32,7 @@ class Journal:
             restart: discard what is in it.
 
         Raises:
-            ConfigError: it belongs to another run, or another process is writing it.
+            ConfigError: it holds results of another run, or another process is writing it.
         """
         self.path = path
         self._offsets: dict[int, int] = {}
@@ -41,8 +41,7 @@ class Journal:
             self._lock()
             if restart:  # no sooner: it may be that of a run that goes on
                 self._file.truncate(0)
-            # What the header becomes when it is read back: tuples are lists then, for example.
-            self._recover(json.loads(to_json(header)))
+            self._recover(header)
         except BaseException:
             self._file.close()
             raise
@@ -83,7 +82,7 @@ class Journal:
         self._offsets[row] = offset
 
     def forget_failed(self) -> None:
-        """Have the rows that failed count as not done; a later record of a row replaces the earlier one."""
+        """Mark the failed rows as not done; a later record of a row replaces the earlier one."""
         self._offsets = {row: at for row, at in self._offsets.items() if self[row]["outcome"] != Outcome.FAILED}
 
     def delete(self) -> None:
@@ -106,28 +105,35 @@ class Journal:
             raise ConfigError(f"another run is writing {self.path}: wait for it, or choose another output") from None
 
     def _recover(self, header: Mapping[str, Any]) -> None:
-        good = 0
+        good, changed = 0, ""
         with self.path.open("rb") as lines:
             for line in lines:
                 record = _parse(line)
                 if record is None:
                     break
                 if good == 0:
-                    self._check(header, record)
+                    changed = differences(header, record)
+                elif changed and record["outcome"] != Outcome.FAILED:
+                    raise ConfigError(
+                        f"{self.path} holds an interrupted run that had another {changed}. Run the old command to "
+                        "finish that, or start over: --restart"
+                    )
                 else:
                     self._offsets[record["row"]] = good
                 good += len(line)
+        if changed:  # all rows of the other run failed: the file contains no result
+            self._offsets.clear()
+            good = 0
         self._file.truncate(good)
         if good == 0:
             self._write(to_json(header))
 
-    def _check(self, header: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-        changed = [key for key in header.keys() | found.keys() if header.get(key) != found.get(key)]
-        if changed:
-            raise ConfigError(
-                f"{self.path} holds an interrupted run that had another {' and another '.join(sorted(changed))}. "
-                "Run the old command to finish that, or start over: --restart"
-            )
+
+def differences(header: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Name what differs between the headers of two runs; an empty string if nothing does."""
+    header = json.loads(to_json(header))  # tuples become lists, for example, as in the header that was read
+    changed = [key for key in header.keys() | found.keys() if header.get(key) != found.get(key)]
+    return " and another ".join(sorted(changed))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from reward_loop._util.json import to_json
 from reward_loop.offline.parquet import import_parquet, read_batches
 from reward_loop.offline.rows import Row, is_parquet, read_rows
 
-__all__ = ["RESULT_COLUMNS", "write_output"]
+__all__ = ["RESULT_COLUMNS", "write_output", "write_rows"]
 
 RESULT_COLUMNS = ("row", "score", "outcome", "error", "reward_extra_info")
 """The columns that are added. A column of the input that has such a name is kept as ``input_<name>``."""
@@ -37,11 +37,16 @@ def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_rows(source: Path, stream: IO[bytes], result_of: ResultOf) -> None:
+    """Write the rows of ``source`` with their results to a stream, as JSONL."""
+    for row in read_rows(source):
+        stream.write(to_json({**_renamed(row.columns), **_results(row, result_of)}) + b"\n")
+    stream.flush()
+
+
 def _write_jsonl(source: Path, output: Path, result_of: ResultOf) -> None:
     with output.open("wb") as lines:
-        for row in read_rows(source):
-            lines.write(to_json({**_renamed(row.columns), **_results(row, result_of)}) + b"\n")
-        lines.flush()
+        write_rows(source, lines, result_of)
         os.fsync(lines.fileno())
 
 

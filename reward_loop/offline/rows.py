@@ -13,7 +13,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample
 
-__all__ = ["Fields", "Row", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
+__all__ = ["Fields", "Row", "check_fields", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
 
 _OTHER_FORMATS = frozenset(
     {".arrow", ".bz2", ".csv", ".feather", ".gz", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"}
@@ -123,13 +123,16 @@ class Fields:
                 ``ground_truth``, ``data_source``, ``extra_info`` and ``extra_info.KEY``. A part that is not named
                 here is looked for under its own name.
             data_source: a data source for all rows.
-            requires: parts without which a row fails. ``solution_str`` and those in ``paths`` always are.
+            requires: parts without which a row fails. ``solution_str`` and those in ``paths`` are always required.
+                A path for ``extra_info.KEY`` supplies ``extra_info``: then a row needs no field of that name.
 
         Raises:
-            ConfigError: there is no such part.
+            ConfigError: there is no such part, or ``data_source`` and a path for it contradict each other.
         """
         self.paths = dict(paths or {})
         self.data_source = data_source
+        if data_source is not None and "data_source" in self.paths:
+            raise ConfigError("--data-source and --field data_source contradict each other: leave one out")
         for target in self.paths:
             if target not in _TARGETS and not target.startswith("extra_info."):
                 raise ConfigError(
@@ -137,6 +140,8 @@ class Fields:
                     f"{listing(_TARGETS)}, extra_info.KEY"
                 )
         self._requires = {"solution_str", *self.paths, *requires}
+        if "extra_info" not in self.paths and any(target.startswith("extra_info.") for target in self.paths):
+            self._requires.discard("extra_info")
 
     def to_sample(self, row: Row) -> RewardSample:
         """Return the row's sample; where a required field is missing, one that fails."""
@@ -177,9 +182,10 @@ class Fields:
         if value is not _MISSING:
             return value
         if target in self._requires:
+            keys = ", or set single keys of it by --field extra_info.KEY=..." if target == "extra_info" else ""
             raise _FieldError(
                 f"no field {path!r} (for {target}){did_you_mean(path, row.columns) or '.'} "
-                f"Its fields are {listing(row.columns)}: say which it is by --field {target}=..."
+                f"Its fields are {listing(row.columns)}: name the right one by --field {target}=...{keys}"
             )
         return default
 
@@ -189,6 +195,23 @@ class Fields:
 
 class _FieldError(Exception):
     """A row lacks what a sample needs."""
+
+
+def check_fields(path: Path, fields: Fields) -> None:
+    """Refuse a mapping of fields that fits none of the rows. It reads rows up to the first one that fits.
+
+    Raises:
+        ConfigError: no row of the file gives a sample; the message has the reason for the first row.
+    """
+    first, count = "", 0
+    for row in read_rows(path):
+        error = fields.to_sample(row).error
+        if error is None:
+            return
+        first = first or f"{row.name}: {error}"
+        count += 1
+    if count:
+        raise ConfigError(f"{path}: none of the {count} rows can be scored. {first}")
 
 
 def _look_up(columns: Any, path: str) -> Any:

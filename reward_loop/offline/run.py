@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from reward_loop._util.causes import Causes
 from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.offline.finished import FinishedOutput
 from reward_loop.offline.journal import Journal
-from reward_loop.offline.output import write_output
-from reward_loop.offline.rows import Fields, Row, check_format, check_input, read_rows
+from reward_loop.offline.output import write_output, write_rows
+from reward_loop.offline.parquet import import_parquet
+from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet, read_rows
 from reward_loop.types import Outcome, Reward
 
 __all__ = ["Summary", "partial_of", "score_file"]
@@ -32,13 +35,13 @@ class Summary:
     """Sum of all scores, those of the policy ``default`` included."""
     scores: int = 0
     resumed: int = 0
-    """Rows that an earlier, interrupted run had done."""
+    """Rows whose results are those of an earlier run."""
     seconds: float = 0.0
     """Wall-clock time of this run."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
     """Seconds and name of the slowest rows, slowest first."""
-    errors: list[str] = field(default_factory=list)
-    """The first errors."""
+    causes: Causes = field(default_factory=Causes)
+    """The errors, counted by cause, with the first example of each."""
 
     @property
     def rows(self) -> int:
@@ -61,21 +64,23 @@ class Summary:
         if record["score"] is not None:
             self.total += record["score"]
             self.scores += 1
-        if record["error"] and len(self.errors) < _KEPT:
-            self.errors.append(record["error"])
+        if record["error"]:
+            self.causes.add(record["error"])
         heapq.heappush(self.slowest, (record["reward_extra_info"].get("reward_seconds", 0.0), row.name))
         if len(self.slowest) > _KEPT:
             heapq.heappop(self.slowest)
 
 
-def partial_of(output: Path) -> Path:
-    """Where completed rows are kept until the output is there."""
-    return output.with_name(output.name + ".partial")
+def partial_of(source: Path, output: Path | IO[bytes]) -> Path:
+    """Return the path of the journal, which keeps completed rows until the output is complete."""
+    if isinstance(output, Path):
+        return output.with_name(output.name + ".partial")
+    return source.with_name(source.stem + ".stdout.partial")
 
 
 def score_file(
     source: Path,
-    output: Path,
+    output: Path | IO[bytes],
     manager: Any,
     *,
     fields: Fields,
@@ -87,47 +92,56 @@ def score_file(
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
-    Completed rows are kept in ``<output>.partial`` until the output is there. Where that file exists, the run goes on
-    with the rows that are missing from it.
+    Completed rows are kept in a journal, ``<output>.partial``, until the output is complete. Where that file exists,
+    the run scores the rows that are missing from it. While the output has failed rows, ``<output>.run`` identifies
+    the run that wrote it, for ``retry_failed``.
 
     Args:
         source: JSONL or, by its suffix, parquet.
-        output: JSONL or, by its suffix, parquet.
+        output: JSONL or, by its suffix, parquet; or a binary stream, which receives JSONL at the end. The journal of a
+            stream is ``<source without suffix>.stdout.partial``.
         manager: a reward manager; its ``run_single`` is given a `RewardSample` for each row.
         fields: where the parts of a sample are found.
         identity: what makes two runs the same, beside the input file: the function and its options.
-        concurrency: how many rows are in work at a time.
+        concurrency: how many rows are scored at a time.
         restart: discard an interrupted run, and overwrite an existing output.
-        retry_failed: when going on with an interrupted run, call the function again for rows that failed.
-        on_row: called with the number of rows that are done, at first and whenever it grows.
+        retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
+        on_row: called with the number of completed rows, at first and whenever it grows.
 
     Raises:
-        ConfigError: a file is missing, or in the way.
+        ConfigError: a file is missing or of the wrong kind, would be overwritten, or belongs to another run; or no row
+            fits ``fields``.
         RewardLoopError: the run was stopped, by a policy or by the bound on failures. Completed rows are kept.
     """
     check_input(source)
-    check_format(output)
-    if output.exists() and not output.is_file():
-        raise ConfigError(f"the output must be a file of its own, and {output} is a folder or a device")
-    if output.exists() and output.samefile(source):
-        raise ConfigError(f"the output would overwrite the input: {source}")
-    partial = partial_of(output)
-    if output.exists() and not partial.exists() and not restart:
-        raise ConfigError(f"{output} exists: choose another output, or replace it: --restart")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the output {output} has no folder, and none can be made: {error.strerror}") from error
+    partial = partial_of(source, output)
     stat = source.stat()
     header = {
         "journal": 1,
         "input": {"path": str(source.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns},
         **(identity or {}),
     }
+    finished = None
+    if isinstance(output, Path):
+        _check_output(source, output)
+        finished = FinishedOutput(output)
+        resumes = output.exists() and not restart and (finished.is_identified or not partial.exists())
+        if resumes:
+            if not retry_failed and not partial.exists():
+                raise ConfigError(f"{output} exists{finished.advice()}")
+            finished.check(source, header)
+    check_fields(source, fields)
+    if isinstance(output, Path):
+        _make_folder(output)
     started = time.perf_counter()
     with Journal(partial, header, restart=restart) as journal:
         if retry_failed:
             journal.forget_failed()
+        if finished is not None:
+            if resumes:
+                finished.take_over(journal)
+            else:
+                finished.forget()
         resumed = len(journal)
         on_row(resumed)
         todo = (row for row in read_rows(source) if row.index not in journal)
@@ -139,10 +153,37 @@ def score_file(
             summary.add(row, record)
             return record
 
-        write_output(source, output, result_of)
+        if isinstance(output, Path):
+            write_output(source, output, result_of)
+        else:
+            write_rows(source, output, result_of)
+        if finished is not None:
+            if summary.outcomes[Outcome.FAILED]:
+                finished.identify(header)
+            else:
+                finished.forget()
         journal.delete()
     summary.slowest.sort(reverse=True)
     return summary
+
+
+def _check_output(source: Path, output: Path) -> None:
+    check_format(output)
+    if is_parquet(output):
+        import_parquet()  # so that a missing pyarrow is reported before the first row is scored
+    if output.exists() and not output.is_file():
+        raise ConfigError(
+            f"the output must be a file of its own, and {output} is a folder or a device: -o - writes to stdout"
+        )
+    if output.exists() and output.samefile(source):
+        raise ConfigError(f"the output would overwrite the input: {source}")
+
+
+def _make_folder(output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the output {output} has no folder, and none can be made: {error.strerror}") from error
 
 
 async def _score_rows(

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from reward_loop._util.traceback_lines import user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 
 __all__ = ["CallOutcome", "Invocation", "RemoteError", "describe_exception"]
 
-_OURS = tuple(str(Path(__file__).parent.with_name(part)) + os.sep for part in ("limits", "processes", "scoring"))
-"""Where the lines lie that a traceback leaves out."""
-_TRACEBACK_FRAMES = 3
 _MESSAGE_CHARACTERS = 500
 
 
@@ -113,6 +108,5 @@ def describe_exception(error: BaseException) -> str:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    tail = "".join(traceback.format_list(frames[-_TRACEBACK_FRAMES:])).rstrip()
+    tail = user_lines(error)
     return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")

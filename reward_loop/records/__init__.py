@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from reward_loop.records.active import ActiveBatch, ActiveSample, current, in_work
+from reward_loop.records.active import ActiveBatch, ActiveSample, current, in_work, waiting_for
 from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, record, records
 
-__all__ = ["ActiveBatch", "ActiveSample", "Records", "answers", "current", "in_work", "record", "records", "watch"]
+__all__ = [
+    "ActiveBatch",
+    "ActiveSample",
+    "Records",
+    "answers",
+    "current",
+    "in_work",
+    "record",
+    "records",
+    "waiting_for",
+    "watch",
+]

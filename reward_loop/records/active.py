@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["ActiveBatch", "ActiveSample", "current", "in_work"]
+__all__ = ["ActiveBatch", "ActiveSample", "current", "in_work", "waiting_for"]
 
 
 MAX_COPIES = 256
@@ -33,7 +33,7 @@ class ActiveSample:
 
     # Defaults of the class, so that a sample without requests takes little memory.
     asking: Sequence[str] = ()
-    """The requests to servers that are not answered yet."""
+    """What the sample waits for: requests to servers, limits, the pause before another attempt."""
     transcripts: Sequence[Mapping[str, Any]] = ()
     """The questions to judges, with their replies."""
     prompt_tokens: int = 0
@@ -134,6 +134,24 @@ _current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=No
 def current() -> ActiveSample | None:
     """Return the sample that this code is scoring, or the batch of them; ``None`` outside of a reward function."""
     return _current.get()
+
+
+@contextlib.contextmanager
+def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
+    """Record, within ``with``, that a sample waits for something other than a request; `describe` shows it.
+
+    Args:
+        sample: the sample, ``None`` outside of any. It is not always the `current` one: a limit for a function in a
+            process is granted by another task.
+        what: what it waits for, such as ``limit 'judge'``.
+    """
+    if sample is not None:
+        sample.ask(what)
+    try:
+        yield
+    finally:
+        if sample is not None:
+            sample.answered(what)
 
 
 def in_work() -> list[ActiveSample]:

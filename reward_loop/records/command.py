@@ -29,10 +29,10 @@ def stuck(
     Every process that scores samples answers, such as the reward workers of a
     verl run on this machine, also while its event loop is blocked: how many
     samples are in work, and of the oldest their names, functions, times, and
-    the servers that they wait for (those that were asked with
-    reward_loop.client). Run it on each node of a job.
+    what they wait for: requests by reward_loop.client, limits, and the pause
+    before another attempt. Run it on each node of a job.
 
-    Exit codes: 0 all have answered, 1 one has not, or there is none.
+    Exit status: 0 all processes answered, 1 one did not, or there is none.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     answers, silent = [], 0

@@ -124,7 +124,7 @@ def route(
             run_router(workers, config, listener, grace_s=grace)
     except ConfigError as error:
         typer.secho(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
 
 
 def parse_worker(spec: str) -> Any:

@@ -33,6 +33,7 @@ from reward_loop.limits.permit import DEFAULT, RETRY, Limits
 from reward_loop.limits.server import CallServer
 from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.records import current, waiting_for
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.normalise import normalise
@@ -128,7 +129,7 @@ class ScoringFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
-        self._retry = Retry(options.retry)
+        self._retry = Retry(options.retry, _pause)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._loop_calls = LoopCalls()
         self._owns_limits = limits is None
@@ -325,7 +326,8 @@ class ScoringFunction:
         if RETRY not in self.limits.max_waits:
             return await self._attempt(arguments, traffic_class)
         try:
-            permit = await self.limits.enter(RETRY, 0, traffic_class)
+            with waiting_for(current(), f"limit {RETRY!r}"):
+                permit = await self.limits.enter(RETRY, 0, traffic_class)
         except LimitError as error:
             assert last.exception is not None
             why = describe_exception(last.exception)
@@ -349,7 +351,8 @@ class ScoringFunction:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
         asked = time.monotonic()
         try:
-            scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
+            with waiting_for(current(), f"limit {self._limit!r}"):
+                scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
             return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
         queued = time.monotonic() - asked
@@ -420,6 +423,11 @@ class ScoringFunction:
             outcome = await self._loop_calls.run(outcome.value, left, scope.waited)
             outcome.seconds += seconds
         return outcome
+
+
+async def _pause(seconds: float) -> None:
+    with waiting_for(current(), "the pause before the next attempt"):
+        await asyncio.sleep(seconds)
 
 
 def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import importlib
 import importlib.util
 import sys
 import threading
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
+from reward_loop._util.traceback_lines import last_user_frame
 from reward_loop.errors import FunctionLoadError
 
 __all__ = ["file_modules", "load_function", "load_object", "source_hash"]
@@ -144,16 +144,12 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _cause(error: BaseException) -> str:
-    """Describe an exception with the last line of user code that it passed."""
+    """Return the exception's type and message, and the last line of the user's code in its traceback."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return text
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
-    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
-
-
-def _is_user_code(filename: str) -> bool:
-    return not filename.startswith("<") and filename not in (__file__, importlib.__file__)
+    frame = last_user_frame(error)
+    return f"{text} (at {frame.filename}:{frame.lineno})" if frame and not frame.filename.startswith("<") else text
 
 
 def _neighbour(error: BaseException, file: Path) -> str:

@@ -18,6 +18,9 @@ def ranks(solution_strs):
     order = sorted(range(len(solution_strs)), key=lambda i: solution_strs[i])
     return [float(order.index(i)) for i in range(len(solution_strs))]
 
+def noisy(solution_str):
+    raise ValueError("first line of a long error" + chr(10) + "'quoted' " * 100)
+
 def empty(solution_str):
     return float(solution_str[-1] == "4")
 """
@@ -59,6 +62,15 @@ def test_a_problem_is_an_exit_code_and_json_is_for_programs() -> None:
 
 
 @pytest.mark.usefixtures("files")
+def test_a_long_error_is_shown_as_text_and_not_as_its_repr() -> None:
+    done = runner.invoke(app, ["check", "reward.py:noisy", *FIELDS])
+    assert done.exit_code == 1
+    assert "first line of a long error" in done.output
+    assert "'quoted' 'quoted'" in done.output
+    assert "\\n" not in done.output
+
+
+@pytest.mark.usefixtures("files")
 def test_arguments_reach_the_function() -> None:
     arguments = [*FIELDS, "-f", "ground_truth=gold", "--reward-kwarg", "bonus=2", "--json"]
     done = runner.invoke(app, ["check", "reward.py:fine", *arguments])
@@ -78,17 +90,17 @@ def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["reward.py:fine", "--data", "nowhere.jsonl"], 1, "no such file: nowhere.jsonl"),
-        (["reward.py:fine", *FIELDS], 1, "no field 'ground_truth'"),
-        (["reward.py:fin", *FIELDS], 1, "fine"),
-        (["reward.py:empty", *FIELDS, "--manager", "naiv"], 1, "naive"),
+        (["reward.py:fine", "--data", "nowhere.jsonl"], 2, "no such file: nowhere.jsonl"),
+        (["reward.py:fine", *FIELDS], 2, "no field 'ground_truth'"),
+        (["reward.py:fin", *FIELDS], 2, "fine"),
+        (["reward.py:empty", *FIELDS, "--manager", "naiv"], 2, "naive"),
         (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
-        (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 1, "did you mean 'max_attempts'"),
+        (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 2, "did you mean 'max_attempts'"),
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "--data"),
-        (["--data", "rows.jsonl"], 1, "name the function"),
-        (["reward.py:fine", "--data", "."], 1, ". is no file of rollouts, but a folder"),
-        (["reward.py:fine", *FIELDS, "--manager", "composite"], 1, "-O components.form.path=rewards.py:form"),
+        (["--data", "rows.jsonl"], 2, "name the function"),
+        (["reward.py:fine", "--data", "."], 2, ". is no file of rollouts, but a folder"),
+        (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),
     ],
 )
 def test_what_is_wrong_is_told(arguments: list[str], code: int, message: str) -> None:

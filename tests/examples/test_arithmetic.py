@@ -32,7 +32,7 @@ from examples.arithmetic.models import (
     write_data,
     wrong_answer,
 )
-from examples.arithmetic.report import plot, read_report
+from examples.arithmetic.report import _plot_phases, plot, read_report
 from reward_loop.testing import FakeJudge
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")
@@ -283,15 +283,51 @@ def test_what_the_pipeline_logs_is_reported(tmp_path: Path, capsys: pytest.Captu
     assert report.overlap == {"hidden_share": 0.75, "judging_s": 4, "waiting_for_rewards_s": 1}
     assert report.as_dict()["overlap"] == report.overlap
     demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
-    shown = dict(re.findall(r"^ *(\S.*?\S) {2,}([\d.%]+) *$", capsys.readouterr().out, flags=re.MULTILINE))
-    assert shown["Seconds of judging a step"] == "4.00"
-    assert shown["hidden behind the rest"] == "75.0%"
-    assert shown["waited for"] == "1.00"
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    steps = len(report.steps)
+    assert f"Seconds of judging 4.00 {9 + 4 * (steps - 1):.1f}" in shown
+    assert f"waited for 1.00 {steps:.1f}" in shown
+    hidden = 8 + 3 * (steps - 1)
+    assert f"hidden behind the rest {hidden:.1f} ({hidden / (hidden + steps):.1%})" in shown
+    seconds = sum(step.seconds for step in report.steps)
+    assert f"All steps without overlap {seconds + hidden:.1f}" in shown
+    assert report.as_dict()["total_seconds"]["without_overlap"] == pytest.approx(seconds + hidden)
     wide = (tmp_path / "curves.png").read_bytes()
     metrics.write_text(metrics.read_text().replace("reward_pipeline/", "other/"))
     assert read_report(metrics).overlap == {}
     plot(read_report(metrics), tmp_path / "curves.png")
     assert _width(wide) > _width((tmp_path / "curves.png").read_bytes())
+
+
+def test_a_phase_of_a_single_step_is_drawn_and_shown_in_the_totals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step alone waits for rewards: the median of that phase is 0."""
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    last = lines[-1]["data"]
+    last |= {"timing_s/wait_reward": 1.25, "reward_pipeline/waiting_for_rewards_s": 1.25}
+    last["timing_s/step"] += 1.25
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report = read_report(metrics)
+    assert report.seconds_by_phase["waiting for rewards"] == 0
+    assert report.total_by_phase["waiting for rewards"] == 1.25
+    assert report.totals["hidden_share"] < 1
+
+    bars: dict[str, list[float]] = {}
+
+    class Axes:
+        def bar(self, numbers: list[int], heights: list[float], label: str, **_: Any) -> None:
+            bars[label] = heights
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: ([], [])
+
+    _plot_phases(Axes(), report)
+    for index, step in enumerate(report.steps):
+        assert sum(heights[index] for heights in bars.values()) == pytest.approx(step.seconds)
+    demo.conclude(demo.Console(width=200), report, tmp_path, {"models": 60.0, "training": 90.0, "total": 150.0})
+    assert "waiting for rewards 0.00 1.2" in re.sub(" +", " ", capsys.readouterr().out)
 
 
 def _width(png: bytes) -> int:

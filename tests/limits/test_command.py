@@ -129,11 +129,11 @@ def test_a_change_holds_for_all_workers_of_a_job(jobs: Jobs) -> None:
 def test_what_is_wrong_is_told(jobs: Jobs) -> None:
     process = jobs.start()
     asked(process)
-    assert "there is no limit 'juge'; did you mean 'judge'? There are: judge" in jobs.limits("juge", code=1)
-    assert "there is no limit 'search'. There are: judge." in jobs.limits("search", "max_concurrent=1", code=1)
-    assert "unknown option; did you mean 'max_concurrent'" in jobs.limits("judge", "max_concurent=2", code=1)
+    assert "there is no limit 'juge'; did you mean 'judge'? There are: judge" in jobs.limits("juge", code=2)
+    assert "there is no limit 'search'. There are: judge." in jobs.limits("search", "max_concurrent=1", code=2)
+    assert "unknown option; did you mean 'max_concurrent'" in jobs.limits("judge", "max_concurent=2", code=2)
     assert "limits.judge.max_concurrent: Input should be greater than or equal to 1; got 0" in jobs.limits(
-        "judge", "max_concurrent=0", code=1
+        "judge", "max_concurrent=0", code=2
     )
     assert "name the limit first" in jobs.limits("max_concurrent=2", code=2)
     assert "expected NAME=VALUE, got 'fast'" in jobs.limits("judge", "fast", code=2)
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_told(jobs: Jobs) -> None:
     assert "default 0 of 8" in jobs.limits("default", "max_concurrent=8", "--add")
     jobs.start()
     asked(jobs.running[-1])
-    text = jobs.limits("judge", "max_concurrent=2", code=1)
+    text = jobs.limits("judge", "max_concurrent=2", code=2)
     assert f"say by --pid which job is meant: process {process.pid} (--pid {process.pid}); process" in text
     jobs.running[0].kill()
     jobs.running[0].wait()

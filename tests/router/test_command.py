@@ -20,7 +20,7 @@ from reward_loop.router.command import parse_worker
 )
 def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["route", "--port", "0", *options])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
 
 

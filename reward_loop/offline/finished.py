@@ -1,0 +1,95 @@
+"""The output of a finished run, of which the failed rows can be scored again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reward_loop._util.json import to_json
+from reward_loop.errors import ConfigError
+from reward_loop.offline.journal import Journal, differences
+from reward_loop.offline.output import RESULT_COLUMNS
+from reward_loop.offline.rows import count_rows, is_parquet, read_rows
+from reward_loop.types import Outcome
+
+__all__ = ["FinishedOutput"]
+
+
+class FinishedOutput:
+    """A complete output file, and a small file beside it that identifies the run.
+
+    The small file exists only while the output has failed rows: it is the header of the run's journal, by which
+    `take_over` refuses to mix the results of two different runs.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._identity = output.with_name(output.name + ".run")
+
+    @property
+    def is_identified(self) -> bool:
+        """Whether the file that identifies the run exists."""
+        return self._identity.exists()
+
+    def identify(self, header: Mapping[str, Any]) -> None:
+        """Write the file that identifies the run: the output has failed rows."""
+        self._identity.write_bytes(to_json(header) + b"\n")
+
+    def forget(self) -> None:
+        """Remove the file that identifies the run."""
+        self._identity.unlink(missing_ok=True)
+
+    def advice(self) -> str:
+        """Say how to go on where the output exists, for an error message."""
+        failed = rows = 0
+        with contextlib.suppress(ConfigError):  # any other file
+            for _, record in self._records():
+                rows += 1
+                failed += record["outcome"] == Outcome.FAILED
+        if failed:
+            return (
+                f", and {failed} of its {rows} rows failed: score these rows again with --retry-failed, choose another "
+                "output, or score all rows anew with --restart"
+            )
+        return ": choose another output, or replace it: --restart"
+
+    def check(self, source: Path, header: Mapping[str, Any]) -> None:
+        """Check that the output is that of this run.
+
+        Raises:
+            ConfigError: it is not an output, has another number of rows than the input, or has rows with a result from
+                another run.
+        """
+        has_results, rows = False, 0
+        for _, record in self._records():
+            rows += 1
+            has_results = has_results or record["outcome"] != Outcome.FAILED
+        expected = count_rows(source)
+        if rows != expected:
+            raise ConfigError(
+                f"{self.output} has {rows} rows, and {source} has {expected} rows: it is the output of another input"
+            )
+        changed = differences(header, json.loads(self._identity.read_bytes())) if self.is_identified else ""
+        if has_results and changed:
+            raise ConfigError(
+                f"{self.output} is the output of a run with another {changed}. Use the old command to score its failed "
+                "rows again, or score all rows anew: --restart"
+            )
+
+    def take_over(self, journal: Journal) -> None:
+        """Append the rows that did not fail to a journal, except those that the journal already has."""
+        for row, record in self._records():
+            if record["outcome"] != Outcome.FAILED and row not in journal:
+                journal.append(row, record)
+
+    def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for row in read_rows(self.output):
+            if row.error is not None or not row.columns.keys() >= set(RESULT_COLUMNS):
+                raise ConfigError(f"{self.output} is not the output of `reward-loop score`: see its {row.name}")
+            record = {name: row.columns[name] for name in RESULT_COLUMNS if name != "row"}
+            if is_parquet(self.output):
+                record["reward_extra_info"] = json.loads(record["reward_extra_info"])
+            yield row.columns["row"], record

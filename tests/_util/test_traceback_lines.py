@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop import FunctionLoadError, RewardSample, ScoringFunction, limit, load_function
+from reward_loop.client import Judge, Number, chat_complete, classify, score
+from reward_loop.config import RewardLoopConfig, parse
+from reward_loop.testing import FakeJudge, Status
+
+judge = Judge("Rate {{answer}}", Number(1, 10))
+OPTIONS = parse(RewardLoopConfig, {"retry": {"max_attempts": 1}}, "reward_loop")
+
+
+async def error_of(function: Any, address: str | None = None) -> str:
+    result = await ScoringFunction(function, options=OPTIONS)(RewardSample("x"), reward_router_address=address)
+    assert result.error is not None
+    return result.error
+
+
+async def by_chat(reward_router_address: str) -> float:
+    return float((await chat_complete(reward_router_address, "x")).text)
+
+
+async def by_judge(reward_router_address: str) -> Any:
+    return (await judge(reward_router_address, answer="x")).reward()
+
+
+async def by_classify(reward_router_address: str) -> Any:
+    return await classify(reward_router_address, "x")
+
+
+async def by_score(reward_router_address: str) -> Any:
+    return await score(reward_router_address, "x", ["y"])
+
+
+async def with_a_wrong_field() -> Any:
+    return await judge("127.0.0.1:1", anser="x")
+
+
+def in_an_unknown_place() -> float:
+    with limit("judge", tokens="many"):  # type: ignore[arg-type]
+        return 1.0
+
+
+@pytest.mark.parametrize("function", [by_chat, by_judge, by_classify, by_score])
+async def test_an_error_of_our_client_shows_the_line_that_called_it(function: Any) -> None:
+    async with FakeJudge() as server:
+        server.script(Status(400))
+        error = await error_of(function, server.address)
+    assert "RequestError" in error
+    assert error.count("  File ") == 1
+    assert f"in {function.__name__}\n    return " in error
+
+
+@pytest.mark.parametrize("function", [with_a_wrong_field, in_an_unknown_place])
+async def test_wrong_arguments_of_our_functions_show_the_line_that_gave_them(function: Any) -> None:
+    error = await error_of(function)
+    assert error.count("  File ") == 1
+    assert f"in {function.__name__}\n" in error
+
+
+async def test_an_error_of_a_library_shows_the_users_line_and_the_last_of_the_library() -> None:
+    def reads(solution_str: str) -> Any:
+        return parsed(solution_str)
+
+    def parsed(text: str) -> Any:
+        return json.loads(text)
+
+    error = await error_of(reads)
+    assert error.count("  File ") == 3
+    assert "in reads\n" in error
+    assert "return json.loads(text)" in error
+    assert "in raw_decode" in error
+
+
+async def test_an_error_of_the_users_own_code_shows_its_last_lines() -> None:
+    def one() -> float:
+        return two()
+
+    def two() -> float:
+        return three()
+
+    def three() -> float:
+        return four()
+
+    def four() -> float:
+        raise ValueError("deep")
+
+    error = await error_of(one)
+    assert [name for name in ("one", "two", "three", "four") if f"in {name}\n" in error] == ["two", "three", "four"]
+
+
+async def test_in_a_process_the_users_line_is_shown_too() -> None:
+    def reads(solution_str: str) -> Any:
+        return json.loads(solution_str)
+
+    scoring = ScoringFunction(reads, isolation="process")
+    try:
+        result = await scoring(RewardSample("x"))
+    finally:
+        scoring.close()
+    assert "return json.loads(solution_str)" in str(result.error)
+
+
+def test_a_file_that_cannot_be_imported_names_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("import json\n\nrubric = json.loads('{')\n")
+    with pytest.raises(FunctionLoadError, match=r"JSONDecodeError.*reward\.py:3\)"):
+        load_function(str(tmp_path / "reward.py"))

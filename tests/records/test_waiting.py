@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import NaiveRewardLoopManager, RewardSample, TransientError, limit
+from reward_loop.cli import app
+from reward_loop.records import in_work
+from tests.servers import until
+
+
+def waits() -> dict[str | None, list[str]]:
+    """What the samples of this test wait for, by their uid."""
+    return {call.sample.uid: list(call.asking) for call in in_work() if call.sample.data_source == "waiting"}
+
+
+async def awaits(solution_str: str) -> float:
+    async with limit("judge"):
+        await asyncio.Event().wait()
+    return 1.0
+
+
+def in_a_process(solution_str: str) -> float:
+    import threading
+
+    from reward_loop import limit
+
+    with limit("judge"):
+        threading.Event().wait()
+    return 1.0
+
+
+async def unlimited(solution_str: str) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "options"),
+    [
+        (awaits, "judge", {}),
+        (unlimited, "default", {}),
+        (in_a_process, "judge", {"isolation": "process", "max_processes": 2}),
+    ],
+)
+async def test_a_sample_that_waits_for_a_limit_says_so(
+    function: Callable[..., Any], name: str, options: dict[str, Any]
+) -> None:
+    config = {"limits": {name: {"max_concurrent": 1}}, **options}
+    manager = NaiveRewardLoopManager(config, compute_score=function)
+    samples = [RewardSample(f"q{i}", uid=f"q{i}", data_source="waiting") for i in range(2)]
+    tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
+    try:
+        await until(lambda: [f"limit {name!r}"] in waits().values())
+        assert sorted(waits().values()) == [[], [f"limit {name!r}"]]
+        shown = await asyncio.to_thread(
+            CliRunner().invoke, app, ["stuck", str(os.getpid()), "--timeout", "60"], env={"COLUMNS": "240"}
+        )
+        assert f"limit {name!r}" in shown.output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await asyncio.to_thread(manager.close)
+    assert waits() == {}
+
+
+async def test_a_sync_function_in_a_thread_that_waits_for_a_limit_says_so() -> None:
+    go = threading.Event()
+
+    def in_a_thread(solution_str: str) -> float:
+        with limit("judge"):
+            go.wait()
+        return 1.0
+
+    manager = NaiveRewardLoopManager({"limits": {"judge": {"max_concurrent": 1}}}, compute_score=in_a_thread)
+    samples = [RewardSample("x", uid=f"q{i}", data_source="waiting") for i in range(2)]
+    tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
+    try:
+        await until(lambda: sorted(waits().values()) == [[], ["limit 'judge'"]])
+    finally:
+        go.set()
+        await asyncio.wait(tasks)
+    assert waits() == {}
+
+
+async def test_a_sample_that_waits_for_its_next_attempt_says_so() -> None:
+    async def busy(solution_str: str) -> float:
+        raise TransientError("busy", retry_after=600)
+
+    manager = NaiveRewardLoopManager({"retry": {"max_seconds": 3600}}, compute_score=busy)
+    task = asyncio.create_task(manager.run_single(RewardSample("q0", uid="q0", data_source="waiting")))
+    await until(lambda: waits() == {"q0": ["the pause before the next attempt"]})
+    task.cancel()
+    await asyncio.wait([task])
