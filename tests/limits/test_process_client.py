@@ -68,7 +68,6 @@ async def test_processes_keep_a_limit(function):
     assert [result.error for result in results] == [None] * 12
     spans = [(result.extra_info["began"], result.extra_info["ended"]) for result in results]
     assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 2
-    assert max(result.wait_seconds for result in results) > 0
     assert (limits.tokens, limits.cost) == (60, 6)
     await until(lambda: judge(limits)["in_flight"] == 0)
 
