@@ -282,6 +282,9 @@ class ServedModelConfig(Config):
     data_parallel_size: int = Field(default=1, ge=1)
     """For vLLM and SGLang: how many copies of the model each server runs."""
 
+    trust_remote_code: bool = False
+    """For vLLM and SGLang: run the Python code that the model's directory contains."""
+
     dtype: str = "auto"
     """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the checkpoint's."""
 
