@@ -237,6 +237,13 @@ class RewardLoopConfig(Config):
     """Where all workers of a job keep their limits, budget and failures together. Set by runs that have several
     workers; without it, a process keeps its own."""
 
+    worker_start_timeout_s: float = Field(default=300.0, gt=0)
+    """In a verl run: seconds within which every reward worker must have loaded the tokenizer and the function."""
+
+    worker_answer_timeout_s: float = Field(default=60.0, gt=0)
+    """In a verl run: seconds within which a reward worker must answer the trainer. The restart of a worker must fit
+    in."""
+
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Every so many seconds, samples that have been in work for longer than that are logged; ``null`` for never."""
 
@@ -329,12 +336,15 @@ class RewardModelConfig(ServedModelConfig):
     """Where servers run: as processes beside this one; in Ray actors that reserve their GPUs, on any node; or, in a
     verl run, on the GPUs that train, awake only while the rollout sleeps."""
 
+    placement_timeout_s: float = Field(default=300.0, gt=0)
+    """For the placement ``ray``: seconds within which Ray must have found room for all servers."""
+
     starts_at_a_time: int = Field(default=2, ge=1)
     """How many servers may be starting at a time: each reads the whole model from disk."""
 
     host: str = "127.0.0.1"
-    """The address that the router listens on, and that `reward_router_address` names. Servers of the placement
-    ``local`` are reached by loopback only."""
+    """The address that the router listens on, and that `reward_router_address` names. Servers are reached by loopback
+    only."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port; by default any free one."""

@@ -15,7 +15,7 @@ from tests.gsm8k import ROOT
 PACKAGE = ROOT / "reward_loop"
 
 VERL = ["verl"]
-RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py"]
+RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py", "serving/reservation.py"]
 """Where Ray may be imported: in parts that start actors."""
 MODELS = ["verl", "serving"]
 """Where torch and transformers may be imported."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,13 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.serving.engines.engine import normalised
 from reward_loop.serving.models import ENGINES, check_path
 from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 
-__all__ = ["check_reward_model", "reachable", "reward_model_options", "scores_by_model"]
+__all__ = ["check_reward_model", "reward_model_options", "scores_by_model"]
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -79,27 +77,6 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
         served = served.model_copy(update={"placement": "colocated"})
     return _colocated(config, served) if served.placement == "colocated" else served
-
-
-def reachable(served: RewardModelConfig, address: str) -> RewardModelConfig:
-    """The same, with its router where all reward workers reach it.
-
-    Args:
-        served: how it is served.
-        address: of the task runner's node: the loopback's, where there is no other node.
-
-    Raises:
-        ConfigError: there are several nodes, and no key for a router that other machines reach.
-    """
-    if served.host != RewardModelConfig.model_fields["host"].default or served.host == address:
-        return served
-    if not os.environ.get(API_KEY_VARIABLE):
-        raise ConfigError(
-            f"reward_model.enable=True on several nodes: the router must listen on {address}, where others than the "
-            f"reward workers could reach it. Set the environment variable {API_KEY_VARIABLE} to a secret on all nodes, "
-            f'and have your function ask with api_key_env="{API_KEY_VARIABLE}"'
-        )
-    return served.model_copy(update={"host": address})
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:

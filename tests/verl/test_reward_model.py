@@ -9,7 +9,7 @@ import pytest
 
 from reward_loop.errors import ConfigError
 from reward_loop.serving.models import ENGINES, served_models
-from reward_loop.verl.reward_model import reachable, reward_model_options, scores_by_model
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 from tests.verl.configs import settled
 
 VLLM = [
@@ -44,19 +44,6 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
     options = reward_model_options(config)
     assert options is not None
     assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
-
-
-def test_on_several_nodes_the_router_listens_where_all_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = reward_model_options(settled(*EXTERNAL))
-    assert served is not None
-    assert reachable(served, "127.0.0.1") is served
-    monkeypatch.delenv("REWARD_LOOP_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"several nodes.* REWARD_LOOP_API_KEY"):
-        reachable(served, "10.0.0.1")
-    monkeypatch.setenv("REWARD_LOOP_API_KEY", "secret")
-    assert reachable(served, "10.0.0.1").host == "10.0.0.1"
-    chosen = served.model_copy(update={"host": "10.0.0.2"})
-    assert reachable(chosen, "10.0.0.1") is chosen
 
 
 def test_verls_options_of_an_engine_reach_it() -> None:
