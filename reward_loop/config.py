@@ -242,6 +242,13 @@ class RewardLoopConfig(Config):
     """The limiter service of the job, which keeps limits, budget and failures for all workers. Set by runs that have
     several workers; without it, each manager has its own."""
 
+    worker_start_timeout_s: float = Field(default=300.0, gt=0)
+    """In a verl run: seconds within which every reward worker must have loaded the tokenizer and the function."""
+
+    worker_answer_timeout_s: float = Field(default=60.0, gt=0)
+    """In a verl run: seconds within which a reward worker must answer the trainer. The restart of a worker must fit
+    in."""
+
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Samples that have been running for longer than this many seconds are logged, again every so many seconds;
     ``null`` for never. It holds for the samples of its own manager: several managers in a process may differ."""
@@ -288,6 +295,9 @@ class ServedModelConfig(Config):
     data_parallel_size: int = Field(default=1, ge=1)
     """For vLLM and SGLang: how many copies of the model each server runs."""
 
+    trust_remote_code: bool = False
+    """For vLLM and SGLang: run the Python code that the model's directory contains."""
+
     dtype: str = "auto"
     """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the checkpoint's."""
 
@@ -332,12 +342,15 @@ class RewardModelConfig(ServedModelConfig):
     """Where servers run: as processes beside this one; in Ray actors that reserve their GPUs, on any node; or, in a
     verl run, on the GPUs that train, awake only while the rollout sleeps."""
 
+    placement_timeout_s: float = Field(default=300.0, gt=0)
+    """For the placement ``ray``: seconds within which Ray must have found room for all servers."""
+
     starts_at_a_time: int = Field(default=2, ge=1)
     """How many servers may be starting at a time: each reads the whole model from disk."""
 
     host: str = "127.0.0.1"
-    """The address that the router listens on, and that `reward_router_address` names. Servers of the placement
-    ``local`` are reached by loopback only."""
+    """The address that the router listens on, and that `reward_router_address` names. Servers are reached by loopback
+    only."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
     """The router's port; by default any free one."""

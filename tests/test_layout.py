@@ -15,7 +15,7 @@ from tests.gsm8k import ROOT
 PACKAGE = ROOT / "reward_loop"
 
 VERL = ["verl"]
-RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py"]
+RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py", "serving/reservation.py"]
 """Where Ray may be imported: in parts that start actors."""
 MODELS = ["verl", "serving"]
 """Where torch and transformers may be imported."""
@@ -122,3 +122,12 @@ def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
                 module for module, function in imported if module.split(".")[0] in ("verl", "ray") and not function
             ]
             assert early == [], path
+
+
+def test_the_methods_of_verls_trainer_that_the_documentation_names_are_overridden() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    (sentence,) = re.findall(r"mode\. It overrides (.*?), and gives", text, re.DOTALL)
+    tree = ast.parse((ROOT / "reward_loop/verl/trainer.py").read_text())
+    (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "RewardLoopTrainer")
+    methods = {node.name for node in trainer.body if isinstance(node, ast.FunctionDef)}
+    assert set(re.findall(r"`(\w+)`", sentence)) <= methods

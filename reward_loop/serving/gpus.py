@@ -1,16 +1,40 @@
-"""Which GPUs of this machine a server gets."""
+"""Which GPUs of this machine a server gets, and what Ray calls accelerators."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["CUDA_VISIBLE_DEVICES", "GpuShares"]
+__all__ = ["CUDA_VISIBLE_DEVICES", "GPU", "Accelerator", "GpuShares"]
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What Ray and the servers call the devices that models run on."""
+
+    resource: str = "GPU"
+    """Ray's name for them."""
+    visible: str = CUDA_VISIBLE_DEVICES
+    """The environment variable that restricts a process to some of them."""
+
+    def options(self, count: float) -> dict[str, Any]:
+        """The options of a Ray actor or task that takes some of them."""
+        return {"num_gpus": count} if self.resource == "GPU" else {"num_gpus": 0, "resources": {self.resource: count}}
+
+    def environment(self, ids: list[str]) -> dict[str, str]:
+        """The environment of a process that uses the devices with these ids."""
+        return {self.visible: ",".join(ids)}
+
+
+GPU = Accelerator()
+"""Ray's name and variable for NVIDIA's devices."""
 
 
 class GpuShares:

@@ -33,7 +33,7 @@ from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
 
 if TYPE_CHECKING:
-    from reward_loop.serving.ray_server import SharedGpus
+    from reward_loop.serving.reservation import Place, Placement
 
 __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
@@ -90,16 +90,18 @@ class RewardModelManager:
 
     Args:
         config: the models, and how they are served.
-        gpus: for the placement ``colocated``, the GPUs that the servers share with others. A server that dies while
-            the models sleep is started again when they wake.
+        gpus: for the placement ``colocated``, the GPUs that the servers share with others (``SharedGpus``): a server
+            that dies while the models sleep is started again when they wake. For the placement ``ray``, where servers
+            find GPUs (``GpuReservation``); by default wherever Ray has some.
 
     Entering raises:
         ConfigError: there is no model at `model_path`, its kind is not the configured one, an option is not the
             engine's, the port is in use, there are too few GPUs, or none to share.
-        ServerStartError: a server or the router did not become ready; the message shows the end of its log.
+        ServerStartError: Ray found no room for the servers in time; or a server or the router did not become ready,
+            and the message shows the end of its log.
     """
 
-    def __init__(self, config: RewardModelConfig, gpus: SharedGpus | None = None) -> None:
+    def __init__(self, config: RewardModelConfig, gpus: Placement | None = None) -> None:
         self._config = config
         self._gpus = gpus
         self._starts = Starts(config.starts_at_a_time)
@@ -123,14 +125,14 @@ class RewardModelManager:
     async def __aenter__(self) -> Self:
         # It reads files, and may ask the Hugging Face hub.
         models = await asyncio.to_thread(served_models, self._config)
-        if (self._config.placement == "colocated") is not (self._gpus is not None):
+        if self._config.placement == "colocated" and self._gpus is None:
             raise ConfigError(
                 "placement='colocated': servers share the GPUs of a verl run (python -m reward_loop.verl.main_ppo), "
-                "and this is none; set placement='local' or 'ray'"
+                "and there is none here; set placement='local' or 'ray'"
             )
         try:
             self._tasks = await asyncio.TaskGroup().__aenter__()
-            self._start(models)
+            self._start(models, await self._places(models))
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
         except BaseException:
             await self.stop()
@@ -176,7 +178,7 @@ class RewardModelManager:
         for worker in self._workers:
             if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
                 raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
-        if self._gpus:
+        if self._config.placement == "colocated":
             # There is no room for it to start while others use the GPUs.
             await self._starts.forbid()
         await self._with_each(self._put_to_sleep)
@@ -212,14 +214,29 @@ class RewardModelManager:
             await self._post(worker.url, worker.engine.wake_path)
         await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
 
-    def _start(self, models: list[ServedModelConfig]) -> None:
+    async def _places(self, models: list[ServedModelConfig]) -> dict[str, list[Place]]:
+        """Where in Ray the servers run, by the name of their model; nothing for servers of this machine."""
+        if self._config.placement == "local":
+            return {}
+        # Ray is imported for those alone who use it.
+        from reward_loop.serving.reservation import Demand, GpuReservation
+
+        gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
+        self._resources.callback(gpus.release)
+        started = [model for model in models if model.engine != "external"]
+        found = await gpus.places(
+            [Demand(model.replicas, ENGINES[model.engine].gpus(model), model.threads) for model in started]
+        )
+        return {str(model.served_model_name): places for model, places in zip(started, found, strict=True)}
+
+    def _start(self, models: list[ServedModelConfig], places: dict[str, list[Place]]) -> None:
         config = self._config
         log_dir = log_folder(config.log_dir)
         count = sum(model.replicas for model in models if model.engine != "external")
         logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
         router = self._listen(config.host, config.router_port)
         self._router_url = url_of(router)
-        launch = self._beside_us(log_dir) if config.placement == "local" else self._in_ray()
+        launch = self._beside_us(log_dir) if config.placement == "local" else self._in_ray(places)
         for model in models:
             if model.engine == "external":
                 self._workers += [_Worker(model, url) for url in model.urls]
@@ -267,7 +284,7 @@ class RewardModelManager:
     def _beside_us(self, log_dir: Path) -> _Launch:
         shares = GpuShares()
 
-        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+        def launch(model: ServedModelConfig) -> Iterator[_Address]:
             engine = ENGINES[model.engine]
             name = str(model.served_model_name)
             for gpus in shares.share(engine.gpus(model), model.replicas, model.env, name):
@@ -290,17 +307,16 @@ class RewardModelManager:
 
         return launch
 
-    def _in_ray(self) -> _Launch:
-        # Ray is imported for those alone who use it.
-        from reward_loop.serving.ray_server import GpuReservation, Place, RayServer
+    def _in_ray(self, places: dict[str, list[Place]]) -> _Launch:
+        from reward_loop.serving.ray_server import RayServer
+        from reward_loop.serving.tunnels import new_key
 
-        gpus = self._gpus or GpuReservation()
-        self._resources.callback(gpus.release)
         log_dir = Path(self._config.log_dir).absolute() if self._config.log_dir else None
+        tunnel_key = new_key()
 
-        def launch(model: ServedModelConfig) -> Iterator[_Place]:
+        def launch(model: ServedModelConfig) -> Iterator[_Address]:
             engine = ENGINES[model.engine]
-            for place in gpus.places(model.replicas, engine.gpus(model), model.threads):
+            for place in places[str(model.served_model_name)]:
 
                 def new_process(name: str, role: str, place: Place = place) -> Server:
                     return RayServer(
@@ -308,6 +324,7 @@ class RewardModelManager:
                         functools.partial(engine.command, model),
                         inherits_socket=engine.inherits_socket,
                         place=place,
+                        tunnel_key=tunnel_key,
                         env=engine.environment(model),
                         health_path=engine.health_path,
                         start_timeout_s=model.start_timeout_s,
@@ -409,11 +426,11 @@ class RewardModelManager:
         return [sys.executable, "-m", "reward_loop.router", *options]
 
 
-_Place = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
+_Address = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
 """A server's URL, if it is known before it runs; what makes its next run, from a name and a role; and what gives up its
 address."""
 
-_Launch = Callable[[ServedModelConfig], Iterator[_Place]]
+_Launch = Callable[[ServedModelConfig], Iterator[_Address]]
 
 
 def _credentials() -> dict[str, str] | None:
@@ -446,7 +463,7 @@ class ServedRewardModel:
 
 
 @contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: SharedGpus | None = None) -> Iterator[ServedRewardModel]:
+def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
     """A :class:`RewardModelManager` for synchronous programs, on an event loop in a background thread.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as model:

@@ -11,7 +11,7 @@ from reward_loop.serving.engines.sglang import Sglang
 from reward_loop.serving.engines.transformers import Transformers
 from reward_loop.serving.engines.vllm import Vllm
 
-__all__ = ["ENGINES", "served_models"]
+__all__ = ["ENGINES", "check_path", "served_models"]
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}
 """What can be started, by name."""
@@ -40,6 +40,23 @@ def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
     return models
 
 
+def check_path(path: str, option: str) -> None:
+    """Refuses a model on a remote file system, such as ``hdfs://...``.
+
+    Args:
+        path: the model's path.
+        option: its option, for the message.
+
+    Raises:
+        ConfigError: the path has a scheme.
+    """
+    if "://" in path:
+        raise ConfigError(
+            f"{option}={path}: reward model servers do not copy models from a remote file system. Copy the model to a "
+            "directory that all nodes have, or name a model of the Hugging Face hub"
+        )
+
+
 def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
     if model.engine == "external":
         if not model.urls:
@@ -51,6 +68,7 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
         raise ConfigError(f"{where}urls: is for engine='external'; engine={model.engine!r} starts servers of its own")
     if not model.model_path:
         raise ConfigError(f"{where}model_path: required, and not given")
+    check_path(model.model_path, f"{where}model_path")
     kind = model_kind(model.model_path, f"{where}model_path")
     if model.kind not in ("auto", kind):
         raise ConfigError(f"{where}kind={model.kind!r}: the model in {model.model_path!r} is {kind}")

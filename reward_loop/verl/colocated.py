@@ -13,7 +13,9 @@ from ray.util.placement_group import PlacementGroup
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving.manager import ServedRewardModel, serve_reward_model
-from reward_loop.serving.ray_server import SharedGpus
+from reward_loop.serving.reservation import SharedGpus
+from reward_loop.verl.cluster import accelerator
+from reward_loop.verl.router_address import RouterAddress, router_address
 
 __all__ = ["ColocatedRewardModel"]
 
@@ -25,10 +27,12 @@ class ColocatedRewardModel:
 
     Args:
         config: how it is served; the placement is ``colocated``.
+        workers: how many reward workers there will be.
     """
 
-    def __init__(self, config: RewardModelConfig) -> None:
+    def __init__(self, config: RewardModelConfig, workers: int) -> None:
         self._config = config
+        self._workers = workers
         self._stack = ExitStack()
         self._model: ServedRewardModel
 
@@ -40,19 +44,20 @@ class ColocatedRewardModel:
     ) -> None:
         self._stack.close()
 
-    def start(self, groups: Sequence[PlacementGroup]) -> str:
+    def start(self, groups: Sequence[PlacementGroup]) -> RouterAddress | str:
         """Starts the servers on the GPUs of these placement groups, which must have room now, and puts them to sleep.
 
         Returns:
-            the router's ``host:port``.
+            how reward workers reach the router.
 
         Raises:
             ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
         """
-        self._model = self._stack.enter_context(serve_reward_model(self._config, SharedGpus(groups)))
+        self._model = self._stack.enter_context(serve_reward_model(self._config, SharedGpus(groups, accelerator())))
         self._model.sleep()
         logger.info("the reward model sleeps")
-        return self._model.reward_router_address
+        address = self._model.reward_router_address
+        return self._stack.enter_context(router_address(address, self._config, self._workers))
 
     @contextmanager
     def awake(self, metrics: dict[str, Any] | None = None) -> Iterator[None]:

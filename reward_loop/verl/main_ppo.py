@@ -58,6 +58,10 @@ def run(config: DictConfig) -> None:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
+    if config.trainer.device == "cpu":
+        # Before the user's function is loaded: its file may import verl, which then chooses its platform.
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     settle(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     _check_function(config)
     in_ray = 0
@@ -141,8 +145,7 @@ def _check_manager(config: DictConfig) -> None:
 
 
 def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
-    for name, value in CPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    """Fills in the options of a CPU run that the user has not set."""
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.trainer.v1.trainer_mode == "separate_async":
         bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")

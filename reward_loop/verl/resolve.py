@@ -36,6 +36,7 @@ _MOVED = {
     "reward_model.n_gpus_per_node": "reward.reward_model.n_gpus_per_node",
     "reward_model.nnodes": "reward.reward_model.nnodes",
     "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model.trust_remote_code": "reward_model.server.trust_remote_code",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
@@ -63,9 +64,8 @@ _OPEN = {
 
 _UNUSED = {
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
-    "reward_model.model.trust_remote_code": "reward models with code of their own are not supported",
 }
-"""Old keys that verl has no successor for, and what to do instead."""
+"""Old keys without a successor, and what to do instead."""
 
 
 def settle(config: DictConfig, given: Collection[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,12 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardModelConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import API_KEY_VARIABLE
-from reward_loop.serving.models import ENGINES
+from reward_loop.serving.engines.engine import normalised
+from reward_loop.serving.models import ENGINES, check_path
 from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 
-__all__ = ["check_reward_model", "reachable", "reward_model_options", "scores_by_model"]
+__all__ = ["check_reward_model", "reward_model_options", "scores_by_model"]
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -28,6 +27,8 @@ _SERVER_OPTIONS = {
 
 _ENGINE_ARGS = {
     "vllm": {
+        "enable_chunked_prefill": "enable_chunked_prefill",
+        "enable_prefix_caching": "enable_prefix_caching",
         "enforce_eager": "enforce_eager",
         "load_format": "load_format",
         "max_num_batched_tokens": "max_num_batched_tokens",
@@ -43,7 +44,13 @@ _ENGINE_ARGS = {
         "seed": "random_seed",
     },
 }
-"""verl's ``rollout.*`` -> an option of the engine's command line."""
+"""verl's ``rollout.*`` -> an option of the engine's command line. All are passed on, verl's defaults included."""
+
+_NEGATED = {
+    "vllm": {"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager"},
+    "sglang": frozenset[str](),
+}
+"""Switches that the engine may turn on by itself: ``False`` needs its own option, ``--no-...``."""
 
 _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
 """What may be said of the embedded engine."""
@@ -61,7 +68,9 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     options = {"model_path": model.model_path, "engine": model.rollout.name}
     if model.rollout.name in _ENGINE_ARGS:
         options |= _engine_options(model.rollout)
-    options |= config.reward_model.server
+    own = config.reward_model.server
+    engine_args = options.get("engine_args", {}) | normalised(own.get("engine_args") or {})
+    options |= {**own, "engine_args": engine_args}
     if model.enable_resource_pool:
         options |= _pool(model, options)
     served = parse(RewardModelConfig, options, "reward_model.server")
@@ -70,38 +79,21 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     return _colocated(config, served) if served.placement == "colocated" else served
 
 
-def reachable(served: RewardModelConfig, address: str) -> RewardModelConfig:
-    """The same, with its router where all reward workers reach it.
-
-    Args:
-        served: how it is served.
-        address: of the task runner's node: the loopback's, where there is no other node.
-
-    Raises:
-        ConfigError: there are several nodes, and no key for a router that other machines reach.
-    """
-    if served.host != RewardModelConfig.model_fields["host"].default or served.host == address:
-        return served
-    if not os.environ.get(API_KEY_VARIABLE):
-        raise ConfigError(
-            f"reward_model.enable=True on several nodes: the router must listen on {address}, where others than the "
-            f"reward workers could reach it. Set the environment variable {API_KEY_VARIABLE} to a secret on all nodes, "
-            f'and have your function ask with api_key_env="{API_KEY_VARIABLE}"'
-        )
-    return served.model_copy(update={"host": address})
-
-
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
-    """verl's options of an inference engine, as ours. Those left at verl's defaults are the engine's business."""
-    default = defaults().reward.reward_model.rollout
-    arguments = _ENGINE_ARGS[rollout.name]
-    given = {ours: rollout[name] for name, ours in arguments.items() if rollout[name] != default[name]}
+    """verl's options of an inference engine, as ours. verl's defaults count: without them, the engine's would."""
+    given = {}
+    for name, argument in _ENGINE_ARGS[rollout.name].items():
+        value = rollout[name]
+        if value is False and argument in _NEGATED[rollout.name]:
+            given[f"no_{argument}"] = True
+        elif value is not None:
+            given[argument] = value
     for name, kwargs in (rollout.engine_kwargs or {}).items():
         if name != rollout.name:
             raise ConfigError(
                 f"reward_model.rollout.engine_kwargs.{name}: write reward_model.rollout.engine_kwargs.{rollout.name}.*"
             )
-        given |= kwargs
+        given |= normalised(kwargs)
     return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
 
 
@@ -144,7 +136,9 @@ def _room(pool: DictConfig, size: int, which: str) -> int:
     if replicas < 1:
         raise ConfigError(
             f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
-            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size); a server's GPUs are on one node"
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size) on one node. One server on several "
+            "nodes is not supported: lower these sizes, or use servers of your own with reward_model.rollout.name="
+            "external"
         )
     return replicas
 
@@ -170,6 +164,8 @@ def check_reward_model(config: DictConfig) -> None:
     model, manager = config.reward.reward_model, config.reward.reward_manager.name
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
+    if model.enable:
+        check_path(str(model.model_path), "reward_model.model.path")
     if scores_by_model(config) and manager != "naive":
         raise ConfigError(
             f"reward_model.reward_manager={manager} beside reward_model.enable=True needs a function: set "

@@ -12,7 +12,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 from reward_loop.verl.mode_options import PIPELINE_MODE, has_reward_queue
 from reward_loop.verl.resolve import reward_loop_options
-from reward_loop.verl.reward_model import reachable, reward_model_options
+from reward_loop.verl.reward_model import reward_model_options
 
 __all__ = ["TaskRunner"]
 
@@ -29,8 +29,11 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
 
         from reward_loop.limits.server import serve_limits
         from reward_loop.serving.manager import serve_reward_model
+        from reward_loop.serving.reservation import GpuReservation
+        from reward_loop.verl.cluster import accelerator, groups_of_trainer
         from reward_loop.verl.colocated import ColocatedRewardModel
         from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
+        from reward_loop.verl.router_address import RouterAddress, router_address
         from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
         from reward_loop.verl.trainer import with_reward_loop
 
@@ -49,17 +52,25 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         with ExitStack() as stack:
             tq.init(config.transfer_queue)
             stack.callback(tq.close)
-            address = colocated = None
-            node = _address_of_node()
+            address: RouterAddress | str | None = None
+            colocated = None
             model = reward_model_options(config)
-            if model is not None:
-                model = reachable(model, node)
             if model is not None and model.placement == "colocated":
-                colocated = stack.enter_context(ColocatedRewardModel(model))
+                colocated = stack.enter_context(ColocatedRewardModel(model, config.reward.num_workers))
             elif model is not None:
-                address = stack.enter_context(serve_reward_model(model)).reward_router_address
+                gpus = None
+                if model.placement == "ray":
+                    # verl's trainer takes its GPUs later, and waits without a deadline until whole nodes are free.
+                    gpus = GpuReservation(
+                        groups_of_trainer(config), accelerator=accelerator(), timeout_s=model.placement_timeout_s
+                    )
+                served = stack.enter_context(serve_reward_model(model, gpus))
+                address = stack.enter_context(
+                    router_address(served.reward_router_address, model, config.reward.num_workers)
+                )
             if config.reward_loop.job is None:
-                config.reward_loop.job = stack.enter_context(serve_limits(reward_loop_options(config), node))
+                limits = serve_limits(reward_loop_options(config), _address_of_node())
+                config.reward_loop.job = stack.enter_context(limits)
             trainer_cls: Any = with_reward_loop(trainer_class)
             trainer = trainer_cls(config, address, colocated)
             self.trainer = trainer

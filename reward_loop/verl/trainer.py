@@ -27,6 +27,7 @@ from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use
 from reward_loop.verl.mode_options import stall_timeout
 from reward_loop.verl.replay_buffer import Patience
 from reward_loop.verl.resolve import without_reward
+from reward_loop.verl.router_address import RouterAddress
 from reward_loop.verl.token_rewards import has_parts, place
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.workers import RewardClient, RewardWorkers
@@ -84,14 +85,14 @@ class RewardLoopTrainer(PPOTrainer):
 
     Args:
         config: verl's whole configuration, settled.
-        reward_router_address: ``host:port`` of the router before the reward models.
+        reward_router_address: how reward workers reach the router before the reward models.
         colocated: instead of it, the reward model on this trainer's GPUs.
     """
 
     def __init__(
         self,
         config: DictConfig,
-        reward_router_address: str | None,
+        reward_router_address: RouterAddress | str | None,
         colocated: ColocatedRewardModel | None = None,
     ) -> None:
         self._full_config = config

@@ -36,6 +36,7 @@ from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.reward_model import reward_model_options, scores_by_model
+from reward_loop.verl.router_address import RouterAddress, address_on_this_node, worker_nodes
 
 __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 
@@ -47,12 +48,6 @@ samples: thousands in flight would be looked at again and again, for garbage tha
 
 MAX_TASK_RETRIES = 3
 """How many deaths of its worker a sample survives: it is scored again each time, and then counts as failed."""
-
-START_TIMEOUT_S = 300.0
-"""Seconds until all workers must have loaded the tokenizer and the user's function."""
-
-STATUS_TIMEOUT_S = 60.0
-"""Seconds until a worker must have said how it is; a restart fits in."""
 
 BUSY_S = 5.0
 """Seconds in which a worker that samples are out to may say how it is."""
@@ -75,10 +70,12 @@ def settle_gc() -> None:
 class RewardWorker:
     """Scores samples through one reward manager. A Ray actor with asynchronous methods."""
 
-    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
+    def __init__(self, config: DictConfig, router: RouterAddress | str | None) -> None:
         self._options = reward_loop_options(config)
         self._limits = open_limits(self._options)
-        self._manager = _build_manager(config, reward_router_address, self._limits)
+        self._open = contextlib.ExitStack()
+        address = self._open.enter_context(address_on_this_node(router))
+        self._manager = _build_manager(config, address, self._limits)
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._fatal: str | None = None
@@ -330,11 +327,10 @@ class RewardWorkers:
 
     Args:
         config: verl's whole configuration, settled.
-        reward_router_address: ``host:port`` of the router before the reward models.
+        router: how the workers reach the router before the reward models.
     """
 
-    def __init__(self, config: DictConfig, reward_router_address: str | None) -> None:
-        nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+    def __init__(self, config: DictConfig, router: RouterAddress | str | None) -> None:
         actor = ray.remote(RewardWorker)
         # Held here: an argument of more than 100 KB that nobody holds is gone when Ray restarts a worker.
         self._config = ray.put(config)
@@ -344,10 +340,10 @@ class RewardWorkers:
                 max_task_retries=MAX_TASK_RETRIES,
                 max_concurrency=100_000,
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-                    node_id=nodes[i % len(nodes)], soft=True
+                    node_id=node, soft=True
                 ),
-            ).remote(self._config, reward_router_address)
-            for i in range(config.reward.num_workers)
+            ).remote(self._config, router)
+            for node in worker_nodes(config.reward.num_workers)
         ]
         self.client = RewardClient(self.handles, config)
         self._asked: list[Any] = []
@@ -359,7 +355,7 @@ class RewardWorkers:
         Raises:
             RewardLoopError: one could not.
         """
-        self.client.by_group = any(self._ask_all("needs_group", START_TIMEOUT_S))
+        self.client.by_group = any(self._ask_all("needs_group", "worker_start_timeout_s"))
 
     def raise_fatal_error(self) -> None:
         """Raises what a worker said must stop the run.
@@ -367,7 +363,7 @@ class RewardWorkers:
         Raises:
             RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
         """
-        for message in self._ask_all("fatal_error", STATUS_TIMEOUT_S):
+        for message in self._ask_all("fatal_error"):
             if message is not None:
                 raise RewardLoopError(message)
 
@@ -438,7 +434,7 @@ class RewardWorkers:
         options = self.client.options
         left, last_news = list(pending), time.monotonic()
         while left:
-            done, left = ray.wait(left, num_returns=len(left), timeout=STATUS_TIMEOUT_S)
+            done, left = ray.wait(left, num_returns=len(left), timeout=options.worker_answer_timeout_s)
             quiet = time.monotonic() - last_news
             if done:
                 last_news += quiet
@@ -453,7 +449,7 @@ class RewardWorkers:
 
     def have_post_process(self) -> bool:
         """Whether the user's class has ``post_process_scores``."""
-        return any(self._ask_all("has_post_process", STATUS_TIMEOUT_S))
+        return any(self._ask_all("has_post_process"))
 
     def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
         """The rewards of groups after the user's ``post_process_scores``, all by the instance of one worker.
@@ -476,10 +472,23 @@ class RewardWorkers:
             self.raise_fatal_error()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
-    def _ask_all(self, question: str, timeout: float) -> list[Any]:
+    def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
+        """The answers of all workers to a question.
+
+        Args:
+            question: the worker's method.
+            option: the option that bounds the wait.
+
+        Raises:
+            RewardLoopError: a worker did not start, or did not answer in time.
+        """
+        timeout: float = getattr(self.client.options, option)
         try:
             return ray.get([getattr(worker, question).remote() for worker in self.handles], timeout=timeout)
         except RayActorError as error:
             raise RewardLoopError(f"a reward worker did not start: {error}") from error
         except ray.exceptions.GetTimeoutError as error:
-            raise RewardLoopError(f"a reward worker gave no sign of life for {timeout:.0f} s") from error
+            raise RewardLoopError(
+                f"a reward worker gave no sign of life for {timeout:g} s (reward_loop.{option}): a slow shared file "
+                "system needs more; otherwise, does the reward function or its manager block the event loop?"
+            ) from error

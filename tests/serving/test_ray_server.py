@@ -88,13 +88,12 @@ async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> No
 
 @pytest.mark.usefixtures("cluster")
 async def test_resources_that_there_are_not(config: Any) -> None:
-    from reward_loop.serving.ray_server import GpuReservation
+    from reward_loop.serving.reservation import Demand, GpuReservation
 
-    with pytest.raises(ConfigError, match="a server needs 2 GPUs on one node, and the largest node has 0"):
-        list(GpuReservation().places(1, 2, 1))
-    scarce = config(threads=3).model_copy(update={"start_timeout_s": 1.0})
-    with pytest.raises(ServerStartError, match=r"found no node with 0 GPU\(s\) and 3 CPU\(s\) free after 1 s"):
-        await RewardModelManager(scarce).__aenter__()
+    with pytest.raises(ConfigError, match=r"too few GPUs .* 2 of them on one node, and there are 0"):
+        await GpuReservation().places([Demand(1, 2, 1)])
+    with pytest.raises(ConfigError, match=r"too few CPUs .* 3 of them on one node, and there are 2"):
+        await RewardModelManager(config(threads=3)).__aenter__()
 
 
 async def test_without_ray_it_is_refused(config: Any) -> None:

@@ -85,7 +85,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _shared(groups: list[Any]) -> Any:
-    from reward_loop.serving.ray_server import SharedGpus
+    from reward_loop.serving.reservation import SharedGpus
 
     return SharedGpus(groups)
 

@@ -75,6 +75,23 @@ def test_an_unknown_manager_stops_the_command(tmp_path: Path) -> None:
     assert "did you mean 'dapo'" in done.stderr
 
 
+def test_a_function_that_imports_verl_meets_the_platform_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "from verl.plugin.platform import get_platform\n"
+        "from verl.utils.reward_score import default_compute_score\n"
+        "assert get_platform().device_name == 'cpu'\n"
+        "def compute_score(solution_str): return 1.0\n"
+    )
+    # The check of the manager is the last one before Ray starts, and it needs verl.
+    done = run_main(
+        f"custom_reward_function.path={path}", "reward_model.reward_manager=dapa", f"hydra.run.dir={tmp_path}"
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "reward_model.reward_manager=dapa" in done.stderr
+
+
 def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:
     done = run_main("trainer.nnodes=2", f"hydra.run.dir={tmp_path}", "--cfg", "job")
     assert done.returncode == 0, done.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.verl.reward_model import reachable, reward_model_options, scores_by_model
+from reward_loop.serving.models import ENGINES, served_models
+from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 from tests.verl.configs import settled
 
 VLLM = [
@@ -44,19 +46,6 @@ def test_a_reward_model_is_configured_by_the_old_keys() -> None:
     assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
 
 
-def test_on_several_nodes_the_router_listens_where_all_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = reward_model_options(settled(*EXTERNAL))
-    assert served is not None
-    assert reachable(served, "127.0.0.1") is served
-    monkeypatch.delenv("REWARD_LOOP_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"several nodes.* REWARD_LOOP_API_KEY"):
-        reachable(served, "10.0.0.1")
-    monkeypatch.setenv("REWARD_LOOP_API_KEY", "secret")
-    assert reachable(served, "10.0.0.1").host == "10.0.0.1"
-    chosen = served.model_copy(update={"host": "10.0.0.2"})
-    assert reachable(chosen, "10.0.0.1") is chosen
-
-
 def test_verls_options_of_an_engine_reach_it() -> None:
     options = reward_model_options(
         settled(
@@ -74,14 +63,66 @@ def test_verls_options_of_an_engine_reach_it() -> None:
     assert (options.engine, options.placement, options.replicas) == ("vllm", "ray", 4)
     assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.dtype) == (4, 0.8, "bfloat16")
     assert (options.max_model_len, options.start_timeout_s) == (4096, 60)
-    assert options.engine_args == {"max_num_seqs": 64, "swap_space": 0}
+    assert (options.engine_args["max_num_seqs"], options.engine_args["swap_space"]) == (64, 0)
+
+
+def test_verls_defaults_reach_vllm() -> None:
+    options = reward_model_options(settled(*VLLM, *POOL))
+    assert options is not None
+    assert options.engine_args == {
+        "enforce_eager": True,
+        "load_format": "auto",
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 1024,
+        "seed": 42,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+    }
+
+
+def test_options_that_are_switched_off_reach_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    off = ["enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"]
+    overrides = [
+        *(f"reward_model.rollout.{name}=False" for name in off),
+        f"reward_model.model.path={tmp_path}",
+        "reward_model.model.trust_remote_code=True",
+    ]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    assert options is not None
+    line = ENGINES["vllm"].command(served_models(options)[0], "127.0.0.1", 1)
+    for name in off:
+        assert f"--no-{name.replace('_', '-')}" in line
+    assert "--trust-remote-code" in line
+
+
+def test_engine_arguments_of_the_server_go_before_verls_and_keep_the_others() -> None:
+    overrides = ["reward_model.rollout.max_num_seqs=64", "+reward_model.server.engine_args.max-num-seqs=8"]
+    options = reward_model_options(settled(*VLLM, *POOL, *overrides, "+reward_model.server.engine_args.swap_space=0"))
+    assert options is not None
+    assert options.engine_args["max_num_seqs"] == 8
+    assert (options.engine_args["seed"], options.engine_args["swap_space"]) == (42, 0)
 
 
 def test_sglang_gets_its_own_names() -> None:
     overrides = ["reward_model.rollout.name=sglang", "reward_model.rollout.max_num_seqs=64"]
     options = reward_model_options(settled(*VLLM, *POOL, *overrides))
     assert options is not None
-    assert options.engine_args == {"max_running_requests": 64}
+    assert options.engine_args == {
+        "disable_cuda_graph": True,
+        "load_format": "auto",
+        "max_running_requests": 64,
+        "random_seed": 42,
+    }
+
+
+def test_a_model_with_code_of_its_own_is_trusted_where_the_user_says_so() -> None:
+    options = reward_model_options(settled(*VLLM, *POOL, "reward_model.model.trust_remote_code=True"))
+    assert options is not None
+    assert options.trust_remote_code
+    options = reward_model_options(settled(*VLLM, *POOL))
+    assert options is not None
+    assert not options.trust_remote_code
 
 
 def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +234,14 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
         ([*VLLM, "reward_model.enable_resource_pool=True"], ["nnodes=0 with n_gpus_per_node=8 have no room", "2 GPU"]),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
-        ([*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"], ["a server of 16 GPU(s)"]),
+        (
+            [*VLLM, *POOL, "reward_model.rollout.tensor_model_parallel_size=16"],
+            ["a server of 16 GPU(s)", "not supported", "on one node"],
+        ),
+        (
+            [*VLLM, "reward_model.model.path=hdfs://cluster/models/judge"],
+            ["reward_model.model.path=hdfs://cluster/models/judge", "a directory that all nodes have"],
+        ),
         (
             [*VLLM, *POOL, "reward.reward_model.rollout.temperature=0.5"],
             ["rollout.temperature has no effect", "name=vllm"],

@@ -384,9 +384,7 @@ def compute_score(solution_str):
 """
 
 
-def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
-    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None, policy: str, tmp_path: Path) -> None:
     import ray
 
     function = tmp_path / "f.py"
@@ -398,9 +396,12 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     pending = workers.start_batch([rollout("1"), rollout("hang")])
     ray.wait(pending, num_returns=1, timeout=300)
     # As if the worker, and not the function, had forgotten a deadline of a tenth of a second.
-    impatient = ("reward_loop.timeout=0.1", "reward_loop.retry.max_seconds=0.1")
+    impatient = (
+        "reward_loop.timeout=0.1",
+        "reward_loop.retry.max_seconds=0.1",
+        "reward_loop.worker_answer_timeout_s=5",
+    )
     workers.client.options = reward_loop_options(settled(policy, *overrides, *impatient))
-    monkeypatch.setattr("reward_loop.verl.workers.STATUS_TIMEOUT_S", 5.0)
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
         workers.finish_batch(pending)
 
@@ -434,6 +435,9 @@ async def test_a_worker_whose_event_loop_is_blocked_is_at_work_and_not_lost(
     monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 0.2)
     workers.ask_for_fatal_error()
     assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
+    workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
+    with pytest.raises(RewardLoopError, match=r"no sign of life for 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
+        workers.raise_fatal_error()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 
-__all__ = ["Engine", "flags"]
+__all__ = ["Engine", "flags", "normalised"]
 
 
 class Engine(ABC):
@@ -57,19 +57,24 @@ class Engine(ABC):
         return 0
 
 
+def normalised(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """`engine_args` with each option in one spelling: ``max_num_seqs`` for ``max-num-seqs`` and ``--max-num-seqs``."""
+    return {str(name).lstrip("-").replace("-", "_"): value for name, value in engine_args.items()}
+
+
 def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozenset[str]) -> list[str]:
-    """Command-line options, with the user's `engine_args` before ``options``.
+    """Command-line options: ``options``, overridden by the user's `engine_args`.
 
     ``max_num_seqs: 64`` becomes ``--max-num-seqs 64``; see :class:`ServedModelConfig`.
 
     Raises:
         ConfigError: `engine_args` has an option that the manager sets itself.
     """
-    given = {str(name).lstrip("-").replace("-", "_"): value for name, value in model.engine_args.items()}
-    for name in sorted(reserved & given.keys()):
+    own = normalised(model.engine_args)
+    for name in sorted(reserved & own.keys()):
         raise ConfigError(f"engine_args.{name}: is set by reward_loop, from its own options")
     line: list[str] = []
-    for name, value in (dict(options) | given).items():
+    for name, value in (dict(options) | own).items():
         if value is None or value is False:
             continue
         line.append("--" + name.replace("_", "-"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engines.engine import Engine, flags
+from reward_loop.serving.engines.engine import Engine, flags, normalised
 
 __all__ = ["Sglang"]
 
@@ -38,7 +38,8 @@ class Sglang(Engine):
         return {"PYTHONUNBUFFERED": "1"} | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
-        return model.tensor_parallel_size * model.data_parallel_size
+        on_cpu = normalised(model.engine_args).get("device") == "cpu" or model.env.get("SGLANG_USE_CPU_ENGINE") == "1"
+        return 0 if on_cpu else model.tensor_parallel_size * model.data_parallel_size
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {
@@ -46,6 +47,7 @@ class Sglang(Engine):
             "context_length": model.max_model_len,
             "mem_fraction_static": model.gpu_memory_utilization,
             "is_embedding": model.kind == "discriminative",
+            "trust_remote_code": model.trust_remote_code,
             "enable_memory_saver": model.enable_sleep_mode,
             # Without it, memory that is taken again has no weights in it: a trainer would send them.
             "enable_weights_cpu_backup": model.enable_sleep_mode,

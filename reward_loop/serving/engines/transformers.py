@@ -13,6 +13,7 @@ __all__ = ["Transformers"]
 _NOT_HERE = (
     "tensor_parallel_size",
     "data_parallel_size",
+    "trust_remote_code",
     "dtype",
     "max_model_len",
     "gpu_memory_utilization",

@@ -59,6 +59,7 @@ class Vllm(Engine):
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
             "gpu_memory_utilization": model.gpu_memory_utilization,
+            "trust_remote_code": model.trust_remote_code,
         }
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if (size := getattr(model, name)) > 1:

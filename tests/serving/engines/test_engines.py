@@ -102,6 +102,20 @@ def test_sglang() -> None:
     assert "--enable-memory-saver --enable-weights-cpu-backup" in command(settled("sglang", enable_sleep_mode=True))
 
 
+def test_sglang_on_a_cpu_takes_no_gpus() -> None:
+    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"device": "cpu"})) == 0
+    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"--device": "cpu"}, tensor_parallel_size=2)) == 0
+    assert ENGINES["sglang"].gpus(settled("sglang", engine_args={"device": "cuda"})) == 1
+    assert ENGINES["sglang"].gpus(settled("sglang", env={"SGLANG_USE_CPU_ENGINE": "1"})) == 0
+
+
+def test_code_of_a_model_is_trusted_where_the_user_says_so(installed: Any) -> None:
+    installed("0.31.0")
+    for engine in ("vllm", "sglang"):
+        assert "--trust-remote-code" in command(settled(engine, trust_remote_code=True))
+        assert "--trust-remote-code" not in command(settled(engine))
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
@@ -132,6 +146,8 @@ def test_several_models(model_dir: str) -> None:
         ({}, "^model_path: required"),
         ({"models": {"a": {}}}, r"^models\.a\.model_path: required"),
         ({"model_path": "/no/such"}, "^model_path: there is no directory"),
+        ({"model_path": "hdfs://a/b"}, "^model_path=hdfs://a/b: .* a directory that all nodes have"),
+        ({"model_path": "DIR", "trust_remote_code": True}, "trust_remote_code has no effect with engine='transf"),
         ({"model_path": "DIR", "kind": "generative"}, "kind='generative': the model in .* is discriminative"),
         ({"engine": "external"}, "^urls: engine='external' needs"),
         ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),

@@ -1,0 +1,338 @@
+"""Where in Ray servers run: on accelerators that they reserve, or on those that others hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from reward_loop.errors import ConfigError, ServerStartError
+from reward_loop.serving.gpus import GPU, Accelerator
+
+__all__ = ["Demand", "GpuReservation", "Others", "Place", "Placement", "SharedGpus"]
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_S = 15.0
+_REMOVED_WITHIN_S = 10.0
+_REMOVED_POLL_S = 0.05
+
+_A_LITTLE_OF_A_GPU = 0.01
+"""The share of a GPU that the task takes that asks for its id: the rest is in use."""
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the servers of one model need: accelerators on one node, and processors, for each server."""
+
+    servers: int
+    gpus: int
+    cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Placement groups that somebody else will create after the servers' reservation, such as a trainer."""
+
+    name: str
+    """Whose they are, for messages."""
+    groups: int
+    """How many groups; each is on one node."""
+    bundles: int
+    """How many bundles each group has."""
+    bundle: Mapping[str, float]
+    """The resources of each bundle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in Ray a server runs, and on how many accelerators and processors."""
+
+    group: PlacementGroup
+    bundles: tuple[int, ...]
+    gpus: int
+    cpus: int
+    shared: bool = False
+    """Whether others hold the accelerators and processors of these bundles, and the server uses them as well."""
+    accelerator: Accelerator = GPU
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """The options of an actor there."""
+        if self.shared:
+            return {"num_gpus": 0, "num_cpus": 0, **_in_bundle(self.group, self.bundles[0])}
+        return {
+            **(self.accelerator.options(self.gpus) if self.gpus else {"num_gpus": 0}),
+            "num_cpus": self.cpus,
+            **_in_bundle(self.group, self.bundles[0]),
+        }
+
+    async def environment(self) -> dict[str, str]:
+        """The environment variables that restrict a server to accelerators which others hold."""
+        if not self.shared or not self.gpus:
+            return {}
+        ask: Any = _held
+        options = {**self.accelerator.options(_A_LITTLE_OF_A_GPU), "num_cpus": 0}
+        held = await asyncio.gather(
+            *(
+                ask.options(**options, **_in_bundle(self.group, bundle)).remote(self.accelerator.resource)
+                for bundle in self.bundles
+            )
+        )
+        return self.accelerator.environment([device for devices in held for device in devices])
+
+
+def _in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+
+
+@ray.remote
+def _held(resource: str) -> list[str]:
+    return ray.get_runtime_context().get_accelerator_ids()[resource]
+
+
+class Placement(Protocol):
+    """Finds places for servers."""
+
+    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
+        """The places of each model's servers.
+
+        Raises:
+            ConfigError, ServerStartError: there is no room for all of them.
+        """
+
+    def release(self) -> None:
+        """Returns what is reserved."""
+
+
+class GpuReservation:
+    """Resources of Ray for servers, all in one placement group, on as few nodes as possible.
+
+    All accelerators of a server are on one node. Others need whole nodes: what they will ask for is held while the
+    servers' group is placed, the largest first, and then released for them. The reservation outlives the servers'
+    restarts. Ray must have been initialised.
+
+    Args:
+        others: placement groups that others will create.
+        accelerator: the kind of accelerator.
+        timeout_s: seconds within which there must be room for all.
+    """
+
+    def __init__(
+        self, others: Sequence[Others] = (), *, accelerator: Accelerator = GPU, timeout_s: float = 300.0
+    ) -> None:
+        self._others = others
+        self._accelerator = accelerator
+        self._timeout_s = timeout_s
+        self._group: PlacementGroup | None = None
+
+    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
+        """The places of each model's servers, once their resources are reserved.
+
+        Raises:
+            ConfigError: the cluster does not have as much, even if nothing else used it.
+            ServerStartError: there was no room in time.
+        """
+        if not ray.is_initialized():
+            raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
+        bundles = [self._bundle(demand) for demand in demands for _ in range(demand.servers)]
+        if not bundles:
+            return [[] for _ in demands]
+        # Servers without accelerators take nothing that others wait for.
+        others = self._others if any(demand.gpus for demand in demands) else ()
+        arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
+        await self._reserve(bundles, others, arithmetic)
+        assert self._group is not None
+        numbers = iter(range(len(bundles)))
+        return [
+            [
+                Place(self._group, (next(numbers),), demand.gpus, demand.cpus, accelerator=self._accelerator)
+                for _ in range(demand.servers)
+            ]
+            for demand in demands
+        ]
+
+    def release(self) -> None:
+        """Returns everything."""
+        group, self._group = self._group, None
+        if group is not None:
+            _remove(group)
+
+    def _bundle(self, demand: Demand) -> Bundle:
+        cpus: Bundle = {"CPU": demand.cpus}
+        return cpus | ({self._accelerator.resource: demand.gpus} if demand.gpus else {})
+
+    async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
+        """Creates the servers' group, and groups of the others in front of it, which are then removed again."""
+        resource = self._accelerator.resource
+        # What must be on one node, the largest first: then a node is not split while whole nodes are still to be found.
+        wanted: list[tuple[float, int, Others | None]] = [
+            (other.bundles * other.bundle.get(resource, 0), 1, other) for other in others for _ in range(other.groups)
+        ]
+        wanted.append((max(bundle.get(resource, 0) for bundle in bundles), 0, None))
+        held: list[PlacementGroup] = []
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            for _, _, other in sorted(wanted, key=lambda piece: piece[:2], reverse=True):
+                if other is None:
+                    self._group = placement_group(bundles, strategy="PACK")
+                    await _until_ready(self._group, deadline, arithmetic)
+                else:
+                    held.append(placement_group([dict(other.bundle)] * other.bundles, strategy="STRICT_PACK"))
+                    await _until_ready(held[-1], deadline, arithmetic)
+        except TimeoutError:
+            self.release()
+            raise ServerStartError(
+                f"Ray found no room for the reward model servers within {self._timeout_s:g} s "
+                f"(placement_timeout_s). {arithmetic}"
+            ) from None
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            for group in held:
+                _remove(group)
+            await asyncio.to_thread(_wait_until_removed, held)
+
+    def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
+        """What is asked for, and what each node has.
+
+        Raises:
+            ConfigError: the cluster does not have as much, even if nothing else used it.
+        """
+        resource = self._accelerator.resource
+        pieces = [
+            (demand.servers, {"CPU": demand.cpus, resource: demand.gpus}, "reward model server(s)")
+            for demand in demands
+        ] + [
+            (other.groups, {name: other.bundles * count for name, count in other.bundle.items()}, other.name)
+            for other in others
+        ]
+        asked = ", ".join(f"{count} {what} of {_amounts(each, resource)}" for count, each, what in pieces)
+        there = "; ".join(node.describe(resource) for node in nodes)
+        message = f"Needed, each on one node: {asked}. Nodes: {there or 'none'}"
+        for name in (resource, "CPU"):
+            needed = sum(count * each.get(name, 0) for count, each, _ in pieces)
+            largest = max(each.get(name, 0) for _, each, _ in pieces)
+            total = sum(node.total.get(name, 0) for node in nodes)
+            on_one = max((node.total.get(name, 0) for node in nodes), default=0)
+            if needed > total or largest > on_one:
+                raise ConfigError(
+                    f"Ray has too few {name}s for the reward model servers: {needed:g} are needed, {largest:g} of them "
+                    f"on one node, and there are {total:g}, {on_one:g} on the largest node. {message}. Lower the "
+                    "number of servers, tensor_parallel_size or data_parallel_size, or add nodes"
+                )
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float] | None
+    """``None`` where Ray does not say."""
+
+    def describe(self, resource: str) -> str:
+        amounts = [
+            f"{self.total.get(name, 0):g} {name}(s)"
+            if self.free is None
+            else f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}(s) free"
+            for name in (resource, "CPU")
+        ]
+        return f"{self.address} has {', '.join(amounts)}"
+
+
+def _nodes() -> list[_Node]:
+    try:
+        # Not documented, but verl needs it as well. Ray documents only the sum over all nodes.
+        free = ray._private.state.available_resources_per_node()
+    except (AttributeError, RayError):
+        free = {}
+    return [
+        _Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"]))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _amounts(each: Mapping[str, float], resource: str) -> str:
+    return " and ".join(f"{each.get(name, 0):g} {name}(s)" for name in (resource, "CPU"))
+
+
+async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) -> None:
+    """Waits until the resources of a group are reserved.
+
+    Raises:
+        TimeoutError: they were not by the deadline (monotonic).
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
+            return
+        logger.info("the reward model servers wait for room in Ray. %s", arithmetic)
+    raise TimeoutError
+
+
+def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:
+    """Waits until Ray has removed the groups, so that others find their resources free."""
+    deadline = time.monotonic() + _REMOVED_WITHIN_S
+    for group in groups:
+        while ray.util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
+            time.sleep(_REMOVED_POLL_S)  # Ray has no event for it.
+
+
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(RayError):
+        remove_placement_group(group)
+
+
+class SharedGpus:
+    """Accelerators that others hold, and that servers use as well.
+
+    Args:
+        groups: placement groups of the others, on one node each, with an accelerator in each bundle.
+        accelerator: the kind of accelerator.
+    """
+
+    def __init__(self, groups: Sequence[PlacementGroup], accelerator: Accelerator = GPU) -> None:
+        self._groups = list(groups)
+        self._accelerator = accelerator
+
+    async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
+        """Bundles for each of a model's servers, all of a server's on one node. Every model begins with the first
+        bundle: models share accelerators as well.
+
+        Raises:
+            ConfigError: there are too few.
+        """
+        return [list(self._places(demand)) for demand in demands]
+
+    def _places(self, demand: Demand) -> Iterator[Place]:
+        size = max(1, demand.gpus)  # A server without an accelerator has a bundle as its place, too.
+        slots = [
+            (group, tuple(range(first, first + size)))
+            for group in self._groups
+            for first in range(0, group.bundle_count - size + 1, size)
+        ]
+        if demand.servers > len(slots):
+            counts = ", ".join(str(group.bundle_count) for group in self._groups)
+            raise ConfigError(
+                f"{demand.servers} server(s) of {size} GPU(s), each on one node, do not fit on the GPUs that they "
+                f"share ({counts} a node): lower replicas, tensor_parallel_size or data_parallel_size"
+            )
+        for group, bundles in slots[: demand.servers]:
+            yield Place(group, bundles, demand.gpus, demand.cpus, shared=True, accelerator=self._accelerator)
+
+    def release(self) -> None:
+        """Does nothing: others hold the accelerators."""

@@ -1,0 +1,107 @@
+"""Tunnels between nodes: loopback servers that programs on other nodes reach at a loopback address of theirs.
+
+See :mod:`reward_loop.serving.tunnel`. Each end is a child process of the one that opened it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from reward_loop._util.sockets import listen, url_of
+from reward_loop.errors import ServerStartError
+from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
+from reward_loop.serving.tunnel import KEY_VARIABLE
+
+__all__ = ["new_key", "tunnel_entry", "tunnel_exit"]
+
+_LOOPBACK = "127.0.0.1"
+_RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0)
+_STARTS_WITHIN_S = 120.0
+
+
+def new_key() -> str:
+    """A key for the two ends of a tunnel."""
+    return secrets.token_urlsafe(24)
+
+
+@asynccontextmanager
+async def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AsyncIterator[str]:
+    """Lets tunnel entries on other nodes reach a loopback server of this node.
+
+    Args:
+        host: this node's address, as other nodes reach it.
+        to: ``host:port`` of the server.
+        key: entries must have the same.
+        log_path: the log; by default a file in a new temporary directory.
+
+    Yields:
+        the exit's ``host:port``.
+
+    Raises:
+        ServerStartError: the process did not start, or the address cannot be used.
+    """
+    async with _end("exit", host, to, key, "/live", log_path) as address:
+        yield address
+
+
+@asynccontextmanager
+async def tunnel_entry(to: str, key: str, *, health_path: str, log_path: Path | None = None) -> AsyncIterator[str]:
+    """Makes the server behind a tunnel exit reachable at a loopback address of this node.
+
+    Args:
+        to: the exit's ``host:port``.
+        key: the exit's key.
+        health_path: the server answers a GET of it with a status below 400.
+        log_path: the log; by default a file in a new temporary directory.
+
+    Yields:
+        the entry's ``host:port``, once the server has answered through the tunnel.
+
+    Raises:
+        ServerStartError: the process did not start, or the server did not answer.
+    """
+    async with _end("entry", _LOOPBACK, to, key, health_path, log_path) as address:
+        yield address
+
+
+@asynccontextmanager
+async def _end(end: str, host: str, to: str, key: str, health_path: str, log_path: Path | None) -> AsyncIterator[str]:
+    name = f"tunnel {end} to {to}"
+    try:
+        listener = listen(host)
+    except OSError as error:
+        raise ServerStartError(f"{name}: cannot listen on {host}: {error.strerror or error}") from error
+
+    def new_process() -> ServerProcess:
+        return ServerProcess(
+            name,
+            [sys.executable, "-m", "reward_loop.serving.tunnel", end, "--to", to],
+            bound=listener,
+            log_path=log_path,
+            env={KEY_VARIABLE: key},
+            health_path=health_path,
+            start_timeout_s=_STARTS_WITHIN_S,
+        )
+
+    async def close(_: str) -> None:
+        listener.close()
+
+    supervisor = Supervisor(new_process, _RESTARTS, starts=Starts(1), on_lost=close)
+    run = asyncio.create_task(supervisor.run(), name=f"supervise {name}")
+    try:
+        await asyncio.wait([run, supervisor.started], return_when=asyncio.FIRST_COMPLETED)
+        if run.done() and not supervisor.started.done():
+            run.result()
+        await supervisor.started
+        yield urlsplit(url_of(listener)).netloc
+    finally:
+        run.cancel()
+        await asyncio.wait([run])
+        listener.close()

@@ -1,0 +1,47 @@
+"""What verl's trainer will take of the cluster, and how its platform names accelerators."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from reward_loop.serving.gpus import Accelerator
+from reward_loop.serving.reservation import Others
+
+__all__ = ["accelerator", "groups_of_trainer"]
+
+_CPUS_OF_STANDALONE_ROLLOUT = 2
+"""verl's ``max_colocate_count`` for rollouts with accelerators of their own: processors for each accelerator."""
+
+
+def accelerator() -> Accelerator:
+    """The accelerators of verl's platform."""
+    from verl.plugin.platform import get_platform
+
+    platform = get_platform()
+    return Accelerator(platform.ray_resource_name(), platform.visible_devices_envvar())
+
+
+def groups_of_trainer(config: DictConfig) -> list[Others]:
+    """The placement groups that verl's trainer will create: verl waits without a deadline until they have room.
+
+    Args:
+        config: verl's whole configuration, settled.
+    """
+    from verl.single_controller.ray import ResourcePoolManager
+
+    resource = accelerator().resource
+
+    def pool(name: str, nodes: int, per_node: int, cpus: int = ResourcePoolManager.max_colocate_count) -> Others:
+        return Others(name, nodes, per_node, {"CPU": cpus, resource: 1})
+
+    groups = [pool("group(s) of the trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)]
+    if config.trainer.v1.trainer_mode == "separate_async":
+        rollout = config.actor_rollout_ref.rollout
+        size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        per_node = min(rollout.n_gpus_per_node, size)
+        nodes = rollout.n_gpus_per_node * rollout.nnodes // size * (size // per_node)
+        groups.append(pool("group(s) of the rollout", nodes, per_node, _CPUS_OF_STANDALONE_ROLLOUT))
+    teacher = config.get("distillation")
+    if teacher is not None and teacher.enabled:
+        groups.append(pool("group(s) of the teacher", teacher.nnodes, teacher.n_gpus_per_node))
+    return [group for group in groups if group.groups and group.bundles]

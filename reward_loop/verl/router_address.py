@@ -1,0 +1,96 @@
+"""How reward functions reach the router: at a loopback address of their own node, and without a key.
+
+The router runs on one node. Where reward workers run on others as well, a tunnel leads from each of them to the router
+(:mod:`reward_loop.serving.tunnels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import ray
+
+from reward_loop._util.background_loop import in_background
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ServerStartError
+from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
+
+__all__ = ["RouterAddress", "address_on_this_node", "router_address", "worker_nodes"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddress:
+    """The address of a router that listens on loopback."""
+
+    address: str
+    """``host:port`` on the router's node."""
+    node: str
+    """The id of that node."""
+    exit: str | None = None
+    """``host:port`` of the tunnel's exit, for other nodes."""
+    key: str = field(default="", repr=False)
+    """The key of the tunnel."""
+
+
+def worker_nodes(count: int) -> list[str]:
+    """The id of the node on which each reward worker runs: this node first, then the others in turn."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+    nodes = sorted(alive, key=lambda node: node != here)
+    return [nodes[i % len(nodes)] for i in range(count)]
+
+
+@contextmanager
+def router_address(address: str, served: RewardModelConfig, workers: int) -> Iterator[RouterAddress | str]:
+    """Opens a router on this node to the reward workers on other nodes, if there are any.
+
+    Args:
+        address: the router's ``host:port``.
+        served: how the reward model is served.
+        workers: how many reward workers there will be.
+
+    Yields:
+        what :func:`address_on_this_node` takes. An address that the user has chosen (`host`) is left as it is.
+
+    Raises:
+        ServerStartError: the tunnel's exit could not be opened.
+    """
+    if served.host != RewardModelConfig.model_fields["host"].default:
+        yield address
+        return
+    here = ray.get_runtime_context().get_node_id()
+    if set(worker_nodes(workers)) <= {here}:
+        yield RouterAddress(address, here)
+        return
+    key = new_key()
+    with in_background(
+        lambda: tunnel_exit(ray.util.get_node_ip_address(), address, key), name="reward-router-tunnel"
+    ) as exit_address:
+        yield RouterAddress(address, here, exit_address, key)
+
+
+@contextmanager
+def address_on_this_node(router: RouterAddress | str | None) -> Iterator[str | None]:
+    """The ``host:port`` at which this process reaches the router.
+
+    Raises:
+        ServerStartError: the router is on another node, and there is no way to it.
+    """
+    if not isinstance(router, RouterAddress):
+        yield router
+        return
+    if ray.get_runtime_context().get_node_id() == router.node:
+        yield router.address
+        return
+    if router.exit is None:
+        raise ServerStartError(
+            f"the reward router on node {router.node} serves that node only, and this reward worker was started again "
+            "on another one: there were no reward workers on other nodes when the run began. Start the run again"
+        )
+    exit_address, key = router.exit, router.key
+    with in_background(
+        lambda: tunnel_entry(exit_address, key, health_path="/live"), name="reward-router-tunnel"
+    ) as address:
+        yield address

@@ -1,0 +1,114 @@
+"""A tunnel between two nodes, which are both this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from reward_loop.errors import ServerStartError
+from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
+from tests.servers import model_server, post, serving, until
+
+
+def _tunnel_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "reward_loop.serving.tunnel" in " ".join(child.cmdline())]
+
+
+async def test_requests_pass_through_a_tunnel_and_others_do_not(tmp_path: Path) -> None:
+    key = new_key()
+    async with serving(model_server("judge")) as url:
+        target = url.removeprefix("http://")
+        async with (
+            tunnel_exit("127.0.0.1", target, key, log_path=tmp_path / "exit.log") as exit_address,
+            tunnel_entry(exit_address, key, health_path="/health", log_path=tmp_path / "entry.log") as address,
+        ):
+            answers = await asyncio.gather(*(post(f"http://{address}", "/v1/chat", b"x" * 300_000) for _ in range(20)))
+            assert answers == [(200, b"judge")] * 20
+            # The exit is open to other machines.
+            assert (await post(f"http://{exit_address}", "/v1/chat", b"x"))[0] == 401
+            assert (await post(f"http://{exit_address}", "/wake_up", b"x"))[0] == 401
+            assert all(key not in " ".join(process.cmdline()) for process in _tunnel_processes())
+            assert len(_tunnel_processes()) == 2
+    assert _tunnel_processes() == []
+
+
+async def test_an_entry_with_another_key_is_refused(tmp_path: Path) -> None:
+    async with (
+        serving(model_server("judge")) as url,
+        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "one") as exit_address,
+    ):
+        with pytest.raises(ServerStartError, match="401"):
+            async with tunnel_entry(exit_address, "other", health_path="/health", log_path=tmp_path / "entry.log"):
+                pass
+
+
+async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path: Path) -> None:
+    began, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if scope["path"] == "/slow":
+            began.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with (
+        serving(app) as url,
+        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "key") as exit_address,
+        tunnel_entry(exit_address, "key", health_path="/health") as address,
+    ):
+        request = asyncio.create_task(post(f"http://{address}", "/slow", b"x"))
+        await asyncio.wait_for(began.wait(), 60)
+        request.cancel()
+        await asyncio.wait_for(left.wait(), 60)
+
+
+async def test_an_answer_that_breaks_off_does_not_look_complete() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readuntil(b"\r\n\r\n")
+        if b"/health" in line:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf")
+            await writer.drain()
+            writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with (
+        server,
+        tunnel_exit("127.0.0.1", f"127.0.0.1:{port}", "key") as exit_address,
+        tunnel_entry(exit_address, "key", health_path="/health") as address,
+    ):
+        with pytest.raises(aiohttp.ClientError):
+            await post(f"http://{address}", "/x", b"")
+
+
+async def test_an_end_that_dies_comes_back_at_its_address() -> None:
+    async with (
+        serving(model_server("judge")) as url,
+        tunnel_exit("127.0.0.1", url.removeprefix("http://"), "key") as exit_address,
+        tunnel_entry(exit_address, "key", health_path="/health") as address,
+    ):
+        before = {process.pid for process in _tunnel_processes()}
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len({process.pid for process in _tunnel_processes()} - before) == 2)
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    assert await post(f"http://{address}", "/v1/chat", b"x") == (200, b"judge")
+                    break
+                except aiohttp.ClientError:
+                    continue

@@ -1,0 +1,88 @@
+"""Reward workers on two nodes, which are both this machine, and a router that listens on loopback on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reward_loop.config import RewardModelConfig
+from reward_loop.serving import serve_reward_model
+from reward_loop.verl.router_address import RouterAddress, router_address
+from reward_loop.verl.workers import RewardWorkers
+from tests.verl.configs import settled
+from tests.verl.test_workers import rollout
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.integration
+
+AS_IN_VERL = """
+import aiohttp
+
+async def compute_score(solution_str, reward_router_address):
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://{reward_router_address}/v1/models") as response:
+            response.raise_for_status()
+            return {"score": 1.0, "address": reward_router_address}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    from ray.cluster_utils import Cluster
+
+    common = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 2**27}
+    nodes = Cluster(initialize_head=True, head_node_args={**common, "include_dashboard": False})
+    nodes.add_node(**common)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_generative_model: Path) -> RewardModelConfig:
+    return RewardModelConfig(model_path=str(tiny_generative_model), log_dir=str(tmp_path), start_timeout_s=300)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_function_written_for_verl_works_on_both_nodes_unchanged(
+    model: RewardModelConfig, tmp_path: Path, tiny_generative_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REWARD_LOOP_API_KEY", raising=False)
+    (tmp_path / "reward.py").write_text(AS_IN_VERL)
+    config = settled(
+        f"actor_rollout_ref.model.path={tiny_generative_model}",
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "reward.num_workers=2",
+        "reward_loop.retry.max_attempts=1",
+    )
+    with serve_reward_model(model) as served, router_address(served.reward_router_address, model, 2) as router:
+        assert served.reward_router_address.startswith("127.0.0.1:")
+        workers = RewardWorkers(config, router)
+        workers.wait_until_ready()
+        rewards = ray.get([worker.compute_score.remote(rollout("x")) for worker in workers.handles])
+        infos = [reward["reward_extra_info"] for reward in rewards]
+        assert [info["reward_outcome"] for info in infos] == ["scored", "scored"]
+        addresses = [info["address"] for info in infos]
+        assert addresses[0] == served.reward_router_address
+        assert addresses[1] != addresses[0]
+        assert addresses[1].startswith("127.0.0.1:")
+        for worker in workers.handles:
+            ray.kill(worker)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_nothing_is_opened_to_a_second_node_on_which_no_reward_worker_runs(model: RewardModelConfig) -> None:
+    with router_address("127.0.0.1:1", model, 1) as router:
+        assert isinstance(router, RouterAddress)
+        assert (router.address, router.exit) == ("127.0.0.1:1", None)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_address_that_the_user_has_chosen_is_left_as_it_is(model: RewardModelConfig) -> None:
+    chosen = model.model_copy(update={"host": "10.0.0.2"})
+    with router_address("10.0.0.2:1", chosen, 2) as router:
+        assert router == "10.0.0.2:1"
