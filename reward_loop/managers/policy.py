@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import BudgetSpentError
-from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.errors import BudgetSpentError, ScoringError
+from reward_loop.limits.failures import FailureBound
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult
 
-__all__ = ["apply_policy"]
+__all__ = ["apply_policy", "fail_reward"]
 
 
 def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
@@ -41,3 +42,34 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             "reward_error": result.error or "",
         },
     }
+
+
+def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, options: RewardLoopConfig) -> Reward:
+    """Turn the reward of a sample that failed after its function had returned into that of a failed sample.
+
+    Its other keys stay, without those that place parts of the reward.
+
+    Args:
+        reward: what ``run_single`` returned.
+        failure: what went wrong, naming the sample.
+        failures: counts the sample.
+        options: the policies.
+
+    Raises:
+        ScoringError: the policy is ``raise``.
+        TooManyFailuresError: too large a share of the latest samples failed.
+    """
+    info = reward.get("reward_extra_info") or {}
+    result = RewardResult(
+        Outcome.FAILED,
+        None,
+        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS | PART_KEYS},
+        error=str(failure),
+        seconds=info.get("reward_seconds", 0.0),
+        attempts=info.get("reward_attempts", 1),
+        wait_seconds=info.get("reward_wait_seconds", 0.0),
+        queue_seconds=info.get("reward_queue_seconds", 0.0),
+        exception=failure,
+    )
+    failures.count(result)
+    return apply_policy(result, options)

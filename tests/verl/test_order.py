@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,9 @@ class Judges:
 class Trainer(RewardPipelineTrainer):
     """Takes down what it would do. `sizes` says how many rows each group has; nothing is learnt from `barren` ones."""
 
-    def __init__(self, schedule: Schedule, sizes: dict[str, int], order: str, barren: str = "") -> None:
+    def __init__(
+        self, schedule: Schedule, sizes: dict[str, int], arrival: str, barren: str = "", **options: Any
+    ) -> None:
         self.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": len(sizes)},
@@ -53,14 +56,14 @@ class Trainer(RewardPipelineTrainer):
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
             }
         )
-        self.options = PipelineOptions(stall_timeout_s=0.01)
+        self.options = PipelineOptions(stall_timeout_s=0.01, **options)
         self.use_critic = self.use_reference_policy = False
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.barren = sizes, barren
         self.done: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._progress = Progress()
-        self._listener = Judges(self._progress, order)  # type: ignore[assignment]
+        self._listener = Judges(self._progress, arrival)  # type: ignore[assignment]
 
     def on_sample_begin(self) -> None:
         self.done.append("generate")
@@ -91,7 +94,7 @@ class Trainer(RewardPipelineTrainer):
     def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
         assert not batch.groups
         assert not batch.rows
-        if not batch.updates and batch.nothing is not None:
+        if not batch.learnable and batch.nothing is not None:
             raise batch.nothing
         return batch.whole
 
@@ -223,6 +226,47 @@ def test_the_whole_batch_is_trained_on_in_the_order_in_which_it_was_balanced() -
     assert updates[0] == wanted[0][::-1]
 
 
+class Rows(Trainer):
+    """Takes down the rows of each update."""
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        self.done.append(" ".join(key.removesuffix("_0") for key in rows.keys))
+
+    @property
+    def updates(self) -> list[str]:
+        return [words for words in self.done if "_" in words]
+
+
+@pytest.mark.parametrize("sizes", [EVEN, {"a": 3, "b": 4, "c": 6, "d": 2}])
+def test_in_the_order_of_submission_updates_do_not_depend_on_the_judges(sizes: dict[str, int]) -> None:
+    seen = set()
+    for arrival in permutations("abcd"):
+        trainer = Rows(PIPELINE, sizes, "".join(arrival), order="submission")
+        trainer.step({}, {})
+        seen.add(tuple(trainer.updates))
+    (updates,) = seen
+    assert [len(update.split()) for update in updates] == [ROWS, ROWS]
+    names = [f"{uid}_{session}" for uid, size in sizes.items() for session in range(size)]
+    assert " ".join(updates).split() == names + [f"pad_{row}" for row in range(len(names), 2 * ROWS)]
+
+
+def test_in_the_order_of_submission_a_mini_batch_is_trained_on_when_its_own_groups_are_complete() -> None:
+    assert done(PIPELINE, EVEN, "bcad", order="submission") == [
+        *("generate", "prepare"),
+        *("advantage of ab", "update on 8 rows"),
+        *("advantage of cd", "update on 8 rows"),
+    ]
+
+
+def test_in_the_order_of_arrival_updates_depend_on_the_judges() -> None:
+    seen = set()
+    for arrival in ("abcd", "cdab"):
+        trainer = Rows(PIPELINE, EVEN, arrival)
+        trainer.step({}, {})
+        seen.add(tuple(trainer.updates))
+    assert len(seen) == 2
+
+
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     trainer = Trainer(Schedule(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
     trainer.total_training_steps = 9
@@ -230,12 +274,17 @@ def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     assert trainer.done.count("generate") == 1
 
 
-def test_a_mini_batch_in_which_nothing_has_a_score_is_passed_over() -> None:
+def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    masked: list[str] = []
+    monkeypatch.setattr(pipeline, "zero", lambda keys, *fields: masked.extend(keys))
     assert done(PIPELINE, EVEN, "abcd", barren="ab") == [
         *("generate", "prepare"),
-        *("advantage of ab",),
+        *("advantage of ab", "update on 8 rows"),
         *("advantage of cd", "update on 8 rows"),
     ]
+    assert masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
     with pytest.raises(NothingToLearnError):
         done(PIPELINE, EVEN, "abcd", barren="abcd")
 
