@@ -424,7 +424,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
-        metrics["reward_pipeline/off_policy_steps"] = self._staleness(batch.whole)
+        staleness = self._staleness(batch.whole)
+        metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))
+        metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
         return batch.whole
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
@@ -445,10 +447,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
             )
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
 
-    def _staleness(self, batch: KVBatchMeta) -> float:
-        """How many updates the weights had seen, at the most, between a trajectory's generation and now."""
+    def _staleness(self, batch: KVBatchMeta) -> list[int]:
+        """Of each trajectory, how many updates the weights had seen between its generation and this step."""
         versions = [tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding")]
-        return float(max(self.global_steps - 1 - version for version in versions))
+        return [self.global_steps - 1 - version for version in versions]
 
     def _data_parallel_size(self) -> int:
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1

@@ -110,15 +110,19 @@ def masking(worker: Any) -> Any:
     """A class of verl's workers whose training leaves masked rows out.
 
     Args:
-        worker: a `TrainingWorker`, or a class that has one as its actor. A class that leaves masked rows out already is
-            returned as it is.
+        worker: a `TrainingWorker`, or a class that has one as its actor. Other classes, and those that leave masked
+            rows out already, are returned as they are.
     """
     if issubclass(worker, MaskingTrainingWorker):
         return worker
+    if issubclass(MaskingTrainingWorker, worker):
+        return MaskingTrainingWorker
     if issubclass(worker, TrainingWorker):
         return type(worker.__name__, (MaskingTrainingWorker, worker), {})
-    actor = masking(worker.actor_worker_cls)
-    return worker if actor is worker.actor_worker_cls else type(worker.__name__, (worker,), {"actor_worker_cls": actor})
+    actor = getattr(worker, "actor_worker_cls", None)
+    if actor is None or masking(actor) is actor:
+        return worker
+    return type(worker.__name__, (worker,), {"actor_worker_cls": masking(actor)})
 
 
 def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -151,7 +155,8 @@ def _select(value: Any, rows: list[int]) -> Any:
 
 def _unmasked(mask: torch.Tensor) -> list[int]:
     """The rows with a token that counts, of a mask of shape (rows, tokens)."""
-    return [row for row, tokens in enumerate(mask.unbind()) if bool(tokens.any())]
+    padded = mask.to_padded_tensor(0) if mask.is_nested else mask
+    return padded.any(dim=1).nonzero().flatten().tolist()
 
 
 def _values(mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ Scale = float | list[float]
 def gradient(
     policy: Path, update: Update, aggregation: str = "token-mean", *, scale: Scale = 1.0, kl_coef: float = 0.0
 ) -> Gradient:
-    """The gradient of the actor's loss by hand: PPO without clipping, on the rows that are not masked.
+    """The gradient of the actor's loss by hand: PPO with verl's default clipping, on the rows that are not masked.
 
     Args:
         policy: the directory of the model; its weights are those of the update.
@@ -33,7 +33,8 @@ def gradient(
         tokens = torch.cat([rows["prompts"][row], response])
         logits = model(tokens[None]).logits[0] / update.temperature
         log_probs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[-len(response) :, 0]
-        loss = -rows["advantages"][row].double() * (log_probs - rows["old_log_probs"][row].double()).exp()
+        ratio = (log_probs - rows["old_log_probs"][row].double()).exp()
+        loss = _clipped(rows["advantages"][row].double(), ratio)
         if kl_coef:
             difference = rows["ref_log_prob"][row].double() - log_probs
             loss = loss + kl_coef * (difference.exp() - difference - 1)
@@ -90,6 +91,12 @@ def difference(mine: Gradient, theirs: Gradient) -> float:
 def norm(of: Gradient) -> float:
     """The length of a gradient, or of weights."""
     return float(torch.stack([tensor.double().norm() for tensor in of.values()]).norm())
+
+
+def _clipped(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """PPO's loss of each token: ratios clipped to 0.8 and 1.2, and to 3 where the advantage is negative."""
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    return torch.where(advantages < 0, torch.minimum(loss, -3 * advantages), loss)
 
 
 def _model(policy: Path, update: Update, kind: str) -> torch.nn.Module:

@@ -10,15 +10,18 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
-from reward_loop.verl import tq_batches, trainer
+from reward_loop.verl import pipeline, tq_batches, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.token_rewards import place
+from reward_loop.verl.training_workers import MaskingTrainingWorker, masking
 from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -196,6 +199,20 @@ def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
 ) -> None:
     with pytest.raises(RewardLoopError, match="q_3_1: the function returned 1 turn_level_scores"):
         advantages(rejected, monkeypatch, "raise")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async", "reward_pipeline"])
+def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> None:
+    options = (f"trainer.v1.trainer_mode={mode}", "critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True")
+    run: Any = object.__new__(trainer.with_reward_loop(get_trainer_cls(mode)))
+    run.config = settled(*options)
+    run._init_resource_pool_mgr()
+    assert Role.Critic in run.role_worker_mapping
+    for role, remote in run.role_worker_mapping.items():
+        worker = remote.__ray_actor_class__
+        trains = worker if role is Role.Critic else worker.actor_worker_cls
+        assert issubclass(trains, MaskingTrainingWorker), role
+        assert masking(worker) is worker
 
 
 @pytest.mark.parametrize(
