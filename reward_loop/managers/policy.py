@@ -20,7 +20,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
     """
-    score, masked = result.score, False
+    score, masked, extra_info = result.score, False, dict(result.extra_info)
     if score is None:
         policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
         if isinstance(result.exception, BudgetSpentError):
@@ -29,10 +29,12 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             raise result.exception
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
+        for name in PART_KEYS:  # parts of a score that does not count
+            extra_info.pop(name, None)
     return {
         "reward_score": score,
         "reward_extra_info": {
-            **result.extra_info,
+            **extra_info,
             "reward_outcome": str(result.outcome),
             "reward_masked": masked,
             "reward_seconds": result.seconds,
@@ -46,8 +48,6 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
 
 def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, options: RewardLoopConfig) -> Reward:
     """Turn the reward of a sample that failed after its function had returned into that of a failed sample.
-
-    Its other keys stay, without those that place parts of the reward.
 
     Args:
         reward: what ``run_single`` returned.
@@ -63,7 +63,7 @@ def fail_reward(reward: Reward, failure: ScoringError, failures: FailureBound, o
     result = RewardResult(
         Outcome.FAILED,
         None,
-        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS | PART_KEYS},
+        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
         error=str(failure),
         seconds=info.get("reward_seconds", 0.0),
         attempts=info.get("reward_attempts", 1),
