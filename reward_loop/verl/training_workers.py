@@ -53,7 +53,7 @@ class MaskingTrainingWorker(TrainingWorker):
     def train_batch(self, data: Any) -> Any:
         """One optimizer step on a mini-batch, or none if all its rows are masked on all ranks."""
         rows, tokens = self._learnable(data)
-        if not tokens:
+        if not (rows and tokens):
             return self._skip(data)
         if "global_batch_size" in data.keys():  # noqa: SIM118  iterating a TensorDict goes over its rows
             tu.assign_non_tensor(data, global_batch_size=rows)
