@@ -44,10 +44,10 @@ class Judges:
 
 
 class Trainer(RewardPipelineTrainer):
-    """Takes down what it would do. `sizes` says how many rows each group has; nothing is learnt from `barren` ones."""
+    """Records what it would do. `sizes` gives the rows of each group; the groups in `fully_masked` have no score."""
 
     def __init__(
-        self, schedule: Schedule, sizes: dict[str, int], arrival: str, barren: str = "", **options: Any
+        self, schedule: Schedule, sizes: dict[str, int], arrival: str, fully_masked: str = "", **options: Any
     ) -> None:
         self.config = OmegaConf.create(
             {
@@ -59,7 +59,7 @@ class Trainer(RewardPipelineTrainer):
         self.options = PipelineOptions(stall_timeout_s=0.01, **options)
         self.use_critic = self.use_reference_policy = False
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
-        self.sizes, self.barren = sizes, barren
+        self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._progress = Progress()
@@ -85,7 +85,7 @@ class Trainer(RewardPipelineTrainer):
         uids = sorted({key.split("_")[0] for key in batch.keys} - {"pad"})
         assert uids, "verl cannot read the rewards of padding"
         self.done.append(f"advantage of {''.join(uids)}")
-        if set(uids) <= set(self.barren):
+        if set(uids) <= set(self.fully_masked):
             raise NothingToLearnError(f"nothing in {uids}")
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
@@ -288,14 +288,14 @@ def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_
 ) -> None:
     masked: list[str] = []
     monkeypatch.setattr(pipeline, "zero", lambda keys, *fields: masked.extend(keys))
-    assert done(PIPELINE, EVEN, "abcd", barren="ab") == [
+    assert done(PIPELINE, EVEN, "abcd", fully_masked="ab") == [
         *("generate", "prepare"),
         *("advantage of ab", "update on 8 rows"),
         *("advantage of cd", "update on 8 rows"),
     ]
     assert masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
     with pytest.raises(NothingToLearnError):
-        done(PIPELINE, EVEN, "abcd", barren="abcd")
+        done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
 
 
 def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> None:
