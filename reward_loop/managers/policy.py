@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
-from reward_loop.types import Outcome, Reward, RewardResult
+from reward_loop.limits.failures import FailureBound, SharedFailureBound
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult
 
-__all__ = ["apply_policy"]
+__all__ = ["apply_policy", "fail_reward"]
 
 
 def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
@@ -19,7 +20,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
     """
-    score, masked = result.score, False
+    score, masked, extra_info = result.score, False, dict(result.extra_info)
     if score is None:
         policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
         if isinstance(result.exception, BudgetSpentError):
@@ -28,10 +29,12 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             raise result.exception or _error_of(result)
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
+        for name in PART_KEYS:  # parts of a score that does not count
+            extra_info.pop(name, None)
     return {
         "reward_score": score,
         "reward_extra_info": {
-            **result.extra_info,
+            **extra_info,
             "reward_outcome": str(result.outcome),
             "reward_masked": masked,
             "reward_seconds": result.seconds,
@@ -48,3 +51,34 @@ def _error_of(result: RewardResult) -> ScoringError:
     if result.outcome is Outcome.UNSCORED:
         return UnscoredError(result.error or "a sample is unscored; its reward manager gave no cause")
     return ScoringError(result.error or "a sample failed; its reward manager gave no cause")
+
+
+def fail_reward(
+    reward: Reward, failure: ScoringError, failures: FailureBound | SharedFailureBound, options: RewardLoopConfig
+) -> Reward:
+    """Turn the reward of a sample that failed after its function had returned into that of a failed sample.
+
+    Args:
+        reward: what ``run_single`` returned.
+        failure: what went wrong, naming the sample.
+        failures: counts the sample.
+        options: the policies.
+
+    Raises:
+        ScoringError: the policy is ``raise``.
+        TooManyFailuresError: too large a share of the latest samples failed.
+    """
+    info = reward.get("reward_extra_info") or {}
+    result = RewardResult(
+        Outcome.FAILED,
+        None,
+        extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
+        error=str(failure),
+        seconds=info.get("reward_seconds", 0.0),
+        attempts=info.get("reward_attempts", 1),
+        wait_seconds=info.get("reward_wait_seconds", 0.0),
+        queue_seconds=info.get("reward_queue_seconds", 0.0),
+        exception=failure,
+    )
+    failures.count(result)
+    return apply_policy(result, options)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.policy import fail_reward
 from reward_loop.scoring import ScoringFunction
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["PostProcess", "is_scored"]
 
@@ -51,22 +51,9 @@ class PostProcess:
         return processed
 
     def _failed(self, reward: Reward, name: str | None, error: ScoringError) -> Reward:
-        info = reward.get("reward_extra_info") or {}
         failure = error.about(RewardSample("", uid=name))
         failure.__cause__ = error
-        result = RewardResult(
-            Outcome.FAILED,
-            None,
-            extra_info={key: value for key, value in info.items() if key not in RESERVED_KEYS},
-            error=str(failure),
-            seconds=info.get("reward_seconds", 0.0),
-            attempts=info.get("reward_attempts", 1),
-            wait_seconds=info.get("reward_wait_seconds", 0.0),
-            queue_seconds=info.get("reward_queue_seconds", 0.0),
-            exception=failure,
-        )
-        self._failures.count(result)
-        return apply_policy(result, self._options)
+        return fail_reward(reward, failure, self._failures, self._options)
 
 
 def is_scored(reward: Reward) -> bool:

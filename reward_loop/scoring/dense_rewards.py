@@ -13,7 +13,7 @@ from reward_loop.scoring.normalise import is_finite
 from reward_loop.scoring.outcome import failed_after
 from reward_loop.types import PART_KEYS, Outcome, RewardResult, RewardSample
 
-__all__ = ["check_result"]
+__all__ = ["are_numbers", "check_result"]
 
 
 def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
@@ -32,7 +32,7 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
         return result
     for name in PART_KEYS & result.extra_info.keys():
         parts = result.extra_info[name]
-        if not _are_numbers(parts):
+        if not are_numbers(parts):
             problem = f"{name} must be a list of finite numbers; got {shorten(parts)}"
         elif name == "token_level_scores" and sample.response_length not in (None, len(parts)):
             problem = f"{len(parts)} {name}, and the response has {sample.response_length} tokens"
@@ -55,7 +55,8 @@ def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
     return replace(result, exception=error, error=result.error or text)
 
 
-def _are_numbers(parts: Any) -> bool:
+def are_numbers(parts: Any) -> bool:
+    """Return whether the parts of a reward are a list of finite numbers."""
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         return False
     return all(isinstance(part, Real) and is_finite(part) for part in parts)

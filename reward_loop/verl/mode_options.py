@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
@@ -38,6 +39,10 @@ class PipelineOptions(Config):
 
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
+
+    order: Literal["arrival", "submission"] = "arrival"
+    """Which groups `mini_batch_pipeline` trains on first. `arrival`: those whose rewards arrive first. `submission`:
+    the order of the prompts in the batch, whichever rewards arrive first; a mini-batch waits for its own groups."""
 
     max_refills: int | None = Field(default=16, ge=1)
     """The run stops when groups whose rollouts all failed were replaced so many times in a row, and what replaced them

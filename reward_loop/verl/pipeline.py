@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import ray
@@ -69,10 +70,11 @@ class _Batch:
     padding: list[int]
     rows: list[int] = field(default_factory=list)
     """Rows that have their advantage, and wait for a mini-batch to be full."""
-    barren: set[int] = field(default_factory=set)
-    """Rows of parts in which there was nothing to learn."""
     metrics: MetricsAggregator = field(default_factory=MetricsAggregator)
     updates: int = 0
+    """How often the workers were asked to train."""
+    learnable: bool = False
+    """Whether any row has a score to learn from."""
     nothing: NothingToLearnError | None = None
 
 
@@ -197,9 +199,19 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """How many mini-batches of the step have all their rewards, those that were trained on included."""
         if self._batch is None:
             return 0
-        size, total = self.config.data.train_batch_size, self._schedule.mini_batches
-        missing = sum(uid in self._progress.unfinished for uid in self._batch.groups)
-        return min(total - 1, (size - missing) // self._mini_batch_groups) if missing else total
+        left, total = len(self._batch.groups), self._schedule.mini_batches
+        complete = len(self._complete_groups(self._batch))
+        if complete == left:
+            return total
+        trained = self.config.data.train_batch_size - left
+        return min(total - 1, (trained + complete) // self._mini_batch_groups)
+
+    def _complete_groups(self, batch: _Batch) -> list[str]:
+        """The prompts that can be trained on next, in order: all their rewards have arrived."""
+        unfinished = self._progress.unfinished
+        if self.options.order == "submission":
+            return list(takewhile(lambda uid: uid not in unfinished, batch.groups))
+        return [uid for uid in batch.groups if uid not in unfinished]
 
     def _are_ready(self, count: int) -> Callable[[], bool]:
         return lambda: self._ready(self.global_steps) >= count
@@ -326,39 +338,63 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Advantages of the next ``count`` complete groups, or of all that are left; updates on the mini-batches that
         are full then.
 
-        Groups may have more rows than ``n``, or fewer. As in verl, a mini-batch is a number of rows.
+        Groups may have more rows than ``n``, or fewer. As in verl, a mini-batch is a number of rows. The workers make
+        no optimizer step for a mini-batch whose rows are all masked.
         """
-        uids = [uid for uid in batch.groups if uid not in self._progress.unfinished][:count]
-        rows = sorted(position for uid in uids for position in batch.groups.pop(uid))
+        rows = self._rows_of(batch, self._complete_groups(batch)[:count])
         padding = batch.padding if count is None else []
         part_metrics: dict = {}
         if rows:
             try:
                 with _added_timer("adv", timing_raw):
                     self._compute_advantage(select(batch.whole, rows + padding), metrics=part_metrics)
+                batch.learnable = True
             except NothingToLearnError as error:
                 batch.nothing = error
-                self._leave_out(batch, rows + padding)
+                self._mask(batch, rows + padding)
         else:
-            self._leave_out(batch, padding)  # the groups' rollouts all failed
+            self._mask(batch, padding)  # all rollouts of the groups failed
+        batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
         batch.rows += rows + padding
+        for mini_batches in self._full_mini_batches(batch):
+            update_metrics: dict = {}
+            self._update(self._balanced(batch, mini_batches), update_metrics, timing_raw)
+            batch.updates += 1
+            batch.metrics.add_step_metrics(update_metrics, sample_count=len(mini_batches))
+
+    @property
+    def _by_submission(self) -> bool:
+        """Whether which rows make a mini-batch must not depend on the order in which rewards arrive."""
+        return self._schedule.mini_batch_pipeline and self.options.order == "submission"
+
+    def _rows_of(self, batch: _Batch, uids: list[str]) -> list[int]:
+        """Takes the rows of groups out of the batch."""
+        rows = [row for uid in uids for row in batch.groups.pop(uid)]
+        if not self._by_submission:
+            return sorted(rows)
+        place = {uid: number for number, uid in enumerate(uids)}
+        return sorted(rows, key=lambda row: (place[_uid(batch.whole.keys[row])], batch.whole.keys[row]))
+
+    def _full_mini_batches(self, batch: _Batch) -> list[list[int]]:
+        """Takes the rows of full mini-batches out of those that wait: a list for each call of the workers.
+
+        One call is cheaper than several. In the order of submission each mini-batch has a call of its own: how rows are
+        dealt out to ranks, and what ``ppo_epochs`` repeats, would depend on the other mini-batches of a call.
+        """
         multiple = self._get_required_batch_multiple(self._data_parallel_size())
         full = len(batch.rows) // multiple * multiple
         now, batch.rows = batch.rows[:full], batch.rows[full:]
-        if not batch.barren.issuperset(now):
-            self._update(self._balanced(batch, now), part_metrics, timing_raw)
-            batch.updates += 1
-        batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
+        size = multiple if self._by_submission else full
+        return [now[first : first + size] for first in range(0, full, size)] if full else []
 
-    def _leave_out(self, batch: _Batch, rows: list[int]) -> None:
-        """Lets nothing be learnt from some rows."""
+    def _mask(self, batch: _Batch, rows: list[int]) -> None:
+        """Leaves rows out of the loss."""
         zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
-        batch.barren.update(rows)
 
     def _balanced(self, batch: _Batch, rows: list[int]) -> KVBatchMeta:
         """Rows, dealt out to the ranks evenly. The whole batch is, and stays in that order: it says which rows make a
         mini-batch."""
-        if len(rows) == len(batch.whole.keys):
+        if len(rows) == len(batch.whole.keys) and not self._by_submission:
             return select(batch.whole, sorted(rows))
         part = select(batch.whole, rows)
         return self._balance_batch(part, metrics={}) if self._data_parallel_size() > 1 else part
@@ -372,7 +408,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 self._update_actor(copy(rows), metrics=metrics)
 
     def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
-        if not batch.updates and batch.nothing is not None:
+        if not batch.learnable and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
         metrics.update(self._reward_metrics())
@@ -388,7 +424,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
-        metrics["reward_pipeline/off_policy_steps"] = self._staleness(batch.whole)
+        staleness = self._staleness(batch.whole)
+        metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))
+        metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
         return batch.whole
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
@@ -409,10 +447,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
             )
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
 
-    def _staleness(self, batch: KVBatchMeta) -> float:
-        """How many updates the weights had seen, at the most, between a trajectory's generation and now."""
+    def _staleness(self, batch: KVBatchMeta) -> list[int]:
+        """Of each trajectory, how many updates the weights had seen between its generation and this step."""
         versions = [tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding")]
-        return float(max(self.global_steps - 1 - version for version in versions))
+        return [self.global_steps - 1 - version for version in versions]
 
     def _data_parallel_size(self) -> int:
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
@@ -28,8 +29,9 @@ from reward_loop.verl.mode_options import stall_timeout
 from reward_loop.verl.replay_buffer import Patience
 from reward_loop.verl.resolve import without_reward
 from reward_loop.verl.router_address import RouterAddress
-from reward_loop.verl.token_rewards import has_parts, place
+from reward_loop.verl.token_rewards import has_parts, misfit, place
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
+from reward_loop.verl.training_workers import masking
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
@@ -108,6 +110,11 @@ class RewardLoopTrainer(PPOTrainer):
         keep_groups_without_metric(self.replay_buffer)
         # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
         Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role, worker in self.role_worker_mapping.items():
+            self.role_worker_mapping[role] = ray.remote(masking(worker.__ray_actor_class__))
 
     def _setup(self) -> None:
         if self._colocated is None:
@@ -196,9 +203,12 @@ class RewardLoopTrainer(PPOTrainer):
             keys, pending = self._pending_rewards
             self._pending_rewards = None
             _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
+        infos = _reward_infos(batch)
+        changed = self._reject_parts(batch, infos)  # before the scores of a group are compared
         if self._post_processes:
             self._post_process(batch)
-        infos = _reward_infos(batch)
+        if changed or self._post_processes:
+            infos = _reward_infos(batch)
         _place_parts(batch, infos)
         self._infos.update(infos)
         metrics.update(_reward_metrics(infos))
@@ -245,6 +255,22 @@ class RewardLoopTrainer(PPOTrainer):
     def _reward_metrics(self) -> dict[str, float]:
         """The metrics of the step so far, for where the advantage is computed part by part."""
         return _reward_metrics(self._infos)
+
+    def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
+        """Turns the rewards whose parts do not fit turns or tokens into those of failed samples, for all outputs of the
+        session. Returns whether there were any."""
+        keys = _keys_with_parts(infos)
+        if not keys:
+            return False
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+        masks = data["response_mask"].unbind()
+        problems = {key: misfit(mask, infos[key]) for key, mask in zip(keys, masks, strict=True)}
+        rejected = {key: f"sample {key}: {problem}" for key, problem in problems.items() if problem is not None}
+        rewards = [Reward(reward_score=0.0, reward_extra_info=infos[key]) for key in rejected]
+        failed = self.reward_workers.reject(rewards, list(rejected.values()), len(keys) - len(rejected))
+        if rejected:
+            _write_rewards(batch, list(rejected), failed)
+        return bool(rejected)
 
     def _post_process(self, batch: Any) -> None:
         """Hands the rewards of each group to the function's ``post_process_scores``, and takes what it returns."""
@@ -330,10 +356,17 @@ def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
 
 
 def _write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -> None:
-    """Puts the rewards into TransferQueue: each session's at the last token of all its outputs, as verl does."""
+    """Puts the rewards of some sessions into TransferQueue: at the last token of all their outputs, as verl does.
+
+    Args:
+        batch: has all outputs of the sessions.
+        keys: an output of each session.
+        rewards: of each session.
+    """
     by_session = {_session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
     # Padding rows were made from copies of others, and carry their fields.
-    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    real = (key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding"))
+    rows = [key for key in real if _session_of(key)[0] in by_session]
     data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=["responses", "extra_fields"])
     scores, extra_fields = [], []
     for key, response, extra in zip(rows, data["responses"].unbind(), list(data["extra_fields"]), strict=True):
@@ -361,24 +394,22 @@ def _reward_infos(batch: Any) -> dict[str, dict[str, Any]]:
     return {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
 
 
-def _place_parts(batch: Any, infos: dict[str, dict[str, Any]]) -> None:
-    """Spreads the rewards of trajectories whose function said so over turns and tokens. One whose parts do not fit has
-    failed: ``infos`` says so, and it is masked."""
-    last = {_session_of(key)[0]: key for key in sorted(infos, key=_session_of)}
-    keys = [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
+def _place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
+    """Spreads the rewards of trajectories whose function said so over turns and tokens."""
+    keys = _keys_with_parts(infos)
     if not keys:
         return
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores", "response_mask"])
-    placed = []
-    for key, scores, mask in zip(keys, data["rm_scores"].unbind(), data["response_mask"].unbind(), strict=True):
-        try:
-            scores = place(float(scores.sum()), mask, infos[key])
-        except ValueError as error:
-            failure = {"reward_outcome": str(Outcome.FAILED), "reward_masked": True, "reward_error": f"{key}: {error}"}
-            infos[key] = infos[key] | failure
-        placed.append(scores)
+    rows = zip(keys, data["rm_scores"].unbind(), data["response_mask"].unbind(), strict=True)
+    placed = [place(float(scores.sum()), mask, infos[key]) for key, scores, mask in rows]
     fields = TensorDict({"rm_scores": torch.nested.as_nested_tensor(placed, layout=torch.jagged)}, batch_size=len(keys))
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+
+
+def _keys_with_parts(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The last outputs of the sessions whose function said where parts of the reward go, masked ones left out."""
+    last = {_session_of(key)[0]: key for key in sorted(infos, key=_session_of)}
+    return [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
 
 
 _MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})

@@ -1,22 +1,87 @@
-"""verl's training workers, with a learning-rate schedule that moves on when the trainer says so.
+"""verl's training workers, with masked rows left out of every loss.
 
-verl moves it on at the end of every update call, of which a step has several when it trains on mini-batches as their
-rewards come in. A schedule counts training steps.
+verl multiplies the loss of a masked row by zero, and keeps the row elsewhere:
+
+- *In the denominator.* verl divides the losses ``seq-mean-*`` by the configured number of rows, and some losses by the
+  rows or the longest response of a micro-batch. Here, the rows without a token in ``loss_mask`` are removed before
+  the loss is computed, and the number of rows is the number of those that remain, over all data-parallel ranks.
+- *In the optimizer.* A gradient of zero still moves the weights: AdamW adds its momentum and the weight decay. Here, a
+  mini-batch in which no row of any rank has a token in ``response_mask`` makes no optimizer step.
+
+verl's own rejection sampling clears ``response_mask`` only: rows that it rejects stay in the denominator, as in verl.
+
+The workers of the mode ``reward_pipeline`` also keep the learning-rate schedule. verl moves the schedule on at the end
+of every update call; that mode makes several calls in a training step, and a schedule counts training steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-__all__ = ["PipelineActorWorker", "PipelineTrainingWorker"]
+__all__ = ["MaskingTrainingWorker", "PipelineActorWorker", "PipelineTrainingWorker", "masking", "without_masked_rows"]
+
+SKIPPED_SHARE = "skipped_share"
+"""The metrics ``actor/skipped_share`` and ``critic/skipped_share``: the share of mini-batches without an optimizer
+step."""
 
 
-class PipelineTrainingWorker(TrainingWorker):
-    """Trains without moving the schedule on. The critic, and what is inside the actor."""
+class MaskingTrainingWorker(TrainingWorker):
+    """Trains on the rows that are not masked. The critic, and the part of the actor's worker that trains."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: Callable[..., Any]) -> None:
+        """Sets the loss, which receives no masked rows."""
+        super().set_loss_fn(partial(without_masked_rows, loss_fn))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_mini_batch(self, data: Any) -> Any:
+        """Trains on a batch in mini-batches, as verl does."""
+        output = super().train_mini_batch(data)
+        if output is not None:
+            # verl takes this metric out of every update, also where all mini-batches were skipped.
+            tu.get(output, "metrics").setdefault("mfu", [0.0])
+        return output
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_batch(self, data: Any) -> Any:
+        """One optimizer step on a mini-batch, or none if all its rows are masked on all ranks."""
+        rows, tokens = self._learnable(data)
+        if not (rows and tokens):
+            return self._skip(data)
+        if "global_batch_size" in data.keys():  # noqa: SIM118  iterating a TensorDict goes over its rows
+            tu.assign_non_tensor(data, global_batch_size=rows)
+        output = super().train_batch(data)
+        if output is not None:
+            tu.get(output, "metrics")[SKIPPED_SHARE] = 0.0
+        return output
+
+    def _learnable(self, data: Any) -> tuple[int, int]:
+        """The number of rows that are not masked, and of tokens that the loss counts, over all data-parallel ranks."""
+        rows = len(_unmasked(data["loss_mask"]))
+        counts = torch.tensor([rows, int(_values(data["response_mask"]).sum())], device=self.device_name)
+        # With dynamic context parallelism, every rank has the whole batch.
+        if not getattr(self.engine_config, "dynamic_context_parallel", False):
+            torch.distributed.all_reduce(counts, group=self.engine.get_data_parallel_group())
+        return int(counts[0]), int(counts[1])
+
+    def _skip(self, data: Any) -> Any:
+        metrics: dict[str, Any] = {SKIPPED_SHARE: 1.0}
+        if tu.get(data, key="update_lr_scheduler", default=False):
+            metrics["lr"] = self.engine.lr_scheduler_step()
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
+
+
+class PipelineTrainingWorker(MaskingTrainingWorker):
+    """Trains without moving the learning-rate schedule on."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: Any) -> Any:
@@ -39,3 +104,60 @@ class PipelineActorWorker(ActorRolloutRefWorker):
     def lr_scheduler_step(self) -> float:
         """Moves the actor's schedule on by one training step; returns the learning rate of the next one."""
         return self.actor.lr_scheduler_step()
+
+
+def masking(worker: Any) -> Any:
+    """A class of verl's workers whose training leaves masked rows out.
+
+    Args:
+        worker: a `TrainingWorker`, or a class that has one as its actor. Other classes, and those that leave masked
+            rows out already, are returned as they are.
+    """
+    if issubclass(worker, MaskingTrainingWorker):
+        return worker
+    if issubclass(MaskingTrainingWorker, worker):
+        return MaskingTrainingWorker
+    if issubclass(worker, TrainingWorker):
+        return type(worker.__name__, (MaskingTrainingWorker, worker), {})
+    actor = getattr(worker, "actor_worker_cls", None)
+    if actor is None or masking(actor) is actor:
+        return worker
+    return type(worker.__name__, (worker,), {"actor_worker_cls": masking(actor)})
+
+
+def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Calls a loss of verl's without the rows of a micro-batch that are masked.
+
+    The loss is called with all rows where none is masked; where all are, so that every rank has a backward pass; and
+    where it is called to process logits, before there are outputs by row.
+
+    Args:
+        loss: a loss function of verl's engines.
+        **arguments: its keyword arguments, of which ``model_output`` and ``data`` are by row.
+    """
+    output, data = arguments.get("model_output"), arguments.get("data")
+    if output is None or data is None or "loss_mask" not in data.keys():  # noqa: SIM118
+        return loss(**arguments)
+    rows = _unmasked(data["loss_mask"])
+    if len(rows) in (0, len(data)):
+        return loss(**arguments)
+    selected = {name: _select(value, rows) for name, value in output.items()}
+    return loss(**arguments | {"model_output": selected, "data": tu.index_select_tensor_dict(data, rows)})
+
+
+def _select(value: Any, rows: list[int]) -> Any:
+    """Some rows of an output of the model, if it is by row."""
+    if not (isinstance(value, torch.Tensor) and value.is_nested):
+        return value
+    kept = value.unbind()
+    return torch.nested.as_nested_tensor([kept[row] for row in rows], layout=torch.jagged)
+
+
+def _unmasked(mask: torch.Tensor) -> list[int]:
+    """The rows with a token that counts, of a mask of shape (rows, tokens)."""
+    padded = mask.to_padded_tensor(0) if mask.is_nested else mask
+    return padded.any(dim=1).nonzero().flatten().tolist()
+
+
+def _values(mask: torch.Tensor) -> torch.Tensor:
+    return mask.values() if mask.is_nested else mask

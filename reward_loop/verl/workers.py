@@ -15,23 +15,24 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
-from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError
+from reward_loop.errors import ConfigError, InvalidScoreError, RewardFunctionError, RewardLoopError
 from reward_loop.limits.client import open_limits
-from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.failures import FailureBound, failure_bound
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import last_row, uid_of
-from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.policy import apply_policy, fail_reward
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.processes.pool import usable_cores
 from reward_loop.records import ActiveSample, record, records, watch
 from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.load import load_function, load_object
 from reward_loop.scoring.normalise import normalise
-from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.resolve import reward_loop_options
@@ -78,6 +79,7 @@ class RewardWorker:
         self._manager = _build_manager(config, address, self._limits)
         function = _post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
+        self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
@@ -125,6 +127,34 @@ class RewardWorker:
             self._fatal = self._fatal or f"{type(error).__name__}: {error}"
             raise
 
+    async def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
+        """The rewards of samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit: failed samples.
+
+        Args:
+            rewards: what the samples got.
+            problems: what is wrong with each, naming the sample.
+            accepted: the number of samples whose parts fit, for the bound on failures.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        for _ in range(accepted):
+            self._rejections.add(False, None)
+        try:
+            return [
+                fail_reward(
+                    # What the function returned beside the score goes, as with any failed sample.
+                    Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
+                    InvalidScoreError(problem),
+                    self._rejections,
+                    self._options,
+                )
+                for reward, problem in zip(rewards, problems, strict=True)
+            ]
+        except RewardLoopError as error:
+            self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+            raise
+
     async def needs_group(self) -> bool:
         """Whether one worker must see all samples of a prompt. Also says that the worker is up."""
         return getattr(self._manager, "needs_group", False)
@@ -135,7 +165,7 @@ class RewardWorker:
         row = last_row(data)
         sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
         with ActiveSample(sample, f"reward manager {name}", self._options.watchdog_s) as call:
-            result = await self._result_of_foreign(data, name)
+            result = check_result(sample, await self._result_of_foreign(data, name))
             if self._records is not None:
                 self._records.write(record(call, result))
         self._failures.count(result)
@@ -205,6 +235,11 @@ def _build_manager(config: DictConfig, reward_router_address: str | None, limits
             "RewardLoopManagerBase"
         )
     return built
+
+
+def _reserved(info: dict[str, Any]) -> dict[str, Any]:
+    """What the reward loop itself wrote of a sample."""
+    return {name: value for name, value in info.items() if name in RESERVED_KEYS}
 
 
 def _post_processing(manager: Any) -> ScoringFunction | None:
@@ -464,6 +499,21 @@ class RewardWorkers:
             return [self._get(group) for group in pending]
         except RayActorError as error:
             raise RewardLoopError(f"a reward worker kept dying in post_process_scores: {error}") from error
+
+    def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
+        """The rewards of samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit; see
+        `RewardWorker.reject`.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed; or the worker
+                keeps dying.
+        """
+        pending = self.handles[0].reject.remote(rewards, problems, accepted)
+        self._wait_for([pending])
+        try:
+            return self._get(pending)
+        except RayActorError as error:
+            raise RewardLoopError(f"a reward worker kept dying while it counted rejected rewards: {error}") from error
 
     def _get(self, answer: Any) -> Any:
         try:

@@ -33,6 +33,16 @@ class Uneven(Seeded):
         return output
 
 
+class Twofold(Seeded):
+    """The first session of each prompt has two outputs."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
+        last = await super().run(sampling_params, priority, **kwargs)
+        if kwargs["session_id"]:
+            return last
+        return [await super().run(sampling_params, priority, **{**kwargs, "session_id": "first"}), last]
+
+
 class Timed(SingleTurnAgentLoop):
     """Writes down from when to when it generated."""
 

@@ -40,3 +40,8 @@ class Hangs(Length):
 class NotANumber(Length):
     async def run_single(self, data: Any) -> dict:
         return {"reward_score": float("nan"), "reward_extra_info": {}}
+
+
+class InfiniteParts(Length):
+    async def run_single(self, data: Any) -> dict:
+        return {"reward_score": 1.0, "reward_extra_info": {"token_level_scores": [float("inf")]}}

@@ -55,6 +55,31 @@ class Mixed:
         return halve_all_but_the_best(scores)
 
 
+LOST = range(3)
+"""The prompts whose judge always fails, for `in_parts`."""
+
+
+async def in_parts(solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
+    """Scores most responses, with a score for the one turn. Fails on some, leaves some unscored, and gives some scores
+    for three turns."""
+    value = number(solution_str)
+    score = trained_score(solution_str, extra_info["index"])
+    _log(output=solution_str, gts=ground_truth, score=score, split=extra_info["split"])
+    if score is not None:
+        return {"score": score, "turn_level_scores": [score]}
+    if value % 7 == 2:
+        return {"score": 50.0, "turn_level_scores": [10.0, 20.0, 20.0]}
+    if value % 7 == 0:
+        return None
+    raise ValueError(f"no score for {value}")
+
+
+def trained_score(solution_str: str, index: int) -> float | None:
+    """What a response that `in_parts` judges is trained with; None if it is masked."""
+    value = number(solution_str)
+    return (value % 100) / 100 if index not in LOST and value % 7 > 2 else None
+
+
 class Slow(Mixed):
     """As :class:`Mixed`, after up to a second; the first response to the first prompt of training only after the
     trainer has begun with other groups."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,17 @@ def train(
     policy: Path,
     *overrides: str,
     function: str,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end."""
+    """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
+
+    Args:
+        directory: receives what the run writes.
+        policy: the directory of the model.
+        *overrides: options, as on the command line.
+        function: the name of the reward function in ``rewards.py``.
+        environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "train.parquet").exists():
         write_data(directory)
@@ -113,12 +123,14 @@ def train(
         f"custom_reward_function.name={function}",
         *overrides,
     ]
-    environment = os.environ | {
+    environment = {
+        **os.environ,
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
         "HF_HUB_OFFLINE": "1",
         # Ray's workers import the agent loops.
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **(environment or {}),
     }
     with subprocess.Popen(
         command,

@@ -80,6 +80,7 @@ def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
 def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run) -> None:
     steps = [run.steps[step] for step in range(1, 5)]
     assert [metrics["reward_pipeline/off_policy_steps"] for metrics in steps] == [0, 1, 1, 1]
+    assert [metrics["reward_pipeline/off_policy_share"] for metrics in steps] == [0, 1, 1, 1]
     deviations = [abs(metrics["rollout_corr/rollout_is_mean"] - 1) for metrics in steps]
     assert deviations[0] < 1e-4 < max(deviations[1:])
 

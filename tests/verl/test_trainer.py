@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl import trainer
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
+from reward_loop.limits.failures import FailureBound
+from reward_loop.managers.policy import fail_reward
+from reward_loop.verl import pipeline, tq_batches, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.token_rewards import place
+from reward_loop.verl.training_workers import MaskingTrainingWorker, masking
 from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -41,42 +48,171 @@ def test_parts_are_placed_and_add_up_to_the_reward(mask: torch.Tensor, info: dic
         assert result.tolist() == placed
 
 
-@pytest.mark.parametrize("info", [{"turn_level_scores": [1]}, {"token_level_scores": [1, 1]}])
-def test_parts_that_do_not_fit_are_refused(info: dict) -> None:
-    with pytest.raises(ValueError, match="and the response has"):
+@pytest.mark.parametrize(
+    ("info", "problem"),
+    [
+        ({"turn_level_scores": [1]}, "1 turn_level_scores, and the response has 2 turns"),
+        ({"token_level_scores": [1, 1]}, "2 token_level_scores, and the response has 7 tokens"),
+        ({"turn_level_scores": [1, float("nan")]}, "must be a list of finite numbers"),
+        ({"turn_level_scores": 3.0}, "must be a list of finite numbers"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(info: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         place(2.0, TOOL, info)
 
 
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, torch.Tensor]]:
-    rows: dict[str, dict[str, torch.Tensor]] = {}
+Rows = dict[str, dict[str, Any]]
 
-    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    rows: Rows = {}
+
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
+        fields = {field: [rows[key][field] for key in keys] for field in select_fields}
         return {
-            field: torch.nested.as_nested_tensor([rows[key][field] for key in keys], layout=torch.jagged)
-            for field in select_fields
+            field: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+            if isinstance(values[0], torch.Tensor)
+            else values
+            for field, values in fields.items()
         }
 
     def put(keys: list[str], partition_id: str, fields: Any) -> None:
         for field in fields.keys():  # noqa: SIM118
-            for key, value in zip(keys, fields[field].unbind(), strict=True):
-                rows[key][field] = value
+            values = fields[field].unbind() if isinstance(fields[field], torch.Tensor) else list(fields[field])
+            for key, value in zip(keys, values, strict=True):
+                rows[key][field] = getattr(value, "data", value) if isinstance(fields.get(field), list) else value
 
     monkeypatch.setattr(trainer, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+    monkeypatch.setattr(tq_batches, "tq", trainer.tq)
     return rows
 
 
-def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: dict[str, dict[str, torch.Tensor]]) -> None:
-    for key, mask in {"q_0_0": SINGLE, "q_0_1": TOOL, "q_1_0": TOOL, "q_2_0": SINGLE}.items():
-        queue[key] = {"response_mask": mask, "rm_scores": torch.tensor([0.0] * (len(mask) - 1) + [2.0])}
-    parts = {"turn_level_scores": [1.0, 0.5], "reward_masked": False}
-    infos = {"q_0_0": parts, "q_0_1": parts, "q_1_0": {"turn_level_scores": [1.0]}, "q_2_0": {"score": 2.0}}
+def row(mask: torch.Tensor, score: float, /, **info: Any) -> dict[str, Any]:
+    """A row of TransferQueue, with its reward at the last token."""
+    scores = torch.zeros(len(mask))
+    scores[-1] = score
+    info = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", **info}
+    return {
+        "response_mask": mask,
+        "loss_mask": mask,
+        "responses": torch.ones_like(mask),
+        "rm_scores": scores,
+        "extra_fields": {"turns": 1, "reward_extra_info": info},
+    }
+
+
+def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: Rows) -> None:
+    parts = {"turn_level_scores": [1.0, 0.5]}
+    queue |= {
+        "q_0_0": row(SINGLE, 2.0, **parts),
+        "q_0_1": row(TOOL, 2.0, **parts),
+        "q_2_0": row(SINGLE, 2.0, score=2.0),
+    }
+    infos = {key: fields["extra_fields"]["reward_extra_info"] for key, fields in queue.items()}
     trainer._place_parts(SimpleNamespace(partition_id="train"), infos)
     assert queue["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
     assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 0.5, 0.5]
     assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
-    assert (infos["q_1_0"]["reward_masked"], infos["q_1_0"]["reward_outcome"]) == (True, "failed")
-    assert "q_1_0: the function returned 1 turn_level_scores" in infos["q_1_0"]["reward_error"]
+
+
+class Workers:
+    """Stands where the reward workers are, and applies a policy as they do."""
+
+    def __init__(self, policy: str) -> None:
+        self.options = RewardLoopConfig(on_failed=policy, default_score=-1.0)  # type: ignore[arg-type]
+        self.accepted = 0
+
+    def reject(self, rewards: list[Any], problems: list[str], accepted: int) -> list[Any]:
+        self.accepted += accepted
+        bound = FailureBound.of_options(self.options)
+        return [
+            fail_reward({"reward_score": 0.0, "reward_extra_info": {}}, ScoringError(problem), bound, self.options)
+            for problem in problems
+        ]
+
+
+def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask") -> tuple[Any, dict[str, Any]]:
+    """What the trainer computes with GRPO for the rows of the queue: itself, and the metrics."""
+
+    def compute(self: Any, batch: Any, metrics: dict) -> None:
+        last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
+        scores = {session: float(queue[key]["rm_scores"].sum()) for session, key in last.items()}
+        mean, deviation = np.mean(list(scores.values())), np.std(list(scores.values()), ddof=1)
+        for key in batch.keys:
+            advantage = (scores[key.rsplit("_", 1)[0]] - mean) / deviation
+            queue[key]["advantages"] = advantage * queue[key]["response_mask"]
+            queue[key]["returns"] = queue[key]["advantages"]
+
+    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", compute)
+    run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
+    run.config = settled("algorithm.adv_estimator=grpo")
+    run._infos, run._pending_rewards, run._post_processes, run.global_steps = {}, None, False, 1
+    run.reward_workers = Workers(policy)
+    metrics: dict[str, Any] = {}
+    batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
+    run._compute_advantage(batch, metrics)
+    return run, metrics
+
+
+@pytest.fixture
+def rejected(queue: Rows) -> Rows:
+    """The rewards 1, 2, 3, and 9, whose parts do not fit. The session with the 9 has two outputs."""
+    bad = {"turn_level_scores": [9.0], "score": 9.0}
+    for session, score in enumerate((1.0, 2.0, 3.0)):
+        queue[f"q_{session}_0"] = row(TOOL, score, turn_level_scores=[score / 2, score / 2], score=score)
+    queue["q_3_0"], queue["q_3_1"] = row(SINGLE, 9.0, **bad), row(TOOL, 9.0, **bad)
+    return queue
+
+
+def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline(
+    rejected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, metrics = advantages(rejected, monkeypatch)
+    for key in ("q_3_0", "q_3_1"):
+        for field in ("advantages", "returns", "response_mask", "loss_mask", "rm_scores"):
+            assert not rejected[key][field].any(), f"{key}: {field}"
+        info = rejected[key]["extra_fields"]["reward_extra_info"]
+        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+        assert "q_3_1: the function returned 1 turn_level_scores" in info["reward_error"]
+        assert rejected[key]["extra_fields"]["turns"] == 1
+    assert [float(rejected[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [0, 0, 1]
+    assert float(rejected["q_0_0"]["advantages"].min()) == -1
+    assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
+    assert metrics["reward_loop/score/mean"] == 2.0
+    assert run.reward_workers.accepted == 3
+
+
+def test_a_session_whose_parts_do_not_fit_gets_the_default_score_if_the_policy_says_so(
+    rejected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, metrics = advantages(rejected, monkeypatch, "default")
+    assert rejected["q_3_0"]["rm_scores"].tolist() == [0, 0, 0, -1]
+    assert rejected["q_3_1"]["rm_scores"].tolist() == [0, 0, 0, 0, 0, 0, -1]
+    assert float(rejected["q_3_0"]["advantages"].min()) < float(rejected["q_0_0"]["advantages"].min()) < 0
+    assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
+
+
+def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
+    rejected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RewardLoopError, match="q_3_1: the function returned 1 turn_level_scores"):
+        advantages(rejected, monkeypatch, "raise")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async", "reward_pipeline"])
+def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> None:
+    options = (f"trainer.v1.trainer_mode={mode}", "critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True")
+    run: Any = object.__new__(trainer.with_reward_loop(get_trainer_cls(mode)))
+    run.config = settled(*options)
+    run._init_resource_pool_mgr()
+    assert Role.Critic in run.role_worker_mapping
+    for role, remote in run.role_worker_mapping.items():
+        worker = remote.__ray_actor_class__
+        trains = worker if role is Role.Critic else worker.actor_worker_cls
+        assert issubclass(trains, MaskingTrainingWorker), role
+        assert masking(worker) is worker
 
 
 @pytest.mark.parametrize(

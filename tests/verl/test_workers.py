@@ -241,6 +241,83 @@ async def test_a_failure_of_post_processing_stops_the_run_if_the_policy_says_so(
     assert "nine is too much" in str(await worker.fatal_error())
 
 
+REJECTED: list[Any] = [
+    {
+        "reward_score": 9.0,
+        "reward_extra_info": {
+            "score": 9.0,
+            "turn_level_scores": [9.0],
+            "reward_outcome": "scored",
+            "reward_masked": False,
+            "reward_seconds": 2.0,
+            "reward_attempts": 3,
+        },
+    }
+]
+PROBLEM = "sample x_3_1: the function returned 1 turn_level_scores, and the response has 2 turns"
+
+
+@pytest.mark.parametrize(("on_failed", "masked", "score"), [("mask", True, 0.0), ("default", False, -1.0)])
+async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
+    policy: str, on_failed: str, masked: bool, score: float
+) -> None:
+    options = (f"reward_loop.on_failed={on_failed}", "reward_loop.default_score=-1.0")
+    worker = RewardWorker(settled(policy, *verl_manager("Length", *options)), None)
+    (reward,) = await worker.reject(REJECTED, [PROBLEM], accepted=3)
+    assert reward["reward_score"] == score
+    info = reward["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"], info["reward_error"]) == ("failed", masked, PROBLEM)
+    assert (info["reward_seconds"], info["reward_attempts"]) == (2.0, 3)
+    assert not {"score", "turn_level_scores"} & info.keys()
+    assert await worker.fatal_error() is None
+
+
+async def test_a_reward_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(policy: str) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager("Length", "reward_loop.on_failed=raise")), None)
+    with pytest.raises(RewardLoopError, match="x_3_1: the function returned 1 turn_level_scores"):
+        await worker.reject(REJECTED, [PROBLEM], accepted=0)
+    assert PROBLEM in str(await worker.fatal_error())
+
+
+async def test_rewards_whose_parts_do_not_fit_count_towards_the_bound_on_failures(policy: str) -> None:
+    options = ("reward_loop.min_samples_for_failed_share=4", "reward_loop.max_failed_share=0.5")
+    worker = RewardWorker(settled(policy, *verl_manager("Length", *options)), None)
+    await worker.reject(REJECTED * 2, [PROBLEM] * 2, accepted=2)
+    with pytest.raises(TooManyFailuresError, match=r"turn_level_scores.*3 of the last 5"):
+        await worker.reject(REJECTED, [PROBLEM], accepted=0)
+    assert "3 of the last 5" in str(await worker.fatal_error())
+
+
+async def test_parts_of_a_manager_written_for_verl_are_checked(policy: str) -> None:
+    worker = RewardWorker(settled(policy, *verl_manager("InfiniteParts")), None)
+    info = (await worker.compute_score(rollout("four")))["reward_extra_info"]
+    assert info["reward_outcome"] == "failed"
+    assert "token_level_scores must be a list of finite numbers" in info["reward_error"]
+
+
+POST_PROCESSES_PARTS = """
+class compute_score:
+    def compute_score(self, solution_str):
+        return {"score": float(solution_str), "turn_level_scores": [float(solution_str)]}
+
+    def post_process_scores(self, scores):
+        raise ValueError("no")
+"""
+
+
+async def test_the_default_score_of_a_failed_group_has_no_parts(policy: str, tmp_path: Path) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(POST_PROCESSES_PARTS)
+    worker = RewardWorker(
+        settled(policy, f"custom_reward_function.path={function}", "reward_loop.on_failed=default"), None
+    )
+    reward = await worker.compute_score(rollout("2"))
+    assert reward["reward_extra_info"]["turn_level_scores"] == [2.0]
+    (failed,) = await worker.post_process([reward], ["x_0_0"])
+    assert failed["reward_score"] == 0.0
+    assert "turn_level_scores" not in failed["reward_extra_info"]
+
+
 def test_post_processing_beside_a_manager_written_for_verl_is_refused(policy: str, tmp_path: Path) -> None:
     function = tmp_path / "f.py"
     function.write_text(POST_PROCESSES)

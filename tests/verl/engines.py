@@ -1,0 +1,275 @@
+"""verl's own training workers and engines on a tiny model, one process a rank, without Ray and without a trainer.
+
+    python -m tests.verl.engines MODEL DIRECTORY RANKS CASE...
+
+runs the cases of `CASES` one after the other, each with a new worker, and records their updates in DIRECTORY/CASE (see
+:mod:`tests.verl.minibatches`), with the metrics that the worker returned in ``metrics.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.verl import minibatches
+
+VOCABULARY = 256
+LENGTHS = (3, 7, 5, 9, 2, 6, 11, 4)
+"""Tokens of the responses of a mini-batch. The longest one is masked in most cases."""
+MASKED = (1, 4, 6)
+"""The rows that are masked in most cases, in each rank's half at least one."""
+MICRO_BATCH = 2
+"""Rows of a micro-batch, where a case has no other."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `train_mini_batch`."""
+
+    actor: dict[str, Any] = field(default_factory=dict)
+    """Options of verl's `ActorConfig`, or of its `CriticConfig`."""
+    critic: bool = False
+    masked: tuple[tuple[int, ...], ...] = (MASKED,)
+    """The masked rows of each mini-batch of eight rows."""
+    rejected: tuple[int, ...] = ()
+    """Rows of the first mini-batch that verl's rejection sampling rejects: ``response_mask`` alone is zero."""
+    micro_batch: int = MICRO_BATCH
+    without_masked: bool = False
+    """Whether the masked rows do not exist at all. For one mini-batch on one rank."""
+
+
+EVERY = tuple(range(len(LENGTHS)))
+
+AGGREGATIONS = {
+    "token-mean": {"loss_agg_mode": "token-mean"},
+    "token-sum": {"loss_agg_mode": "token-sum"},
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 16},
+    "seq-mean-token-sum-norm-longest": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+}
+POLICY_LOSSES = (
+    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
+)
+
+CASES = {
+    **{f"actor-{name}": Case(options) for name, options in AGGREGATIONS.items()},
+    **{f"critic-{name}": Case(options, critic=True) for name, options in AGGREGATIONS.items()},
+    **{
+        f"policy-loss-{name}{suffix}": Case(
+            {"policy_loss": {"loss_mode": name, "dro_beta": 0.1}}, micro_batch=size, without_masked=without
+        )
+        for name in POLICY_LOSSES
+        for suffix, size, without in (("", len(LENGTHS), False), ("-alone", len(LENGTHS) - len(MASKED), True))
+    },
+    "actor-masked-micro-batch": Case({"loss_agg_mode": "seq-mean-token-mean"}, masked=((2, 3),)),
+    "actor-unmasked": Case(masked=((),)),
+    "actor-rejected": Case({"loss_agg_mode": "seq-mean-token-mean"}, rejected=(0,)),
+    "actor-all-rejected": Case(masked=((), ()), rejected=EVERY),
+    **{
+        f"{kind}-masked-{place}": Case(critic=kind == "critic", masked=masked)
+        for kind in ("actor", "critic")
+        for place, masked in {
+            "first": (EVERY, MASKED),
+            "middle": (MASKED, EVERY, MASKED),
+            "last": (MASKED, MASKED, EVERY),
+            "everywhere": (EVERY, EVERY),
+        }.items()
+    },
+}
+
+
+def _rows(case: Case, model: Path) -> dict[str, list[torch.Tensor]]:
+    """The rows of a case by field."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    draw = torch.Generator().manual_seed(0)
+    made: dict[str, list[torch.Tensor]] = {}
+
+    def add(**fields: torch.Tensor) -> None:
+        for name, value in fields.items():
+            made.setdefault(name, []).append(value)
+
+    for number, masked in enumerate(case.masked):
+        for row, length in enumerate(LENGTHS):
+            prompt = torch.randint(0, VOCABULARY, (3 + row % 2,), generator=draw)
+            response = torch.randint(0, VOCABULARY, (length,), generator=draw)
+            keep = int(row not in masked)
+            mask = torch.full((length,), keep)
+            if length > 4:
+                mask[2] = 0  # as of a tool
+            add(
+                prompts=prompt,
+                responses=response,
+                input_ids=torch.cat([prompt, response]),
+                position_ids=torch.arange(len(prompt) + length),
+                loss_mask=mask,
+                response_mask=mask * 0 if number == 0 and row in case.rejected else mask,
+                advantages=torch.randn(1, generator=draw).expand(length) * keep,
+                returns=torch.randn(length, generator=draw) * keep,
+                values=torch.randn(length, generator=draw),
+                # Close to those of the policy, so that no ratio is clipped.
+                old_log_probs=_log_probs(policy, prompt, response) + 0.02 * torch.randn(length, generator=draw),
+                uid=torch.tensor(number),
+                session_id=torch.tensor(row),
+            )
+    return made
+
+
+@torch.no_grad()
+def _log_probs(policy: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    tokens = torch.cat([prompt, response])
+    log_probs = policy(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(1, tokens[1:, None])[-len(response) :, 0]
+
+
+def _batch(case: Case, model: Path, rank: int, ranks: int) -> Any:
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    own = len(LENGTHS) // ranks
+    everything = range(len(LENGTHS) * len(case.masked))
+    mine = [i for i in everything if rank * own <= i % len(LENGTHS) < (rank + 1) * own]
+    if case.without_masked:
+        mine = [i for i in mine if i not in case.masked[0]]
+    fields = {
+        name: (
+            torch.stack([values[i] for i in mine])
+            if values[0].dim() == 0
+            else torch.nested.as_nested_tensor([values[i] for i in mine], layout=torch.jagged)
+        )
+        for name, values in _rows(case, model).items()
+    }
+    data = TensorDict(fields, batch_size=len(mine))
+    size = len(mine) * ranks // len(case.masked)
+    tu.assign_non_tensor(
+        data,
+        global_batch_size=size,
+        mini_batch_size=size,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+        temperature=1.0,
+    )
+    return data
+
+
+def _worker(case: Case, model: Path) -> Any:
+    from verl.workers.config import (
+        ActorConfig,
+        CriticConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        PolicyLossConfig,
+        TrainingWorkerConfig,
+    )
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
+    from reward_loop.verl.training_workers import MaskingTrainingWorker
+
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    config = TrainingWorkerConfig(
+        model_type="value_model" if case.critic else "language_model",
+        model_config=HFModelConfig(
+            path=str(model),
+            use_remove_padding=False,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            model_dtype="fp32",
+            mixed_precision=precision,
+            use_torch_compile=False,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=case.micro_batch,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=100, clip_grad=1e6),
+    )
+    worker = MaskingTrainingWorker(config)
+    worker.reset()
+    options = dict(case.actor)
+    if "policy_loss" in options:
+        options["policy_loss"] = PolicyLossConfig(**options["policy_loss"])
+    shared = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": case.micro_batch, **options}
+    if case.critic:
+        # Without clipping of values, so that the loss is (v - R)^2 / 2.
+        loss = partial(value_loss, config=CriticConfig(**shared, cliprange_value=1e6, model=config.model_config))
+    else:
+        loss = partial(ppo_loss, config=ActorConfig(**shared, rollout_n=1))
+    worker.set_loss_fn(loss)
+    return worker
+
+
+def _run(model: Path, directory: Path, rank: int, ranks: int, names: list[str]) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
+
+    for name in names:
+        case = CASES[name]
+        minibatches.install(directory / name)
+        worker = _worker(case, model)
+        torch.manual_seed(0)
+        output = worker.train_mini_batch(_batch(case, model, rank, ranks))
+        if rank == 0:
+            metrics = {key: getattr(value, "values", value) for key, value in tu.get(output, "metrics").items()}
+            (directory / name / "metrics.json").write_text(json.dumps(metrics, default=float))
+
+
+def run(model: Path, directory: Path, ranks: int = 1, names: list[str] | None = None) -> None:
+    """Runs cases in processes of their own and waits for their end."""
+    names = list(CASES) if names is None else names
+    for name in names:
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tests.verl.engines", str(model), str(directory), str(ranks), *names]
+    environment = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with (directory / f"log-{ranks}").open("w+") as log:
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        codes = [process.wait(timeout=600) for process in processes]
+        log.seek(0)
+        assert codes == [0] * ranks, log.read()[-5000:]
+
+
+def _main() -> None:
+    model, directory, ranks, *names = sys.argv[1:]
+    torch.distributed.init_process_group(
+        backend="cpu:gloo",
+        rank=int(os.environ["RANK"]),
+        world_size=int(ranks),
+        init_method=f"file://{directory}/meeting-{ranks}",
+    )
+    _run(Path(model), Path(directory), int(os.environ["RANK"]), int(ranks), names)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()

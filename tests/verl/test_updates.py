@@ -1,0 +1,158 @@
+"""Advantages, masks and gradients of real updates, recomputed in float64 from what verl's engines received."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.verl import rewards
+from tests.verl.minibatches import Update, recording, updates
+from tests.verl.recompute import difference, gradient, learnt, norm
+from tests.verl.runs import Run, agent_loop, train
+
+pytestmark = pytest.mark.integration
+
+STEPS = (1, 2)
+N = 4
+ROWS = 2 * N
+"""Rows of a mini-batch."""
+KL_COEF = 0.01
+
+MODES = {
+    "sync": ("seq-mean-token-mean", 1, ()),
+    "reward_pipeline": ("token-mean", 2, ("trainer.v1.reward_pipeline.order=submission",)),
+}
+"""By trainer mode: the loss aggregation, the data-parallel ranks and more options."""
+
+Session = tuple[str, int]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(mode: str, tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """Three of eight prompts fail in the first step. Of the others, some responses fail, are unscored or have parts
+    that do not fit. The first session of each prompt has two outputs."""
+    aggregation, ranks, options = MODES[mode]
+    directory = tmp_path_factory.mktemp(mode)
+    (directory / "updates").mkdir()
+    return train(
+        directory,
+        tiny_generative_model,
+        f"trainer.v1.trainer_mode={mode}",
+        *options,
+        f"trainer.n_gpus_per_node={ranks}",
+        f"trainer.total_training_steps={max(STEPS)}",
+        "trainer.val_before_train=False",
+        "data.shuffle=False",
+        "reward_loop.max_failed_share=1.0",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        f"actor_rollout_ref.actor.kl_loss_coef={KL_COEF}",
+        f"actor_rollout_ref.actor.loss_agg_mode={aggregation}",
+        *agent_loop("twofold"),
+        function="in_parts",
+        environment=recording(directory / "updates"),
+    )
+
+
+@pytest.fixture(scope="module")
+def made(run: Run) -> list[Update]:
+    assert run.returncode == 0, run.output[-5000:]
+    return updates(run.directory / "updates")
+
+
+def sessions(run: Run, step: int) -> dict[Session, list[dict[str, Any]]]:
+    """The outputs of each session of a step."""
+    outputs: dict[Session, list[dict[str, Any]]] = defaultdict(list)
+    for row in sorted(run.rollouts(step), key=lambda row: int(row["uid"].rsplit("_", 1)[1])):
+        if not row["uid"].startswith("pad"):
+            prompt, session, _ = row["uid"].rsplit("_", 2)
+            outputs[prompt, int(session)].append(row)
+    return dict(outputs)
+
+
+def expected_advantages(run: Run, step: int) -> dict[Session, float]:
+    """GRPO by hand, of the sessions that are trained on."""
+    groups: dict[str, dict[Session, float]] = defaultdict(dict)
+    for session, outputs in sessions(run, step).items():
+        index = (int(outputs[-1]["gts"]) - 1) // 2
+        score = rewards.trained_score(outputs[-1]["output"], index)
+        if score is not None:
+            groups[session[0]][session] = score
+    advantages = {}
+    for scores in groups.values():
+        if len(scores) > 1:  # who is left alone has no baseline
+            mean, deviation = statistics.mean(scores.values()), statistics.stdev(scores.values())
+            advantages |= {session: (score - mean) / (deviation + 1e-6) for session, score in scores.items()}
+    return advantages
+
+
+def test_what_is_masked_and_what_is_learnt_is_what_the_function_said(run: Run, made: list[Update]) -> None:
+    expected = {session: value for step in STEPS for session, value in expected_advantages(run, step).items()}
+    outputs = {session: len(rows) for step in STEPS for session, rows in sessions(run, step).items()}
+    assert len(expected) < len(outputs)
+    trained: Counter[Session] = Counter()
+    for update in made:
+        learning = set(learnt(update))
+        for row, session in enumerate(update.keys):
+            masks = [update.rows[name][row] for name in ("response_mask", "loss_mask")]
+            advantages = update.rows["advantages"][row].double()
+            if row in learning:
+                trained[session] += 1
+                assert all(mask.all() for mask in masks)
+                assert torch.allclose(advantages, torch.full_like(advantages, expected[session]), atol=1e-4)
+            else:
+                assert session not in expected
+                assert not any(mask.any() for mask in (*masks, advantages))
+    assert trained == Counter({session: outputs[session] for session in expected})
+
+
+def test_a_reward_whose_parts_do_not_fit_is_trained_on_nowhere(run: Run) -> None:
+    rejected = 0
+    for step in STEPS:
+        for outputs in sessions(run, step).values():
+            text, index = outputs[-1]["output"], (int(outputs[-1]["gts"]) - 1) // 2
+            if index not in rewards.LOST and rewards.number(text) % 7 == 2:
+                rejected += 1
+            assert all(row["score"] == pytest.approx(rewards.trained_score(text, index) or 0.0) for row in outputs)
+    assert rejected, "the case is there"
+
+
+def test_each_gradient_is_that_of_the_rows_that_are_not_masked(
+    mode: str, run: Run, made: list[Update], tiny_generative_model: Path
+) -> None:
+    aggregation, ranks, _ = MODES[mode]
+    for update in made:
+        assert update.ranks == ranks
+        assert len(update.keys) == ROWS
+        by_hand = gradient(tiny_generative_model, update, aggregation, kl_coef=KL_COEF)
+        assert norm(by_hand) > 1e-6
+        assert difference(by_hand, update.gradient) < 1e-3
+
+
+def test_weights_move_in_updates_only_and_not_for_mini_batches_without_a_score(
+    mode: str, run: Run, made: list[Update]
+) -> None:
+    assert all(learnt(update) for update in made)
+    for earlier, later in pairwise(made):
+        assert all(later.before[name].equal(earlier.after[name]) for name in later.before)
+    steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
+    counts = Counter(next(steps[uid] for uid, _ in update.keys if uid in steps) for update in made)
+    for step in STEPS:
+        rows = sum(map(len, sessions(run, step).values()))
+        skipped = -(-rows // ROWS) - counts[step]
+        assert run.steps[step]["actor/skipped_share"] == pytest.approx(skipped / (skipped + counts[step]))
+        assert run.steps[step]["actor/pg_loss"] == run.steps[step]["actor/pg_loss"], "not a number"
+        # In the order of submission, the three prompts without a score fill the first mini-batch.
+        assert skipped or (mode, step) != ("reward_pipeline", 1)
