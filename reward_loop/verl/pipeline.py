@@ -161,7 +161,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
         with self._listener.lock:
-            self._progress.start_step(time.monotonic())
+            self._progress.start_step()
         if self._actions is None:
             # verl ends after the last epoch, too.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
@@ -382,7 +382,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] += self._progress.judging_s(time.monotonic())
+            self._seconds["judging"] += self._progress.judging_s()
             metrics["reward_pipeline/rewards_pending"] = self._progress.pending
             metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
             metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
