@@ -32,7 +32,7 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.progress import Progress, Refills, StepTimes
-from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
@@ -94,14 +94,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._actions: Iterator[Action] | None = None
         self._batch: _Batch | None = None
         self._seconds: dict[str, float] = {}
+        # Validation waits in verl's buffer.
+        self.replay_buffer.checks.append(lambda: self._listener.raise_error())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
-
-    def _build_replay_buffer(self) -> Any:
-        """verl's buffer, which validation waits in, with an eye on the agent loop workers."""
-        buffer = super()._build_replay_buffer()
-        Patience(buffer, lambda: self._listener.raise_error())
-        return buffer
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -334,7 +330,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         part_metrics: dict = {}
         if rows:
             try:
-                with _added_timer("adv", timing_raw):
+                with added_seconds("adv", timing_raw):
                     self._compute_advantage(select(batch.whole, rows + padding), metrics=part_metrics)
             except NothingToLearnError as error:
                 batch.nothing = error
@@ -345,10 +341,13 @@ class RewardPipelineTrainer(PPOTrainerSync):
         multiple = self._get_required_batch_multiple(self._data_parallel_size())
         full = len(batch.rows) // multiple * multiple
         now, batch.rows = batch.rows[:full], batch.rows[full:]
-        if not batch.barren.issuperset(now):
-            self._update(self._balanced(batch, now), part_metrics, timing_raw)
-            batch.updates += 1
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
+        if not batch.barren.issuperset(now):
+            # Of other rows than the advantages: those that earlier parts left, without those that this part leaves.
+            update_metrics: dict = {}
+            self._update(self._balanced(batch, now), update_metrics, timing_raw)
+            batch.updates += 1
+            batch.metrics.add_step_metrics(update_metrics, sample_count=len(now))
 
     def _leave_out(self, batch: _Batch, rows: list[int]) -> None:
         """Lets nothing be learnt from some rows."""
@@ -365,17 +364,16 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:
-            with _added_timer("update_critic", timing_raw):
+            with added_seconds("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)
         if self.config.trainer.critic_warmup <= self.global_steps:
-            with _added_timer("update_actor", timing_raw):
+            with added_seconds("update_actor", timing_raw):
                 self._update_actor(copy(rows), metrics=metrics)
 
     def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
         if not batch.updates and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        metrics.update(self._reward_metrics())
         if self.use_critic:
             metrics["critic/lr"] = self.critic_wg.lr_scheduler_step()[0]
         if self.config.trainer.critic_warmup <= self.global_steps:
@@ -469,7 +467,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:
         """Adds the seconds to a part of the step, and to verl's timing of that name."""
         began = time.monotonic()
-        with _added_timer(name, timing_raw):
+        with added_seconds(name, timing_raw):
             try:
                 yield
             finally:
@@ -479,13 +477,3 @@ class RewardPipelineTrainer(PPOTrainerSync):
 def _uid(key: str) -> str:
     """The prompt of a trajectory's key, ``{uid}_{session}_{index}``."""
     return key.split("_")[0]
-
-
-@contextmanager
-def _added_timer(name: str, timing_raw: dict) -> Iterator[None]:
-    """``marked_timer`` for what runs several times a step: seconds add up."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.monotonic() - began

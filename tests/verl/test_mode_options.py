@@ -10,6 +10,7 @@ from reward_loop.verl.mode_options import (
     RewardQueueOptions,
     has_reward_queue,
     pipeline_options,
+    poll_interval,
     queue_shares,
     reward_queue_options,
     stall_timeout,
@@ -70,3 +71,11 @@ def test_without_a_queue(override: str) -> None:
 def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settled(*GRPO, *overrides)
+
+
+def test_the_polling_interval_is_an_option() -> None:
+    assert poll_interval(settled()) == 0.2
+    assert poll_interval(settled("trainer.v1.sampler.poll_interval_s=2")) == 2.0
+    for wrong in ("0", "-1", "soon", "True", "null"):
+        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s=.*positive number"):
+            settled(f"trainer.v1.sampler.poll_interval_s={wrong}")
