@@ -8,6 +8,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.verl.mode_options import (
     PipelineOptions,
     RewardQueueOptions,
+    check_mode,
     has_reward_queue,
     pipeline_options,
     poll_interval,
@@ -74,8 +75,14 @@ def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: s
 
 
 def test_the_polling_interval_is_an_option() -> None:
-    assert poll_interval(settled()) == 0.2
-    assert poll_interval(settled("trainer.v1.sampler.poll_interval_s=2")) == 2.0
-    for wrong in ("0", "-1", "soon", "True", "null"):
+    config = settled()
+    assert poll_interval(config) == 0.2
+    for interval in (2, 0.5):
+        config.trainer.v1.sampler.poll_interval_s = interval
+        assert poll_interval(config) == interval
+    for wrong in (0, -1, "soon", True, None):
+        config.trainer.v1.sampler.poll_interval_s = wrong
         with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s=.*positive number"):
-            settled(f"trainer.v1.sampler.poll_interval_s={wrong}")
+            check_mode(config)
+    del config.trainer.v1.sampler.poll_interval_s
+    assert poll_interval(config) == 0.2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.errors import ConfigError
-from tests.verl.checks import check_scores, expected_advantages, groups, texts
+from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, groups, texts
 from tests.verl.configs import configuration, settled
 from tests.verl.runs import Run, agent_loop, train
 
@@ -71,6 +71,7 @@ def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:
 def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
     for step in range(1, 5):
         check_scores(run.rollouts(step))
+        check_reward_metrics(run.steps[step], run.rollouts(step))
         advantages = expected_advantages(run.rollouts(step))
         assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
