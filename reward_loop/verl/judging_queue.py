@@ -25,6 +25,8 @@ class Places:
     def __init__(self, count: int) -> None:
         self.left = count
         """How many have not been used."""
+        self.judged = False
+        """Whether a rollout of the prompt was given to a judge."""
 
 
 class JudgingQueue:

@@ -44,8 +44,8 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         capacity, in_flight = queue_shares(self.config)
-        by_group = any(client.by_group for client in self.reward_loop_worker_handles)
-        self._queue = JudgingQueue(capacity, None if by_group else in_flight)
+        self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
+        self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._places: dict[str, Places] = {}
         self._step = 0
         """The training step that will take the next rollouts."""
@@ -100,9 +100,12 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if outputs[-1].reward_score is not None:
             return await super()._compute_score(outputs, kwargs)
         async with self._queue.turn(places, step=_version(outputs, kwargs)):
-            if self._will_be_evicted(int(kwargs["global_steps"])):
+            # A manager that waits for all rollouts of a prompt must get all of them.
+            half_judged = self._by_group and places.judged
+            if self._will_be_evicted(int(kwargs["global_steps"])) and not half_judged:
                 _leave_unscored(outputs[-1])
             else:
+                places.judged = True
                 await super()._compute_score(outputs, kwargs)
         return None
 

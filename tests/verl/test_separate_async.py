@@ -55,7 +55,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
             },
         }
     )
-    worker._step = 0
+    worker._step, worker._by_group = 0, False
     worker._queue = JudgingQueue(capacity=2, in_flight=1)
     worker._places = {}
     worker.judging, worker.judged = [], asyncio.Event()
@@ -133,6 +133,18 @@ async def test_rollouts_that_will_be_evicted_are_not_judged(
     for one in outputs:
         assert one.extra_fields.get("reward_extra_info", {}).get("reward_masked", False) is (judged == 0)
         assert one.reward_score == (None if judged else 0.0)
+
+
+async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(worker: Any) -> None:
+    worker.config.trainer.v1.sampler = {"max_off_policy_strategy": "drop", "max_off_policy_threshold": 2}
+    worker._by_group = True
+    worker.judged.set()
+    for uid, steps in {"a": (5, 6), "b": (6, 6)}.items():
+        async with worker._queue.places(2) as worker._places[uid]:
+            for session, step in enumerate(steps):
+                await worker.start_step(step)
+                await worker._compute_score([output()], {"uid": uid, "global_steps": 4, "session_id": session})
+    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0), ("a", 1)]
 
 
 def test_the_workers_learn_which_step_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
