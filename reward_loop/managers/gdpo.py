@@ -50,10 +50,12 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         return failed_after(result, InvalidScoreError(problem, sample=sample, function=self.function.name))
 
     def to_reward(self, result: RewardResult) -> Reward:
-        """As any manager; where the sample has no score, each of its rewards is what the policy makes of that."""
+        """Return verl's reward. Under the policy ``default``, each reward of a sample without a score is the default
+        score. A masked sample gets no such rewards: their means would count them."""
         reward = super().to_reward(result)
-        if result.score is None:
-            reward["reward_extra_info"].update(dict.fromkeys(self.reward_keys, reward["reward_score"]))
+        info = reward["reward_extra_info"]
+        if result.score is None and not info["reward_masked"]:
+            info.update(dict.fromkeys(self.reward_keys, reward["reward_score"]))
         return reward
 
 

@@ -162,7 +162,6 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             final.extra_fields["reward_extra_info"] = {
                 "reward_outcome": str(Outcome.FAILED),
                 "reward_masked": True,
-                "reward_seconds": 0.0,
                 "reward_error": f"{type(error).__name__}: {error}",
             }
             self._take_reward(outputs, session)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ray.util.placement_group import PlacementGroup
 
@@ -15,6 +14,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.serving.manager import ServedRewardModel, serve_reward_model
 from reward_loop.serving.reservation import SharedGpus
 from reward_loop.verl.cluster import accelerator
+from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.router_address import RouterAddress, router_address
 
 __all__ = ["ColocatedRewardModel"]
@@ -60,26 +60,19 @@ class ColocatedRewardModel:
         return self._stack.enter_context(router_address(address, self._config, self._workers))
 
     @contextmanager
-    def awake(self, metrics: dict[str, Any] | None = None) -> Iterator[None]:
+    def awake(self, metrics: dict[str, float] | None = None) -> Iterator[None]:
         """Wakes the model, and puts it to sleep again.
 
         Args:
-            metrics: gets the seconds of both.
+            metrics: the seconds of both are added to it.
 
         Raises:
             ServerError: a server did not wake, or did not go to sleep.
         """
         metrics = {} if metrics is None else metrics
-        with _seconds(metrics, "reward_loop/model_wake_s"):
+        with added_seconds("reward_loop/model_wake_s", metrics):
             self._model.wake()
         # Where judging fails the run ends, and the servers with it.
         yield
-        with _seconds(metrics, "reward_loop/model_sleep_s"):
+        with added_seconds("reward_loop/model_sleep_s", metrics):
             self._model.sleep()
-
-
-@contextmanager
-def _seconds(metrics: dict[str, Any], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    metrics[name] = time.monotonic() - began

@@ -25,6 +25,8 @@ class Places:
     def __init__(self, count: int) -> None:
         self.left = count
         """How many have not been used."""
+        self.judged = False
+        """Whether a rollout of the prompt was given to a judge."""
 
 
 class JudgingQueue:
@@ -78,16 +80,23 @@ class JudgingQueue:
             if not taken:
                 self.queue.withdraw(entry)
 
-    def metrics(self, current_step: int) -> dict[str, float]:
-        """Figures for a logger: the queue's, and those of all that has no reward yet."""
+    def metrics(self, current_step: int, updates_per_step: int = 1) -> dict[str, float]:
+        """Metrics for a logger: of the queue, and of all rollouts that have no reward yet.
+
+        Args:
+            current_step: the version of the current weights.
+            updates_per_step: how many updates lie between two versions of the weights. Staleness counts updates.
+        """
         everything = Staleness.of([*self.queue.steps, *(entry.step for entry in self._judging)], current_step)
         queue = self.queue.metrics(current_step)
-        del queue["reward_queue/paused"]  # nobody pauses it
+        del queue["reward_queue/paused"]  # this queue is never paused
+        for name in ("reward_queue/staleness_max", "reward_queue/staleness_mean"):
+            queue[name] *= updates_per_step
         return {
             **queue,
             "reward_queue/judging": len(self._judging),
-            "reward_queue/all_staleness_max": everything.max,
-            "reward_queue/all_staleness_mean": everything.mean,
+            "reward_queue/all_staleness_max": everything.max * updates_per_step,
+            "reward_queue/all_staleness_mean": everything.mean * updates_per_step,
         }
 
 

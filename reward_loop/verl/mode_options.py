@@ -19,6 +19,7 @@ __all__ = [
     "check_mode",
     "has_reward_queue",
     "pipeline_options",
+    "poll_interval",
     "queue_shares",
     "reward_queue_options",
     "stall_timeout",
@@ -29,6 +30,13 @@ PIPELINE_MODE = "reward_pipeline"
 
 REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
 """The options of the queue between generation and judging."""
+
+
+POLL_INTERVAL = "trainer.v1.sampler.poll_interval_s"
+"""The option for the seconds between two polls of verl's replay buffer."""
+
+POLL_INTERVAL_S = 0.2
+"""Its default. verl polls every 2 s, which is a large part of a short step."""
 
 
 class PipelineOptions(Config):
@@ -100,6 +108,18 @@ def stall_timeout(config: DictConfig) -> tuple[float | None, str]:
     return timeout, f"{REWARD_QUEUE}.stall_timeout_s"
 
 
+def poll_interval(config: DictConfig) -> float:
+    """Seconds between two polls of verl's replay buffer.
+
+    Raises:
+        ConfigError: the option is not a positive number.
+    """
+    interval = OmegaConf.select(config, POLL_INTERVAL, default=POLL_INTERVAL_S)
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
+        raise ConfigError(f"{POLL_INTERVAL}={interval}: it must be a positive number of seconds")
+    return float(interval)
+
+
 def queue_shares(config: DictConfig) -> tuple[int, int]:
     """Each agent loop worker's share of the queue: how many rollouts it may hold, and have judged at a time."""
     options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
@@ -118,6 +138,7 @@ def check_mode(config: DictConfig) -> None:
     Raises:
         ConfigError: an option is malformed, or contradicts the mode; the message names it and what to set instead.
     """
+    poll_interval(config)
     mode = config.trainer.v1.trainer_mode
     if mode == PIPELINE_MODE:
         _check_pipeline(config)

@@ -33,7 +33,7 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
 from reward_loop.verl.progress import Progress, Refills, StepTimes
-from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
@@ -96,14 +96,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._actions: Iterator[Action] | None = None
         self._batch: _Batch | None = None
         self._seconds: dict[str, float] = {}
+        # Validation waits in verl's buffer.
+        self.replay_buffer.checks.append(lambda: self._listener.raise_error())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
-
-    def _build_replay_buffer(self) -> Any:
-        """verl's buffer, which validation waits in, with an eye on the agent loop workers."""
-        buffer = super()._build_replay_buffer()
-        Patience(buffer, lambda: self._listener.raise_error())
-        return buffer
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -163,7 +159,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
         with self._listener.lock:
-            self._progress.start_step(time.monotonic())
+            self._progress.start_step()
         if self._actions is None:
             # verl ends after the last epoch, too.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
@@ -346,7 +342,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         part_metrics: dict = {}
         if rows:
             try:
-                with _added_timer("adv", timing_raw):
+                with added_seconds("adv", timing_raw):
                     self._compute_advantage(select(batch.whole, rows + padding), metrics=part_metrics)
                 batch.learnable = True
             except NothingToLearnError as error:
@@ -401,24 +397,23 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:
-            with _added_timer("update_critic", timing_raw):
+            with added_seconds("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)
         if self.config.trainer.critic_warmup <= self.global_steps:
-            with _added_timer("update_actor", timing_raw):
+            with added_seconds("update_actor", timing_raw):
                 self._update_actor(copy(rows), metrics=metrics)
 
     def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
         if not batch.learnable and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        metrics.update(self._reward_metrics())
         if self.use_critic:
             metrics["critic/lr"] = self.critic_wg.lr_scheduler_step()[0]
         if self.config.trainer.critic_warmup <= self.global_steps:
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] += self._progress.judging_s(time.monotonic())
+            self._seconds["judging"] += self._progress.judging_s()
             metrics["reward_pipeline/rewards_pending"] = self._progress.pending
             metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
             metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
@@ -507,7 +502,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:
         """Adds the seconds to a part of the step, and to verl's timing of that name."""
         began = time.monotonic()
-        with _added_timer(name, timing_raw):
+        with added_seconds(name, timing_raw):
             try:
                 yield
             finally:
@@ -517,13 +512,3 @@ class RewardPipelineTrainer(PPOTrainerSync):
 def _uid(key: str) -> str:
     """The prompt of a trajectory's key, ``{uid}_{session}_{index}``."""
     return key.split("_")[0]
-
-
-@contextmanager
-def _added_timer(name: str, timing_raw: dict) -> Iterator[None]:
-    """``marked_timer`` for what runs several times a step: seconds add up."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.monotonic() - began

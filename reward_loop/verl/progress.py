@@ -31,13 +31,9 @@ class Progress:
         self.failure = ""
         """The latest session that failed and has no trajectory, and why."""
         self._out: dict[str, float] = {}
-        """The sessions whose rewards are out, and since when."""
-        self._out_since = 0.0
-        self._out_s = 0.0
-        self._came: list[float] = []
-        """When rewards came since the last `start_step`."""
-        self._longest = 0.0
-        """The longest time that one of those had been out."""
+        """Sessions whose rewards have not arrived, and the time at which each reward was requested."""
+        self._arrived: list[tuple[float, float]] = []
+        """The rewards that arrived since the last `start_step`: the time of the request and of the arrival."""
 
     @property
     def _stages(self) -> tuple[set[str], ...]:
@@ -55,19 +51,14 @@ class Progress:
                 stage.add(uid)
 
     def happened(self, event: Event, at: float) -> None:
-        """Takes an event in. ``at`` is in seconds, on any clock that does not jump."""
+        """Records an event. ``at`` is in seconds, on a clock that does not jump."""
         kind, name = event
         self.events += 1
         if kind == "judging":
-            if not self._out:
-                self._out_since = at
             self._out[name] = at
             self.most_pending = max(self.most_pending, self.pending)
         elif kind == "judged":
-            self._longest = max(self._longest, at - self._out.pop(name))
-            self._came.append(at)
-            if not self._out:
-                self._out_s += at - self._out_since
+            self._arrived.append((self._out.pop(name), at))
         elif kind == "failed":
             self.failure = name
         else:
@@ -75,26 +66,30 @@ class Progress:
             for stage in self._stages[:ended]:
                 stage.discard(name)
 
-    def start_step(self, at: float) -> None:
-        """A training step begins."""
+    def start_step(self) -> None:
+        """Starts the counts of a training step."""
         self.most_pending = self.pending
-        self._out_s = self._longest = 0.0
-        self._out_since = at
-        self._came = []
+        self._arrived = []
 
-    def judging_s(self, at: float) -> float:
-        """Seconds that judging what was judged since the step began would have taken, had all of it been there at once.
+    def judging_s(self) -> float:
+        """Seconds of judging for the rewards that arrived since the step began, if
+        all of them had been requested at once.
 
-        That is as long as the longest of it took, or longer, if the judges give out no more than so many rewards a
-        second: as many as in the shortest time in which half of the rewards came. It is not longer than rewards were
-        out. Where judges are idle now and then, or few are at work, that does not count.
+        A reward counts in the step in which it arrives, with all the seconds since its request, those before the step
+        included. Judging takes as long as the slowest of these rewards, or longer if judges return a limited number of
+        rewards a second. That rate is taken from the shortest time in which half of the rewards arrived. The result is
+        at most the time during which at least one of these rewards was pending. Times in which judges are idle, or
+        only a few of them work, do not count.
         """
-        out_s = self._out_s + (at - self._out_since if self._out else 0.0)
-        half = len(self._came) // 2
-        fastest = min(
-            (later - sooner for sooner, later in zip(self._came, self._came[half:], strict=False)), default=0.0
-        )
-        return min(out_s, max(self._longest, fastest * len(self._came) / half if half else 0.0))
+        if not self._arrived:
+            return 0.0
+        longest = max(arrived - requested for requested, arrived in self._arrived)
+        arrivals = sorted(arrived for _, arrived in self._arrived)
+        half = len(arrivals) // 2
+        if not half:
+            return longest
+        fastest = min(later - sooner for sooner, later in zip(arrivals, arrivals[half:], strict=False))
+        return min(_union_s(self._arrived), max(longest, fastest * len(arrivals) / half))
 
     def oldest(self, now: float) -> float:
         """For how many seconds a reward has been out, at the most."""
@@ -164,6 +159,15 @@ class Losses:
         return self._bound is not None and self.in_a_row > self._bound
 
 
+def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The seconds that lie in at least one of the intervals."""
+    total, covered_until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Where the seconds of a training step went. They add up to the step, but for what verl does between the parts."""
@@ -178,13 +182,13 @@ class StepTimes:
     """Everything between the rollouts and the next step's, the wait excluded: log-probabilities, values, advantages,
     updates, and the synchronisation of weights."""
     judging: float
-    """What judging takes by itself; see `Progress.judging_s`."""
+    """The judging of the rewards that arrived in the step, by itself; see `Progress.judging_s`."""
 
     @property
     def floor(self) -> float:
-        """Seconds that the step would have taken, had all its judging been hidden: generation and training, or
-        judging. Neither is longer than the step."""
-        return max(self.generation + self.training, self.judging)
+        """Seconds that the step would have taken with all its judging hidden: generation and training, or judging,
+        whichever is longer. Judging that began before the step may be longer than the step; the floor never is."""
+        return max(self.generation + self.training, min(self.judging, self.step))
 
     def metrics(self) -> dict[str, float]:
         """The names and values for verl's logger."""

@@ -1,72 +1,165 @@
-"""How long verl's replay buffer waits for rollouts and their rewards: by itself, for ever."""
+"""verl's replay buffer with a bounded wait, a polling interval, and a filter of groups that ignores masked samples.
+
+verl waits indefinitely for rollouts and their rewards, and replaces groups that failed indefinitely.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
 
-from reward_loop.errors import RewardLoopError
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC, ReplayBuffer
 
-__all__ = ["Patience"]
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.types import Outcome
+
+__all__ = ["RewardReplayBuffer", "extend"]
 
 NAMED_PROMPTS = 5
 """How many prompts an error message names."""
 
 
-class Patience:
-    """Looks in at every poll of a replay buffer while it waits.
+class RewardReplayBuffer(ReplayBuffer):
+    """Overrides of verl's replay buffer. Mixed in before the class of a buffer by :func:`extend`.
 
     Args:
-        buffer: verl's replay buffer; its pause between two polls is replaced.
-        look: called at every poll; what it raises ends the wait.
-        stall_timeout_s: the wait ends when, for so many seconds of it, no prompt began or ended and no rollout with its
-            reward came; ``None`` waits for ever.
-        option: the name of ``stall_timeout_s`` for messages.
+        buffer: the buffer whose state is taken over.
+        poll_interval_s: seconds between two polls. verl's ``poll_interval`` keeps its value: in the mode
+            ``separate_async``, verl compares it with the time of a wait to decide whether the trainer was idle.
+        stall_timeout_s: the wait ends with an error when, for this many seconds of it, no prompt started or ended and
+            no rollout with its reward arrived; ``None`` waits indefinitely.
+        stall_option: the name of ``stall_timeout_s`` for messages.
+        post_process: applies ``post_process_scores`` to the trajectories of finished groups; called before groups are
+            filtered by their rewards.
     """
 
+    poll_interval: float
+
     def __init__(
-        self, buffer: Any, look: Callable[[], None], stall_timeout_s: float | None = None, option: str = ""
+        self,
+        buffer: ReplayBuffer,
+        *,
+        poll_interval_s: float,
+        stall_timeout_s: float | None = None,
+        stall_option: str = "",
+        post_process: Callable[[KVBatchMeta], None] | None = None,
     ) -> None:
-        self._buffer = buffer
-        self._look = look
+        self.__dict__.update(vars(buffer))
+        self.checks: list[Callable[[], None]] = []
+        """Called at every poll. An error that one of them raises ends the wait."""
+        self.check_failed_groups: Callable[[Collection[str], Collection[str]], None] | None = None
+        """Called with the failed and the finished groups of training before groups are evicted."""
+        self._poll_interval_s = poll_interval_s
         self._stall_timeout_s = stall_timeout_s
-        self._option = option
-        self._pause = buffer._wait_for_next_poll
+        self._stall_option = stall_option
+        self._post_process = post_process
         self._state: Any = None
         self._quiet = 0.0
-        """Seconds of waiting since something happened; the trainer's other work does not count."""
-        buffer._wait_for_next_poll = self._wait
+        """Seconds of waiting since the last change. Other work of the trainer does not count."""
 
-    def _wait(self, partition_id: str, last_debug_time: float) -> float:
-        self._look()
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        for check in self.checks:
+            check()
         waiting = self._waiting(partition_id)
-        state = (partition_id, waiting, len(self._buffer.partitions[partition_id]))
+        state = (partition_id, waiting, len(self.partitions[partition_id]))
         if state != self._state:
             self._state, self._quiet = state, 0.0
         if self._stall_timeout_s is not None and self._quiet > self._stall_timeout_s:
             raise RewardLoopError(self._stalled(partition_id, sorted(waiting)))
         began = monotonic()
+        verls_interval, self.poll_interval = self.poll_interval, self._poll_interval_s
         try:
-            return self._pause(partition_id, last_debug_time)
+            return super()._wait_for_next_poll(partition_id, last_debug_time)
         finally:
+            self.poll_interval = verls_interval
             self._quiet += monotonic() - began
 
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
+        if self.check_failed_groups is not None and partition_id == "train":
+            self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+    def _dapo_filtered_keys(self, partition_id: str) -> Any:
+        if partition_id != "val" and self.filter_groups_metric is not None:
+            self._classify_groups(partition_id, self.filter_groups_metric)
+        return super()._dapo_filtered_keys(partition_id)
+
+    def _classify_groups(self, partition_id: str, metric: str) -> None:
+        """Decides which finished groups are filtered: those with two or more samples that are not masked, all of which
+        have the same value of the metric.
+
+        verl would count the reward 0 of a masked sample, and stop the run if a masked sample lacks another metric. A
+        group with a failed or unscored sample that is not masked and lacks the metric is kept. A group with a scored
+        sample that lacks it is left to verl, which stops the run.
+        """
+        decided = self._dapo_classification_cache[partition_id]
+        new = self.finished_keys[partition_id] - decided.keys()
+        partition = self.partitions[partition_id]
+        keys = [key for key in partition if key.split("_")[0] in new]
+        if not keys:
+            return
+        by_reward = metric == FILTER_GROUPS_REWARD_METRIC
+        if by_reward and self._post_process is not None:
+            self._post_process(KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys]))
+        fields = ["extra_fields", "rm_scores"] if by_reward else ["extra_fields"]
+        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
+        rewards = [float(scores.sum()) for scores in data["rm_scores"]] if by_reward else [None] * len(keys)
+        values: dict[str, dict[str, float]] = {key.split("_")[0]: {} for key in keys}
+        kept, undecided = set(), set()
+        for key, extra, reward in zip(keys, data["extra_fields"], rewards, strict=True):
+            uid, session, _ = key.rsplit("_", 2)
+            info = getattr(extra, "data", extra).get("reward_extra_info") or {}
+            value = reward if by_reward else info.get(metric)
+            if info.get("reward_masked"):
+                continue
+            if value is not None:
+                values[uid][session] = float(value)
+            elif info.get("reward_outcome") in (Outcome.FAILED, Outcome.UNSCORED):
+                kept.add(uid)
+            else:
+                undecided.add(uid)
+        for uid in values.keys() - undecided:
+            scores = list(values[uid].values())
+            alike = uid not in kept and len(scores) > 1 and min(scores) == max(scores)
+            decided[uid] = scores[0] if alike else None
+
     def _waiting(self, partition_id: str) -> frozenset[str]:
-        """The prompts of which a rollout or a reward is missing."""
-        return frozenset(self._buffer.pending_keys[partition_id] | self._buffer.running_keys[partition_id])
+        """The prompts that lack a rollout or a reward."""
+        return frozenset(self.pending_keys[partition_id] | self.running_keys[partition_id])
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
         what = "validation" if partition_id == "val" else "training"
         lines = []
         for uid in prompts[:NAMED_PROMPTS]:
-            there = {key.split("_")[1] for key in self._buffer.partitions[partition_id] if key.split("_")[0] == uid}
-            lines.append(f"prompt {uid}: rewards of rollouts {', '.join(sorted(there)) or 'none'} are there")
+            there = {key.split("_")[1] for key in self.partitions[partition_id] if key.split("_")[0] == uid}
+            lines.append(f"prompt {uid}: rewards of rollouts {', '.join(sorted(there)) or 'none'} have arrived")
         if len(prompts) > NAMED_PROMPTS:
-            lines.append(f"and {len(prompts) - NAMED_PROMPTS} prompts more")
+            lines.append(f"and {len(prompts) - NAMED_PROMPTS} more prompts")
         listed = "\n  ".join(lines)
         return (
             f"nothing happened for {self._quiet:.0f} s while {what} waited for {len(prompts)} prompts "
-            f"({self._option}={self._stall_timeout_s:g}). reward_loop.watchdog_s logs what rewards are at. "
-            f"Missing:\n  {listed}"
+            f"({self._stall_option}={self._stall_timeout_s:g}). reward_loop.watchdog_s logs the samples that are being "
+            f"scored. Missing:\n  {listed}"
         )
+
+
+def extend(buffer: Any, **options: Any) -> RewardReplayBuffer:
+    """A buffer of verl's, or of the user's own subclass, with the overrides of `RewardReplayBuffer`.
+
+    Args:
+        buffer: a new buffer.
+        options: as `RewardReplayBuffer` takes them.
+
+    Raises:
+        ConfigError: the class of ``trainer.v1.sampler.custom_sampler`` is not a subclass of verl's ReplayBuffer.
+    """
+    cls = type(buffer)
+    if not issubclass(cls, ReplayBuffer):
+        raise ConfigError(
+            f"trainer.v1.sampler.custom_sampler.name={cls.__name__}: the class must inherit from "
+            "verl.trainer.ppo.v1.replay_buffer.ReplayBuffer or ReplayBufferAsync"
+        )
+    return type(f"Reward{cls.__name__}", (RewardReplayBuffer, cls), {})(buffer, **options)

@@ -7,6 +7,7 @@ is an error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode
 from reward_loop.verl.reward_model import check_reward_model
 
 __all__ = ["reward_loop_options", "settle", "without_reward"]
+
+logger = logging.getLogger(__name__)
+
+VERL_GRAD_CLIP = 1.0
+"""verl's default of ``grad_clip``, which says nothing of what the user wants."""
 
 _MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -67,6 +73,12 @@ _UNUSED = {
 }
 """Old keys without a successor, and what to do instead."""
 
+_GRAD_CLIPS = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+}
+"""Keys that verl's V1 trainer accepts and ignores -> those that take effect."""
+
 
 def settle(config: DictConfig, given: Collection[str] = ()) -> None:
     """Moves the keys that users write to where they take effect, in place, and checks them.
@@ -89,6 +101,7 @@ def settle(config: DictConfig, given: Collection[str] = ()) -> None:
     for key, advice in _UNUSED.items():
         if OmegaConf.select(config, key) is not None:
             raise ConfigError(f"{key} has no effect: {advice}")
+    _warn_of_grad_clips(config)
     overridden = {override.lstrip("+~").partition("=")[0] for override in given}
     moved = dict(_MOVED)
     for key in config.reward_model.get("rollout") or {}:
@@ -149,6 +162,17 @@ def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden:
     if not decided and current not in (default, value):
         raise ConfigError(f"{old}={value} contradicts {new}={current}: give one of them")
     OmegaConf.update(config, new, value, force_add=True)
+
+
+def _warn_of_grad_clips(config: DictConfig) -> None:
+    """Warns where gradients are not clipped at the norm that the user gave."""
+    for ignored, effective in _GRAD_CLIPS.items():
+        value, clipped_at = _select(config, ignored), _select(config, effective)
+        if value is not None and clipped_at is not None and value not in (VERL_GRAD_CLIP, clipped_at):
+            logger.warning(
+                "%s=%s has no effect in verl's V1 trainer: gradients are clipped at %s=%s. Set that instead",
+                *(ignored, value, effective, clipped_at),
+            )
 
 
 def _choose_pipeline(config: DictConfig) -> None:

@@ -8,19 +8,21 @@ generated. What waits has been handed to the rollout, so that verl counts it in 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 import ray
+from omegaconf import DictConfig
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.types import Outcome
 from reward_loop.verl.judging_queue import JudgingQueue, Places, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, reward_queue_options
 from reward_loop.verl.progress import Losses
-from reward_loop.verl.replay_buffer import Patience
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -42,18 +44,28 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         capacity, in_flight = queue_shares(self.config)
-        by_group = any(client.by_group for client in self.reward_loop_worker_handles)
-        self._queue = JudgingQueue(capacity, None if by_group else in_flight)
+        self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
+        self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._places: dict[str, Places] = {}
+        self._step = 0
+        """The training step that will take the next rollouts."""
         self._failure = ""
 
     async def last_failure(self) -> str:
         """The latest session that failed, and why."""
         return self._failure
 
+    async def start_step(self, step: int) -> None:
+        """Takes note of the training step that will take the next rollouts."""
+        self._step = step
+
     async def queue_metrics(self, step: int) -> dict[str, float]:
-        """The queue's figures since the last call, ``step`` being the version of the weights now."""
-        metrics = self._queue.metrics(step)
+        """The queue's metrics since the last call.
+
+        Args:
+            step: the version of the current weights. ``parameter_sync_step`` updates lie between two versions.
+        """
+        metrics = self._queue.metrics(step, self.config.trainer.v1.separate_async.parameter_sync_step)
         self._queue.queue.start_step()
         return metrics
 
@@ -88,8 +100,34 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if outputs[-1].reward_score is not None:
             return await super()._compute_score(outputs, kwargs)
         async with self._queue.turn(places, step=_version(outputs, kwargs)):
-            await super()._compute_score(outputs, kwargs)
+            # A manager that waits for all rollouts of a prompt must get all of them.
+            half_judged = self._by_group and places.judged
+            if self._will_be_evicted(int(kwargs["global_steps"])) and not half_judged:
+                _leave_unscored(outputs[-1])
+            else:
+                places.judged = True
+                await super()._compute_score(outputs, kwargs)
         return None
+
+    def _will_be_evicted(self, prompt_step: int) -> bool:
+        """Whether verl's replay buffer is sure to evict the rollouts of a prompt that was drawn in this step."""
+        sampler = self.config.trainer.v1.sampler
+        threshold = sampler.max_off_policy_threshold
+        return (
+            sampler.max_off_policy_strategy == "drop"
+            and threshold is not None
+            and self._step - prompt_step + 1 > threshold
+        )
+
+
+def _leave_unscored(output: Any) -> None:
+    """Ends a rollout without judging it. It is masked, in case the replay buffer keeps it."""
+    output.reward_score = 0.0
+    output.extra_fields["reward_extra_info"] = {
+        "reward_outcome": str(Outcome.UNSCORED),
+        "reward_masked": True,
+        "reward_error": "not judged: older than trainer.v1.sampler.max_off_policy_threshold allows",
+    }
 
 
 def _version(outputs: list[Any], kwargs: dict) -> int:
@@ -107,7 +145,14 @@ class QueueAgentLoopManager(AgentLoopManagerTQ):
 
 
 class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
-    """verl's trainer for separate devices, which logs the queue."""
+    """verl's trainer for separate devices. It logs the queue's metrics, and ends a run that cannot go on."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        most = reward_queue_options(config).max_refills
+        self._losses = Losses(None if most is None else most * config.data.train_batch_size)
+        self.replay_buffer.checks.append(self._raise_death)
+        self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
     def on_init_end(self) -> None:
         """Refuses what the queue cannot do, which is known when the reward workers have loaded their manager."""
@@ -126,25 +171,14 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         self._deaths = [worker.until_death.remote() for worker in self._agent_loop_workers]
         super().fit(agent_loop_manager)
 
-    def _build_replay_buffer(self) -> Any:
-        """verl's buffer, with an eye on the agent loop workers, and on what it throws out."""
-        buffer = super()._build_replay_buffer()
-        Patience(buffer, self._raise_death)
-        most = reward_queue_options(self.config).max_refills
-        losses = Losses(None if most is None else most * self.config.data.train_batch_size)
-        throw_out = buffer._evict_terminal_groups
-
-        def throw_out_unless_all_fail(step: int, partition: str, reasons: Any) -> Any:
-            if partition == "train" and losses.exhausted(len(reasons[2]), buffer.finished_keys[partition]):
-                raise RewardLoopError(
-                    f"{losses.in_a_row} groups failed one after the other, and what replaced them, too "
-                    f"({REWARD_QUEUE}.max_refills={most}, times data.train_batch_size="
-                    f"{self.config.data.train_batch_size}). {self._last_failure()}"
-                )
-            return throw_out(step, partition, reasons)
-
-        buffer._evict_terminal_groups = throw_out_unless_all_fail
-        return buffer
+    def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
+        """Ends a run whose groups, and those that replace them, fail one after the other."""
+        if self._losses.exhausted(len(failed), finished):
+            raise RewardLoopError(
+                f"{self._losses.in_a_row} groups failed one after the other, and what replaced them, too "
+                f"({REWARD_QUEUE}.max_refills={reward_queue_options(self.config).max_refills}, times "
+                f"data.train_batch_size={self.config.data.train_batch_size}). {self._last_failure()}"
+            )
 
     def _last_failure(self) -> str:
         asked = [worker.last_failure.remote() for worker in self._agent_loop_workers]
@@ -160,9 +194,15 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             who = f"agent loop worker {self._deaths.index(dead[0])} of {len(self._deaths)}"
             raise RewardLoopError(f"{who} is lost, and its rollouts with it")
 
+    def on_step_end(self) -> None:
+        """Sends new weights to the rollout, and tells the agent loop workers which step will train next."""
+        super().on_step_end()
+        for worker in self._agent_loop_workers:
+            worker.start_step.remote(self.global_steps + 1)
+
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
-        # By now, the rollout has the weights of this step.
+        # The rollout has the weights of this step by now.
         answers = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
         try:
             metrics.update(merge_metrics(ray.get(answers, timeout=ANSWER_S)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,19 +16,28 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from tensordict import NonTensorStack, TensorDict
 from torch.nn.utils.rnn import pad_sequence
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward
+from reward_loop.types import Reward
 from reward_loop.verl.colocated import ColocatedRewardModel
-from reward_loop.verl.filtering import keep_groups_without_metric
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
-from reward_loop.verl.mode_options import stall_timeout
-from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.mode_options import poll_interval, stall_timeout
+from reward_loop.verl.replay_buffer import extend
 from reward_loop.verl.resolve import without_reward
+from reward_loop.verl.reward_metrics import (
+    StepRewards,
+    added_seconds,
+    final_outputs,
+    session_of,
+    spread,
+    unmasked,
+    validation_metrics,
+)
 from reward_loop.verl.router_address import RouterAddress
 from reward_loop.verl.token_rewards import has_parts, misfit, place
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
@@ -35,6 +45,8 @@ from reward_loop.verl.training_workers import masking
 from reward_loop.verl.workers import RewardClient, RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
+
+logger = logging.getLogger(__name__)
 
 GROUP_ESTIMATORS = frozenset(
     {
@@ -44,9 +56,18 @@ GROUP_ESTIMATORS = frozenset(
 )
 """verl's advantage estimators whose baseline is the group's mean or the like."""
 
-POLL_INTERVAL_S = 0.2
-"""Seconds between two looks at what has been rolled out and scored. verl's own 2.0 s is not an option of its
-configuration, and is a large part of a short step."""
+RAW_SCORE = "raw_score"
+"""Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
+post-processed have it."""
+
+AGENT_OUTPUT = frozenset({"prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"})
+"""Columns of an agent loop's output that a reward worker receives."""
+
+NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
+    ("loss_mask", "rollout_log_probs", "rm_scores", "multi_modal_inputs", "teacher_ids", "teacher_logprobs")
+)
+"""Columns that an agent loop writes; all others come from the data set. Only `AGENT_OUTPUT` of them is fetched: images
+and routed experts are large."""
 
 
 class NothingToLearnError(RewardLoopError):
@@ -101,15 +122,25 @@ class RewardLoopTrainer(PPOTrainer):
         self._reward_router_address = reward_router_address
         self._colocated = colocated
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
-        self._infos: dict[str, dict[str, Any]] = {}
-        """``reward_extra_info`` of the step's trajectories that have their advantage."""
+        self._rewards = StepRewards()
+        """The rewards of the current step."""
+        self._part: Any = None
+        """The rows whose advantages were computed last."""
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
-        self.replay_buffer.poll_interval = POLL_INTERVAL_S
-        keep_groups_without_metric(self.replay_buffer)
-        # verl replaces groups that failed, for ever if need be, and asks nobody whether they all will.
-        Patience(self.replay_buffer, self._look_at_workers, *stall_timeout(self._full_config))
+        # verl replaces failed groups indefinitely, even if all replacements will fail.
+        self.replay_buffer.checks.append(self._look_at_workers)
+
+    def _build_replay_buffer(self) -> Any:
+        stall_timeout_s, stall_option = stall_timeout(self._full_config)
+        return extend(
+            super()._build_replay_buffer(),
+            poll_interval_s=poll_interval(self._full_config),
+            stall_timeout_s=stall_timeout_s,
+            stall_option=stall_option,
+            post_process=self._post_process,
+        )
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -140,21 +171,78 @@ class RewardLoopTrainer(PPOTrainer):
             assign_non_tensor_stack(batch, "group_size", _group_sizes(batch, self.config.actor_rollout_ref.rollout.n))
         return batch
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Trains. At the end, ends the agent loop workers: rollouts for later steps may still be with judges, which
+        would fail when the limits of the job end with this process."""
+        super().fit(agent_loop_manager)
+        for worker in agent_loop_manager.agent_loop_workers:
+            ray.kill(worker)
+
     def step(self, metrics: dict, timing_raw: dict) -> Any:
-        self._infos = {}
+        """One training step. Metrics of rewards are computed at its end, from the samples of all its parts."""
+        self._rewards = StepRewards()
         with self._told_by_workers():
-            return super().step(metrics, timing_raw)
+            batch = super().step(metrics, timing_raw)
+        metrics.update(self._rewards.metrics())
+        return batch
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+        """verl's local update. One whose samples all lack a score is left out, unless it is the last of a step in which
+        no sample has a score."""
+        try:
+            return super()._step_once(metrics, timing_raw, sample_batch_size)
+        except NothingToLearnError as error:
+            if self.local_trigger_step == self.parameter_sync_step - 1 and not self._rewards.trained:
+                raise
+            logger.warning("update %d of the step is left out: %s", self.local_trigger_step + 1, error)
+            zero(self._part.keys, *self._advantage_fields(), *MASKS, partition_id=self._part.partition_id)
+            return self._part
 
     def _validate(self) -> dict[str, float]:
         with self._told_by_workers():
             return super()._validate()
 
     def _val_metrics_update(
-        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list], *args: Any, **kwargs: Any
+        self,
+        data_sources: Any,
+        sample_uids: Any,
+        reward_extra_infos_dict: dict[str, list],
+        sample_turns: Any,
+        expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
-        return super()._val_metrics_update(
-            data_sources, sample_uids, _numbers_only(reward_extra_infos_dict), *args, **kwargs
+        verls = super()._val_metrics_update
+        return validation_metrics(
+            verls, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
         )
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
+    ) -> None:
+        """Writes rollouts to a file; a masked sample of a validation has no score there."""
+        infos = dict(reward_extra_infos_dict)
+        scores = unmasked(scores, infos.get("reward_masked"))
+        if "reward" in infos:
+            infos["reward"] = unmasked(infos["reward"], infos.get("reward_masked"))
+        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+        # verl counts masked samples as 0 here.
+        metrics.update(self._trained_rewards(batch.partition_id))
+
+    def _trained_rewards(self, partition_id: str) -> dict[str, float]:
+        """verl's metrics of scores and rewards, over the samples that are trained on."""
+        keys = final_outputs(self._rewards.trained)
+        if not keys:
+            return {}
+        fields = {"critic/score": "rm_scores", "critic/rewards": "rm_scores"}
+        if self.config.algorithm.use_kl_in_reward:
+            fields["critic/rewards"] = "token_level_rewards"
+        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=sorted(set(fields.values())))
+        metrics: dict[str, float] = {}
+        for name, column in fields.items():
+            metrics |= spread(name, [float(row.sum()) for row in data[column].unbind()])
+        return metrics
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
@@ -186,7 +274,8 @@ class RewardLoopTrainer(PPOTrainer):
         """Scores the whole batch after the rollout: with ``use_reward_loop=False``, or by a model on these GPUs."""
         keys, rows = _session_rows(batch)
         if self._colocated is not None:
-            with self._colocated.awake(metrics):
+            # verl would take the mean of seconds over the parts of a step.
+            with self._colocated.awake(None if metrics is None else self._rewards.seconds):
                 rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
             _write_rewards(batch, keys, rewards)
             return batch
@@ -199,19 +288,22 @@ class RewardLoopTrainer(PPOTrainer):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        self._part = copy(batch)
         if self._pending_rewards is not None:
             keys, pending = self._pending_rewards
             self._pending_rewards = None
-            _write_rewards(batch, keys, self.reward_workers.finish_batch(pending))
-        infos = _reward_infos(batch)
+            with self._apart_from_advantage("wait_reward"):
+                rewards = self.reward_workers.finish_batch(pending)
+            _write_rewards(batch, keys, rewards)
+        infos, raw_scores = _reward_infos(batch)
         changed = self._reject_parts(batch, infos)  # before the scores of a group are compared
         if self._post_processes:
-            self._post_process(batch)
+            with self._apart_from_advantage("post_process"):
+                self._post_process(batch)
         if changed or self._post_processes:
-            infos = _reward_infos(batch)
+            infos, raw_scores = _reward_infos(batch)
         _place_parts(batch, infos)
-        self._infos.update(infos)
-        metrics.update(_reward_metrics(infos))
+        self._rewards.add(infos, raw_scores)
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= _without_baseline(infos, masked)
@@ -229,6 +321,7 @@ class RewardLoopTrainer(PPOTrainer):
                 stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names)))
             super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
+        self._rewards.trained |= learned
         zero(
             [key for key in batch.keys if key not in learned],
             *(*self._advantage_fields(), *MASKS),
@@ -252,9 +345,14 @@ class RewardLoopTrainer(PPOTrainer):
             fields.append("rollout_is_weights")
         return fields
 
-    def _reward_metrics(self) -> dict[str, float]:
-        """The metrics of the step so far, for where the advantage is computed part by part."""
-        return _reward_metrics(self._infos)
+    @contextmanager
+    def _apart_from_advantage(self, name: str) -> Iterator[None]:
+        """Counts the seconds of the block as verl's timing ``name``, and not as ``adv``, which is being timed."""
+        seconds: dict[str, float] = {}
+        with added_seconds(name, seconds):
+            yield
+        self.timing_raw[name] = self.timing_raw.get(name, 0.0) + seconds[name]
+        self.timing_raw["adv"] = self.timing_raw.get("adv", 0.0) - seconds[name]
 
     def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
         """Turns the rewards whose parts do not fit turns or tokens into those of failed samples, for all outputs of the
@@ -273,10 +371,17 @@ class RewardLoopTrainer(PPOTrainer):
         return bool(rejected)
 
     def _post_process(self, batch: Any) -> None:
-        """Hands the rewards of each group to the function's ``post_process_scores``, and takes what it returns."""
+        """Replaces the rewards of the groups by what the function's ``post_process_scores`` returns. Does nothing for
+        groups that have been post-processed, and if the function has no such method."""
+        if not self._post_processes:
+            return
         keys, groups = _groups(batch)
+        if not keys:
+            return
         processed = self.reward_workers.post_process(groups, keys)
-        _write_rewards(batch, [key for group in keys for key in group], [r for group in processed for r in group])
+        flat = [key for group in keys for key in group]
+        raw_scores = {key: r["reward_score"] for key, r in zip(flat, [r for g in groups for r in g], strict=True)}
+        _write_rewards(batch, flat, [reward for group in processed for reward in group], raw_scores)
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
@@ -284,25 +389,19 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
 
 
-def _session_of(key: str) -> tuple[str, int]:
-    """Splits verl's key ``{uid}_{session}_{index}`` into session and index."""
-    session, index = key.rsplit("_", 1)
-    return session, int(index)
-
-
 def _session_rows(batch: Any) -> tuple[list[str], list[DataProto]]:
     """The rollouts of a batch as the agent loop hands them to a reward worker: one ``DataProto`` a session, a row an
     output. Returns the key of each session's last output beside it."""
     sessions: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for position, key in enumerate(batch.keys):
-        session, index = _session_of(key)
+        session, index = session_of(key)
         sessions[session].append((index, position))
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_reward_columns(batch))
     tensors = {name: list(data[name].unbind()) for name in ("prompts", "responses", "input_ids", "position_ids")}
     others = {
         name: list(data[name])
         for name in data.keys()  # noqa: SIM118  iterating a TensorDict goes over its rows
-        if not isinstance(data.get(name), torch.Tensor) and name not in ("rm_scores", "multi_modal_inputs")
+        if not isinstance(data.get(name), torch.Tensor)
     }
     keys, rows = [], []
     for outputs in sessions.values():
@@ -310,6 +409,13 @@ def _session_rows(batch: Any) -> tuple[list[str], list[DataProto]]:
         keys.append(batch.keys[positions[-1]])
         rows.append(_row(tensors, others, positions))
     return keys, rows
+
+
+def _reward_columns(batch: Any) -> list[str]:
+    """The columns that a reward worker receives: the data set's, and some of the agent loop's."""
+    # TransferQueue names the columns of a row in its answer to a write, of tags that do not change here.
+    written = tq.kv_batch_put(keys=batch.keys[:1], partition_id=batch.partition_id, tags=batch.tags[:1])
+    return [name for name in written.fields if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS]
 
 
 def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], positions: Sequence[int]) -> DataProto:
@@ -332,50 +438,57 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
 
 
 def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
-    """The rewards of a batch by group, members in order of their session, and the key of each one's last output."""
-    last: dict[str, tuple[int, str]] = {}
-    for key, tag in zip(batch.keys, batch.tags, strict=True):
-        session, index = _session_of(key)
-        if not tag.get("is_padding") and last.get(session, (-1, ""))[0] < index:
-            last[session] = (index, key)
+    """The rewards of a batch by group, members in order of their session, and the key of each one's last output.
+    Groups that have been post-processed are left out."""
+    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     members: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for session, (_, key) in last.items():
-        group, number = session.rsplit("_", 1)
+    for key in final_outputs(rows):
+        group, number = session_of(key)[0].rsplit("_", 1)
         members[group].append((int(number), key))
     keys = [[key for _, key in sorted(group)] for group in members.values()]
     flat = [key for group in keys for key in group]
+    if not flat:
+        return [], []
     data = tq.kv_batch_get(keys=flat, partition_id=batch.partition_id, select_fields=["rm_scores", "extra_fields"])
+    extra_fields = [getattr(extra, "data", extra) for extra in data["extra_fields"]]
     rewards = {
-        key: Reward(
-            reward_score=float(scores.sum()),
-            reward_extra_info=getattr(extra, "data", extra).get("reward_extra_info") or {},
-        )
-        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), data["extra_fields"], strict=True)
+        key: Reward(reward_score=float(scores.sum()), reward_extra_info=extra.get("reward_extra_info") or {})
+        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), extra_fields, strict=True)
+        if RAW_SCORE not in extra
     }
+    keys = [group for group in keys if all(key in rewards for key in group)]
     return keys, [[rewards[key] for key in group] for group in keys]
 
 
-def _write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -> None:
+def _write_rewards(
+    batch: Any, keys: Sequence[str], rewards: Sequence[Reward], raw_scores: Mapping[str, float] | None = None
+) -> None:
     """Puts the rewards of some sessions into TransferQueue: at the last token of all their outputs, as verl does.
 
     Args:
-        batch: has all outputs of the sessions.
+        batch: has all outputs of the sessions; rows of other sessions stay as they are.
         keys: an output of each session.
         rewards: of each session.
+        raw_scores: the scores before ``post_process_scores``, where the rewards are its results.
     """
-    by_session = {_session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
+    by_session = {session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
+    raw = {session_of(key)[0]: {RAW_SCORE: score} for key, score in (raw_scores or {}).items()}
     # Padding rows were made from copies of others, and carry their fields.
-    real = (key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding"))
-    rows = [key for key in real if _session_of(key)[0] in by_session]
+    rows = [
+        key
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if not tag.get("is_padding") and session_of(key)[0] in by_session
+    ]
     data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=["responses", "extra_fields"])
     scores, extra_fields = [], []
     for key, response, extra in zip(rows, data["responses"].unbind(), list(data["extra_fields"]), strict=True):
-        reward = by_session[_session_of(key)[0]]
+        reward = by_session[session_of(key)[0]]
         score = torch.zeros(len(response), dtype=torch.float32)
         score[-1:] = reward["reward_score"]
         scores.append(score)
         extra = getattr(extra, "data", extra)
-        extra_fields.append({**extra, "reward_extra_info": reward["reward_extra_info"]})
+        raw_score = raw.get(session_of(key)[0], {})
+        extra_fields.append({**extra, **raw_score, "reward_extra_info": reward["reward_extra_info"]})
     fields = TensorDict(
         {
             "rm_scores": torch.nested.as_nested_tensor(scores, layout=torch.jagged),
@@ -386,12 +499,20 @@ def _write_rewards(batch: Any, keys: Sequence[str], rewards: Sequence[Reward]) -
     tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=fields)
 
 
-def _reward_infos(batch: Any) -> dict[str, dict[str, Any]]:
-    """``reward_extra_info`` of each trajectory of a batch, without padding."""
+def _reward_infos(batch: Any) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """``reward_extra_info`` of each trajectory of a batch, without padding, and its score before
+    ``post_process_scores``."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    if not keys:
+        return {}, {}
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", "rm_scores"])
     extra_fields = [getattr(value, "data", value) for value in data["extra_fields"]]
-    return {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
+    infos = {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
+    raw_scores = {
+        key: extra.get(RAW_SCORE, float(scores.sum()))
+        for key, extra, scores in zip(keys, extra_fields, data["rm_scores"].unbind(), strict=True)
+    }
+    return infos, raw_scores
 
 
 def _place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
@@ -408,55 +529,8 @@ def _place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _keys_with_parts(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The last outputs of the sessions whose function said where parts of the reward go, masked ones left out."""
-    last = {_session_of(key)[0]: key for key in sorted(infos, key=_session_of)}
+    last = {session_of(key)[0]: key for key in sorted(infos, key=session_of)}
     return [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
-
-
-_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
-"""What the reward loop itself measures of every sample."""
-
-
-def _reward_metrics(infos: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Counts of outcomes, the mean of every number that the function returned, how long it took and waited, and how
-    often it was called.
-
-    Sessions count once. Keys may differ between samples: a mean is over those that have the key.
-    """
-    last: dict[str, tuple[int, dict[str, Any]]] = {}
-    for key, info in infos.items():
-        session, index = _session_of(key)
-        if session not in last or last[session][0] < index:
-            last[session] = (index, info)
-    counts: dict[str, float] = {f"reward_loop/{outcome}": 0 for outcome in Outcome}
-    measured: dict[str, list[float]] = defaultdict(list)
-    components: dict[str, list[float]] = defaultdict(list)
-    for _, info in last.values():
-        outcome = info.get("reward_outcome")
-        if outcome is not None:
-            counts[f"reward_loop/{outcome}"] += 1
-            for name in _MEASURED & info.keys():
-                measured[name.removeprefix("reward_")].append(info[name])
-        for name, value in info.items():
-            if _is_number(value) and name not in RESERVED_KEYS:
-                components[name].append(float(value))
-    metrics = dict(counts)
-    for name, values in measured.items():
-        metrics[f"reward_loop/{name}/mean"] = float(np.mean(values))
-        metrics[f"reward_loop/{name}/max"] = float(np.max(values))
-    return metrics | {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in components.items()}
-
-
-def _numbers_only(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Columns of which a mean can be taken. verl takes that of whatever is no text: lists and dicts would end the run.
-    By the texts of ``pred``, it counts votes."""
-    return {
-        name: [value if _is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
-        for name, values in infos.items()
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number)
 
 
 def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
@@ -465,10 +539,10 @@ def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
     members: dict[str, set[str]] = defaultdict(set)
     left: dict[str, set[str]] = defaultdict(set)
     for key in keys:
-        session, _ = _session_of(key)
+        session, _ = session_of(key)
         group = session.rsplit("_", 1)[0]
         members[group].add(session)
         if key not in masked:
             left[group].add(session)
     lone = {next(iter(sessions)) for group, sessions in left.items() if len(sessions) == 1 < len(members[group])}
-    return {key for key in keys if _session_of(key)[0] in lone}
+    return {key for key in keys if session_of(key)[0] in lone}

@@ -33,13 +33,22 @@ async def test_a_sample_that_lacks_one_has_failed(returned):
     assert "test_gdpo.py" in info["reward_error"]
 
 
-@pytest.mark.parametrize(("policy", "score"), [("mask", 0.0), ("default", -1.0)])
-async def test_without_a_score_each_reward_is_that_of_the_policy(policy, score):
-    config = {**CONFIG, "reward_loop": {"on_unscored": policy, "default_score": -1}}
+async def test_without_a_score_each_reward_is_the_default_score():
+    config = {**CONFIG, "reward_loop": {"on_unscored": "default", "default_score": -1}}
     reward = await GDPORewardLoopManager(config, compute_score=lambda: None).run_single(RewardSample("x"))
     info = reward["reward_extra_info"]
-    assert (reward["reward_score"], info["right"], info["brief"]) == (score, score, score)
-    assert info["reward_masked"] is (policy == "mask")
+    assert (reward["reward_score"], info["right"], info["brief"]) == (-1.0, -1.0, -1.0)
+    assert info["reward_masked"] is False
+
+
+async def test_a_masked_sample_has_no_made_up_rewards_that_would_count_in_means():
+    masked = {**CONFIG, "reward_loop": {"on_unscored": "mask", "on_failed": "mask"}}
+    for returned in (None, {"score": 1.0, "right": 1.0}):
+        manager = GDPORewardLoopManager(masked, compute_score=lambda value=returned: value)
+        reward = await manager.run_single(RewardSample("x"))
+        info = reward["reward_extra_info"]
+        assert (reward["reward_score"], info["reward_masked"]) == (0.0, True)
+        assert not {"right", "brief"} & info.keys()
 
 
 async def test_without_keys_it_is_as_naive():

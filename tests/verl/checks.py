@@ -36,6 +36,30 @@ def check_scores(rollouts: list[dict[str, Any]]) -> None:
         assert [row["score"] for row in group] == pytest.approx(expected)
 
 
+def trained_scores(rollouts: list[dict[str, Any]]) -> list[float]:
+    """The scores that are trained on: not of masked samples, nor of one that is left alone in its group."""
+    trained = []
+    for group in groups(rollouts).values():
+        scored = [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1]
+        trained += scored if len(scored) > 1 else []
+    return trained
+
+
+def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
+    """The metrics of scores are those of the samples, recomputed."""
+    trained = trained_scores(rollouts)
+    for name in ("critic/score", "critic/rewards"):
+        assert metrics[f"{name}/mean"] == pytest.approx(statistics.mean(trained), abs=1e-6)
+        assert metrics[f"{name}/max"] == pytest.approx(max(trained))
+        assert metrics[f"{name}/min"] == pytest.approx(min(trained))
+    numbers = [rewards.number(row["output"]) for row in rollouts]
+    raw = [number % 100 / 100 for number in numbers if number % 7 > 1]
+    assert metrics["reward_loop/raw_score/mean"] == pytest.approx(statistics.mean(raw), abs=1e-6)
+    assert metrics["reward_loop/scored"] == len(raw)
+    assert metrics["reward_loop/unscored"] == sum(number % 7 == 0 for number in numbers)
+    assert metrics["reward_loop/failed"] == sum(number % 7 == 1 for number in numbers)
+
+
 def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
     """GRPO by hand: the masked leave their group, and who is left alone has no baseline."""
     advantages = []

@@ -114,7 +114,8 @@ def _is_first(name: str) -> bool:
 class Held(Mixed):
     """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
     for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
-    training step is over. What the queue said when it was full is in the file ``queue.json``."""
+    training step is over. The last batch takes some seconds, so that it is being judged when the run ends. What the
+    queue said when it was full is in the file ``queue.json``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -127,6 +128,8 @@ class Held(Mixed):
             if last not in self._events:
                 self._events[last] = asyncio.create_task(_until(events[last]))
             await asyncio.shield(self._events[last])
+        elif self._seen > 96:
+            await asyncio.sleep(5)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 

@@ -8,8 +8,10 @@ from reward_loop.errors import ConfigError
 from reward_loop.verl.mode_options import (
     PipelineOptions,
     RewardQueueOptions,
+    check_mode,
     has_reward_queue,
     pipeline_options,
+    poll_interval,
     queue_shares,
     reward_queue_options,
     stall_timeout,
@@ -70,3 +72,17 @@ def test_without_a_queue(override: str) -> None:
 def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settled(*GRPO, *overrides)
+
+
+def test_the_polling_interval_is_an_option() -> None:
+    config = settled()
+    assert poll_interval(config) == 0.2
+    for interval in (2, 0.5):
+        config.trainer.v1.sampler.poll_interval_s = interval
+        assert poll_interval(config) == interval
+    for wrong in (0, -1, "soon", True, None):
+        config.trainer.v1.sampler.poll_interval_s = wrong
+        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s=.*positive number"):
+            check_mode(config)
+    del config.trainer.v1.sampler.poll_interval_s
+    assert poll_interval(config) == 0.2

@@ -130,10 +130,11 @@ def test_the_logged_configuration_names_the_mode(monkeypatch: pytest.MonkeyPatch
     def init(self: Any, config: Any) -> None:
         self.config, self.use_critic = config, False
         self.trainer_mode = config.trainer.v1.trainer_mode
-        self.replay_buffer = SimpleNamespace(filter_groups_metric=None, sync_refill_failed_groups=False)
+        self.replay_buffer = SimpleNamespace(filter_groups_metric=None, sync_refill_failed_groups=False, checks=[])
 
     monkeypatch.setattr(PPOTrainerSync, "__init__", init)
     trainer = RewardPipelineTrainer(settled("trainer.v1.trainer_mode=reward_pipeline"))
+    assert len(trainer.replay_buffer.checks) == 1
     # By its attribute, verl chooses the synchronous buffer and loader.
     assert (trainer.trainer_mode, trainer.config.trainer.v1.trainer_mode) == ("sync", "reward_pipeline")
 
@@ -148,6 +149,35 @@ def test_a_mini_batch_is_trained_on_when_its_groups_are_complete() -> None:
         *("advantage of ac", "update on 8 rows"),
         *("advantage of bd", "update on 8 rows"),
     ]
+
+
+class Measured(Trainer):
+    """Logs the number of an update, and of a computation of advantages."""
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> None:
+        super()._compute_advantage(batch, metrics)
+        metrics["critic/kl"] = float(sum(word.startswith("advantage") for word in self.done))
+
+    def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
+        super()._update(rows, metrics, timing_raw)
+        metrics["actor/grad_norm"] = float(sum(word.startswith("update") for word in self.done))
+
+    def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
+        metrics.update(batch.metrics.get_aggregated_metrics())
+        return super()._finish_step(batch, metrics)
+
+
+def test_metrics_of_updates_are_weighted_by_the_rows_that_were_updated() -> None:
+    # Four rows of the first two groups fill no mini-batch: they are updated with the other groups.
+    measured = Measured(PIPELINE, {"a": 6, "b": 6, "c": 2, "d": 2}, "abcd")
+    metrics: dict[str, float] = {}
+    measured.step(metrics, {})
+    assert measured.done[2:] == [
+        *("advantage of ab", "update on 8 rows"),
+        *("advantage of cd", "update on 8 rows"),
+    ]
+    assert metrics["actor/grad_norm"] == pytest.approx((8 * 1 + 8 * 2) / 16)
+    assert metrics["critic/kl"] == pytest.approx((12 * 1 + 4 * 2) / 16)
 
 
 def test_all_mini_batches_that_are_complete_are_taken_at_once() -> None:

@@ -83,7 +83,7 @@ def test_a_group_that_ends_well_begins_the_count_again() -> None:
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:
     progress = told((1, ("judging", "a_0")), (1, ("judging", "b_0")), (2, ("judged", "a_0")))
     assert (progress.pending, progress.most_pending) == (1, 2)
-    progress.start_step(2)
+    progress.start_step()
     assert progress.most_pending == 1
     progress.happened(("judged", "b_0"), 3)
     assert (progress.pending, progress.most_pending, progress.events) == (0, 1, 4)
@@ -112,10 +112,10 @@ def served(arrivals: list[float], latencies: list[float], places: int) -> Progre
 def test_without_a_queue_judging_takes_as_long_as_the_slowest_reward() -> None:
     latencies = [1.0] * 30 + [9.0]
     together = served([5.0] * 31, latencies, places=31)
-    assert together.judging_s(14) == 9
+    assert together.judging_s() == 9
     # Rewards were out for 16.5 s, because rollouts came one after the other.
     trickling = served([i / 4 for i in range(31)], latencies, places=31)
-    assert trickling.judging_s(30) == 9
+    assert trickling.judging_s() == 9
 
 
 @pytest.mark.parametrize("arriving_s", [0.0, 8.0])
@@ -124,21 +124,46 @@ def test_with_a_queue_judging_takes_as_long_as_the_judges_need_for_all(arriving_
     latencies = [draw.uniform(0.1, 0.4) for _ in range(512)]
     arrivals = sorted(draw.uniform(0, arriving_s) for _ in latencies)
     progress = served(arrivals, latencies, places=8)
-    assert progress.judging_s(100) == pytest.approx(sum(latencies) / 8, rel=0.1)
+    assert progress.judging_s() == pytest.approx(sum(latencies) / 8, rel=0.1)
 
 
-def test_judging_is_not_longer_than_rewards_were_out_in_the_step() -> None:
+def test_judging_counts_in_the_step_in_which_the_reward_arrives_with_all_its_seconds() -> None:
     progress = told((4, ("judging", "a_0")), (5, ("judging", "b_0")), (6, ("judged", "b_0")))
-    assert progress.judging_s(7) == 1
-    progress.start_step(10)
-    assert progress.judging_s(11) == 0
+    assert progress.judging_s() == 1
+    progress.start_step()
+    assert progress.judging_s() == 0
     progress.happened(("judged", "a_0"), 12)
-    assert progress.judging_s(20) == 2
+    assert progress.judging_s() == 8
     progress.happened(("judging", "b_1"), 22)
     progress.happened(("judged", "b_1"), 23)
-    assert progress.judging_s(30) == 3
-    progress.start_step(30)
-    assert progress.judging_s(40) == 0
+    assert progress.judging_s() == 9  # the two were never out at the same time
+    progress.start_step()
+    assert progress.judging_s() == 0
+
+
+def test_judging_is_not_longer_than_the_rewards_that_arrived_were_out() -> None:
+    # Two bursts of three rewards at a high rate, with a gap in which no reward was out.
+    progress = Progress()
+    for start in (0.0, 100.0):
+        for number in range(3):
+            progress.happened(("judging", f"{start}_{number}"), start)
+        for number in range(3):
+            progress.happened(("judged", f"{start}_{number}"), start + 1 + number / 10)
+    # Half of the rewards took 100 s to arrive, because nothing was requested in the gap.
+    assert progress.judging_s() == pytest.approx(2 * 1.2)
+
+
+def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None:
+    progress = told((0, ("judging", "a_0")))
+    progress.start_step()
+    progress.happened(("judged", "a_0"), 3.01)
+    times = StepTimes(step=3, generation=0.2, waiting=1.69, training=1.11, judging=progress.judging_s())
+    metrics = times.metrics()
+    assert metrics["reward_pipeline/judging_s"] == pytest.approx(3.01)
+    assert metrics["reward_pipeline/hidden_share"] == pytest.approx(1 - 1.69 / 3.01)
+    # The floor of a step is not longer than the step.
+    assert metrics["reward_pipeline/floor_s"] == pytest.approx(3)
+    assert metrics["reward_pipeline/over_floor"] == pytest.approx(0)
 
 
 def test_what_was_thrown_out_is_judged_to_its_end() -> None:
@@ -147,7 +172,7 @@ def test_what_was_thrown_out_is_judged_to_its_end() -> None:
     progress.happened(("judged", "a_0"), 2)
     progress.happened(("over", "a"), 2)
     assert progress.pending == 0
-    assert progress.judging_s(9) == 1
+    assert progress.judging_s() == 1
 
 
 def test_the_metrics_of_a_step_by_hand() -> None:

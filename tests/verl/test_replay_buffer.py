@@ -1,95 +1,234 @@
-"""How long verl's replay buffer waits."""
+"""verl's own replay buffer with the overrides of this library. TransferQueue is a dict here."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from verl.trainer.ppo.v1 import replay_buffer as verls
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl import replay_buffer
-from reward_loop.verl.replay_buffer import Patience
+from reward_loop.verl.replay_buffer import RewardReplayBuffer, extend
+
+pytestmark = pytest.mark.integration  # imports verl
 
 OPTION = "trainer.stall"
 
 
 class Clock:
+    """A clock on which a poll takes a second, and the pauses that verl asked for."""
+
     def __init__(self) -> None:
         self.now = 0.0
+        self.pauses: list[float] = []
 
     def __call__(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1
+        self.pauses.append(seconds)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(replay_buffer, "monotonic", clock)
+    monkeypatch.setattr(verls, "time", SimpleNamespace(sleep=clock.sleep, time=time.time))
     return clock
 
 
-class Buffer:
-    """The parts of verl's replay buffer that say what is there; a poll takes a second."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.polls = 0
-        self.partitions: dict[str, dict[str, dict]] = defaultdict(dict)
-        self.pending_keys: dict[str, set[str]] = defaultdict(set)
-        self.running_keys: dict[str, set[str]] = defaultdict(set)
-
-    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        self.clock.now += 1
-        self.polls += 1
-        return last_debug_time + 1
+def buffer(cls: type[ReplayBuffer] = ReplayBuffer, metric: str | None = None, **options: Any) -> RewardReplayBuffer:
+    plain = cls(
+        trainer_mode="sync",
+        trainer_config={},
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="wait",
+        sampler_kwargs={},
+        refill_fn=lambda count: None,
+        filter_groups_metric=metric,
+    )
+    return extend(plain, **{"poll_interval_s": 0.2, **options})
 
 
-def poll(buffer: Buffer, times: int, partition_id: str = "train") -> None:
+def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
+    return buffer(stall_timeout_s=stall_timeout_s, stall_option=OPTION)
+
+
+def poll(buffer: RewardReplayBuffer, times: int, partition_id: str = "train") -> None:
     for _ in range(times):
-        assert buffer._wait_for_next_poll(partition_id, 5.0) == 6.0
+        buffer._wait_for_next_poll(partition_id, time.time())
 
 
 def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> None:
-    buffer = Buffer(clock)
-    buffer.running_keys["val"] = {f"p{i}" for i in range(7)}
-    buffer.partitions["val"] = {"p1_0_0": {}, "p1_2_0": {}, "p1_2_1": {}}
-    Patience(buffer, lambda: None, 10, OPTION)
+    stalled = waiting(10)
+    stalled.running_keys["val"] = {f"p{i}" for i in range(7)}
+    stalled.partitions["val"] = {"p1_0_0": {}, "p1_2_0": {}, "p1_2_1": {}}
     with pytest.raises(RewardLoopError) as caught:
-        poll(buffer, 20, "val")
+        poll(stalled, 20, "val")
     message = str(caught.value)
     assert "11 s while validation waited for 7 prompts (trainer.stall=10)" in message
-    assert "prompt p1: rewards of rollouts 0, 2 are there" in message
-    assert "prompt p0: rewards of rollouts none are there" in message
-    assert "and 2 prompts more" in message
+    assert "prompt p1: rewards of rollouts 0, 2 have arrived" in message
+    assert "prompt p0: rewards of rollouts none have arrived" in message
+    assert "and 2 more prompts" in message
 
 
 def test_news_and_work_between_waits_do_not_count(clock: Clock) -> None:
-    buffer = Buffer(clock)
-    buffer.pending_keys["train"] = {"p"}
-    Patience(buffer, lambda: None, 10, OPTION)
+    busy = waiting(10)
+    busy.pending_keys["train"] = {"p"}
     for number in range(5):
-        poll(buffer, 9)
-        buffer.partitions["train"][f"p_{number}_0"] = {}
-    poll(buffer, 5)
+        poll(busy, 9)
+        busy.partitions["train"][f"p_{number}_0"] = {}
+    poll(busy, 5)
     clock.now += 1000  # the trainer updates
-    poll(buffer, 5)
-    assert buffer.polls == 55
+    poll(busy, 5)
+    assert len(clock.pauses) == 55
 
 
-def test_without_a_limit_it_waits_for_ever(clock: Clock) -> None:
-    buffer = Buffer(clock)
-    Patience(buffer, lambda: None, None, OPTION)
-    poll(buffer, 10_000)
-    assert buffer.polls == 10_000
+def test_without_a_limit_it_waits_indefinitely(clock: Clock) -> None:
+    poll(waiting(), 10_000)
+    assert len(clock.pauses) == 10_000
 
 
-def test_what_must_stop_the_run_ends_the_wait(clock: Clock) -> None:
-    def look() -> None:
+def test_an_error_of_a_check_ends_the_wait(clock: Clock) -> None:
+    def check() -> None:
         if clock.now > 3:
             raise RewardLoopError("too many failures")
 
-    buffer = Buffer(clock)
-    Patience(buffer, look, None, OPTION)
+    watched = waiting()
+    watched.checks.append(check)
     with pytest.raises(RewardLoopError, match="too many failures"):
-        poll(buffer, 9)
-    assert buffer.polls == 4
+        poll(watched, 9)
+    assert len(clock.pauses) == 4
+
+
+def test_the_polling_interval_is_ours_and_verls_attribute_stays(clock: Clock) -> None:
+    """verl's `separate_async` compares the time of a wait with `poll_interval` to find idle steps."""
+    polled = buffer(ReplayBufferAsync, poll_interval_s=0.05)
+    assert polled.poll_interval == 2.0
+    poll(polled, 2)
+    assert clock.pauses == [0.05, 0.05]
+    assert polled.poll_interval == 2.0
+
+
+def test_the_buffer_keeps_verls_class_and_state() -> None:
+    extended = buffer(ReplayBufferAsync)
+    assert isinstance(extended, ReplayBufferAsync)
+    assert (extended.trainer_mode, extended.max_off_policy_strategy) == ("sync", "wait")
+
+
+def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"custom_sampler.*must inherit from .*ReplayBuffer"):
+        extend(object(), poll_interval_s=1.0)
+
+
+def finished(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: dict[str, dict[str, Any]],
+    metric: str | None,
+    post_process: Callable[[Any], None] | None = None,
+) -> RewardReplayBuffer:
+    """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``."""
+
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {
+            "extra_fields": [{"reward_extra_info": rows[key]} for key in keys],
+            "rm_scores": [torch.tensor([0.0, rows[key].get("score", 0.0)]) for key in keys],
+        }
+        return {field: columns[field] for field in select_fields}
+
+    for module in (verls, replay_buffer):
+        monkeypatch.setattr(module, "tq", SimpleNamespace(kv_batch_get=get))
+    filled = buffer(metric=metric, post_process=post_process)
+    for key in rows:
+        filled.partitions["train"][key] = {"tag": key}
+        filled.finished_keys["train"].add(key.split("_")[0])
+    return filled
+
+
+def group(name: str, *scores: float | None, **info: Any) -> dict[str, dict[str, Any]]:
+    """The samples of a group; ``None`` is a masked one."""
+    masked = {"reward_outcome": "failed", "reward_masked": True}
+    return {
+        f"{name}_{i}_0": masked if score is None else {"reward_outcome": "scored", "score": score, "acc": score, **info}
+        for i, score in enumerate(scores)
+    }
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_masked_samples_do_not_count_when_groups_are_filtered(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    rows = {
+        **group("alike", 1.0, 1.0, 1.0, None),
+        **group("zeros", 0.0, None, 0.0),
+        **group("mixed", 1.0, 0.0, 1.0, None),
+        **group("zero", 0.0, 1.0, None),
+        # Fewer than two scores say nothing of the prompt.
+        **group("one", 1.0, None, None),
+        **group("none", None, None),
+    }
+    ours = finished(monkeypatch, rows, metric)
+    for _ in range(2):
+        assert ours._dapo_filtered_keys("train") == ({"alike", "zeros"}, Counter({1.0: 1, 0.0: 1}))
+    assert ours._dapo_filtered_keys("val") == (set(), Counter())
+
+
+def test_a_session_with_several_outputs_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"reward_outcome": "scored", "score": 1.0}
+    masked = {"reward_outcome": "failed", "reward_masked": True}
+    ours = finished(monkeypatch, {"a_0_0": one, "a_0_1": one, "a_1_0": masked}, "reward")
+    assert ours._dapo_filtered_keys("train") == (set(), Counter())
+
+
+def test_a_group_with_a_default_score_and_without_the_metric_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        **{f"unknown_{i}_0": {"reward_outcome": "unscored"} for i in range(2)},
+        **{f"known_{i}_0": {"acc": 0.0, "reward_outcome": "unscored"} for i in range(2)},
+    }
+    assert finished(monkeypatch, rows, "acc")._dapo_filtered_keys("train") == ({"known"}, Counter({0.0: 1}))
+
+
+def test_a_score_without_the_metric_ends_the_run_as_in_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = finished(monkeypatch, {"a_0_0": {"reward_outcome": "scored"}, "a_1_0": {"acc": 1.0}}, "acc")
+    with pytest.raises(RuntimeError, match="missing DAPO metric 'acc'"):
+        ours._dapo_filtered_keys("train")
+
+
+def test_groups_are_filtered_by_the_rewards_after_post_processing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {**group("apart", 0.25, 0.5), **group("alike", 1.0, 1.0)}
+    batches = []
+
+    def to_signs(batch: Any) -> None:
+        batches.append(batch)
+        for key in batch.keys:
+            rows[key]["score"] = 1.0 if rows[key]["score"] else 0.0
+
+    ours = finished(monkeypatch, rows, "reward", to_signs)
+    for _ in range(2):
+        assert ours._dapo_filtered_keys("train")[0] == {"apart", "alike"}
+    (batch,) = batches
+    assert (batch.keys, batch.tags, batch.partition_id) == (list(rows), [{"tag": key} for key in rows], "train")
+
+
+def test_other_metrics_need_no_post_processing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = finished(monkeypatch, group("a", 1.0, 1.0), "acc", lambda batch: pytest.fail("called"))
+    assert ours._dapo_filtered_keys("train")[0] == {"a"}
+
+
+def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[str] = []
+    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_clear=lambda partition_id, keys: cleared.extend(keys)))
+    seen = []
+    ours = buffer()
+    ours.check_failed_groups = lambda failed, well: seen.append((set(failed), set(well), list(cleared)))
+    ours.finished_keys["train"] = {"c"}
+    ours._evict_terminal_groups(1, "train", (set(), set(), {"a", "b"}, Counter()))
+    ours._evict_terminal_groups(1, "val", (set(), set(), set(), Counter()))
+    assert seen == [({"a", "b"}, {"c"}, [])]
+    assert sorted(cleared) == ["a", "b"]

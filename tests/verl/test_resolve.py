@@ -123,3 +123,22 @@ def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
     copy = without_reward(config)
     assert (copy.reward.num_workers, copy.reward.reward_model.enable) == (0, False)
     assert config.reward.num_workers == 8
+
+
+@pytest.mark.parametrize(
+    ("ignored", "effective"),
+    [
+        ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+        ("critic.grad_clip", "critic.optim.clip_grad"),
+    ],
+)
+def test_a_gradient_clip_that_verl_ignores_is_warned_of(
+    ignored: str, effective: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settled()
+    settled(f"{ignored}=0.5", f"{effective}=0.5")
+    assert not caplog.messages
+    settled(f"{ignored}=0.5")
+    (message,) = caplog.messages
+    assert message.startswith(f"{ignored}=0.5 has no effect")
+    assert f"{effective}=1.0. Set that instead" in message

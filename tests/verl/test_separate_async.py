@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -43,7 +44,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(VERL, "_run_prompt", run_prompt)
     monkeypatch.setattr(VERL, "_compute_score", compute_score)
     worker = object.__new__(QueueAgentLoopWorker)
-    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+    worker.config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"n": 2}},
+            "trainer": {
+                "v1": {
+                    "separate_async": {"parameter_sync_step": 3},
+                    "sampler": {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 2},
+                }
+            },
+        }
+    )
+    worker._step, worker._by_group = 0, False
     worker._queue = JudgingQueue(capacity=2, in_flight=1)
     worker._places = {}
     worker.judging, worker.judged = [], asyncio.Event()
@@ -65,7 +77,8 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
     figures = await worker.queue_metrics(5)
     assert figures["reward_queue/size"] == 1
-    assert figures["reward_queue/all_staleness_max"] == 2
+    # Two versions of the weights, with three updates to each.
+    assert figures["reward_queue/staleness_max"] == figures["reward_queue/all_staleness_max"] == 6
     assert figures["reward_queue/waiting_producers"] == 2
     worker.judged.set()
     async with asyncio.timeout(30):
@@ -96,6 +109,54 @@ async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
         assert worker._queue.metrics(4)["reward_queue/put"] == 0
 
 
+@pytest.mark.parametrize(
+    ("strategy", "threshold", "next_step", "judged"),
+    [
+        ("drop", 2, 0, 2),
+        ("drop", 2, 5, 2),  # a span of two steps, from 4 to 5
+        ("drop", 2, 6, 0),
+        ("drop", None, 6, 2),
+        ("wait", 2, 6, 2),
+    ],
+)
+async def test_rollouts_that_will_be_evicted_are_not_judged(
+    worker: Any, strategy: str, threshold: int | None, next_step: int, judged: int
+) -> None:
+    worker.config.trainer.v1.sampler = {"max_off_policy_strategy": strategy, "max_off_policy_threshold": threshold}
+    await worker.start_step(next_step)
+    worker.judged.set()
+    async with worker._queue.places(2) as worker._places["a"]:
+        outputs = [output(min_global_steps=3), output(min_global_steps=3)]
+        for one in outputs:
+            await worker._compute_score([one], {"uid": "a", "global_steps": 4, "session_id": 0})
+    assert len(worker.judging) == judged
+    for one in outputs:
+        assert one.extra_fields.get("reward_extra_info", {}).get("reward_masked", False) is (judged == 0)
+        assert one.reward_score == (None if judged else 0.0)
+
+
+async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(worker: Any) -> None:
+    worker.config.trainer.v1.sampler = {"max_off_policy_strategy": "drop", "max_off_policy_threshold": 2}
+    worker._by_group = True
+    worker.judged.set()
+    for uid, steps in {"a": (5, 6), "b": (6, 6)}.items():
+        async with worker._queue.places(2) as worker._places[uid]:
+            for session, step in enumerate(steps):
+                await worker.start_step(step)
+                await worker._compute_score([output()], {"uid": uid, "global_steps": 4, "session_id": session})
+    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0), ("a", 1)]
+
+
+def test_the_workers_learn_which_step_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_step_end", lambda self: told.append(-1))
+    running = trainer(by_group=False)
+    running.global_steps = 4
+    running._agent_loop_workers = [SimpleNamespace(start_step=SimpleNamespace(remote=told.append))] * 2
+    running.on_step_end()
+    assert told == [-1, 5, 5]
+
+
 def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
     assert _version([output(min_global_steps=5), output(min_global_steps=3), output()], {"global_steps": 9}) == 3
     assert _version([output(min_global_steps=None)], {"global_steps": 9}) == 8
@@ -120,41 +181,26 @@ def test_a_manager_of_groups_cannot_have_a_bound_on_what_is_judged(monkeypatch: 
     assert len(begun) == 2
 
 
-class Buffer:
-    """verl's replay buffer, as far as it throws groups out."""
+def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = SimpleNamespace(checks=[], check_failed_groups=None)
 
-    def __init__(self) -> None:
-        self.finished_keys: dict[str, set[str]] = {"train": set(), "val": set()}
-        self.thrown: set[str] = set()
+    def init(self: Any, config: Any) -> None:
+        self.config, self.replay_buffer = config, buffer
 
-    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        return last_debug_time
-
-    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> int:
-        self.thrown |= reasons[2]
-        return len(reasons[2])
-
-
-def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PPOTrainerSeparateAsync, "_build_replay_buffer", lambda self: Buffer())
-    failing = trainer("data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2", by_group=False)
-    buffer = failing._build_replay_buffer()
-
-    def throw_out(*groups: str, partition: str = "train") -> int:
-        return buffer._evict_terminal_groups(1, partition, (set(), set(), set(groups), {}))
-
-    assert throw_out("a", "b") == 2
-    buffer.finished_keys["train"] = {"c"}
-    assert throw_out("d") == 1
-    assert throw_out("e", "f", "g") == 3
-    assert throw_out(partition="val") == 0
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "__init__", init)
+    options = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2")
+    failing = QueueSeparateAsyncTrainer(settled(*options))
+    assert buffer.checks == [failing._raise_death]
+    check = buffer.check_failed_groups
+    check({"a", "b"}, set())
+    check({"d"}, {"c"})
+    check({"e", "f", "g"}, {"c"})
     answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
     asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
-    failing._agent_loop_workers = asked
+    failing._agent_loop_workers = asked  # type: ignore[assignment]
     monkeypatch.setattr(ray, "get", lambda refs, timeout: [answers[ref] for ref in refs])
     with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
-        throw_out("h")
-    assert buffer.thrown == set("abdefg")
+        check({"h"}, {"c"})
 
 
 async def test_a_worker_remembers_why_a_rollout_failed(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,61 +243,6 @@ def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_m
         raise ActorDiedError
 
 
-def test_metrics_of_samples_whose_keys_differ() -> None:
-    infos = {
-        "a_0_0": {"reward_outcome": "scored", "reward_seconds": 1.0, "score": 1.0, "format": True, "text": "x"},
-        "a_1_0": {
-            "reward_outcome": "scored",
-            "reward_seconds": 3.0,
-            "reward_wait_seconds": 0.5,
-            "reward_queue_seconds": 0.25,
-            "reward_attempts": 2,
-            "score": 3.0,
-            "judge": np.float32(0.5),
-        },
-        "a_2_0": {"reward_outcome": "failed", "reward_seconds": 2.0, "steps": [1, 2]},
-        "a_2_1": {"reward_outcome": "unscored", "reward_seconds": 2.0},  # the session's last output counts
-    }
-    metrics = trainer._reward_metrics(infos)
-    assert metrics == {
-        "reward_loop/scored": 2,
-        "reward_loop/unscored": 1,
-        "reward_loop/failed": 0,
-        "reward_loop/seconds/mean": 2.0,
-        "reward_loop/seconds/max": 3.0,
-        "reward_loop/wait_seconds/mean": 0.5,
-        "reward_loop/wait_seconds/max": 0.5,
-        "reward_loop/queue_seconds/mean": 0.25,
-        "reward_loop/queue_seconds/max": 0.25,
-        "reward_loop/attempts/mean": 2.0,
-        "reward_loop/attempts/max": 2.0,
-        "reward_loop/score/mean": 2.0,
-        "reward_loop/format/mean": 1.0,
-        "reward_loop/judge/mean": 0.5,
-    }
-    assert "format" not in infos["a_1_0"]
-
-
-def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:
-    from verl.trainer.ppo.metric_utils import process_validation_metrics
-
-    columns = {
-        "reward": [1.0, 0.0, 1.0],
-        "judge": [None, 0.5, None],
-        "steps": [[1, 2], [1], None],
-        "verdict": [1.0, "unclear", {"a": 1}],
-        "pred": ["4", "5", "4"],
-    }
-    numbers = trainer._numbers_only(columns)
-    assert numbers["verdict"] == [1.0, None, None]
-    metrics = process_validation_metrics(["math"] * 3, ["u"] * 3, numbers)["math"]
-    assert metrics["judge"] == {"mean@1": 0.5}
-    assert "steps" not in metrics
-    assert "maj@3/mean" in metrics["reward"]
-    with pytest.raises((ValueError, TypeError)):
-        process_validation_metrics(["math"] * 3, ["u"] * 3, columns)
-
-
 def test_gdpo_normalises_each_reward_on_its_own() -> None:
     from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, get_adv_estimator_fn
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.verl import rewards
-from tests.verl.checks import check_scores, expected_advantages, signature, texts
+from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, signature, texts
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -76,13 +76,22 @@ def test_outcomes_reach_the_metrics(mixed_run: Run) -> None:
     for step in (1, 2, 3):
         metrics = mixed_run.steps[step]
         numbers = [rewards.number(row["output"]) for row in mixed_run.rollouts(step)]
-        assert metrics["reward_loop/unscored"] == sum(n % 7 == 0 for n in numbers)
-        assert metrics["reward_loop/failed"] == sum(n % 7 == 1 for n in numbers)
+        check_reward_metrics(metrics, mixed_run.rollouts(step))
         scores = [(n % 100) / 100 for n in numbers if n % 7 > 1]
-        assert metrics["reward_loop/scored"] == len(scores)
         assert metrics["reward_loop/score/mean"] == pytest.approx(statistics.mean(scores))
         ragged = [n % 10 for n in numbers if n % 7 > 1 and n % 3 == 0]
         assert metrics["reward_loop/key_0/mean"] == pytest.approx(statistics.mean(ragged))
+
+
+def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
+    for step in (0, 3):
+        rows = mixed_run.validation(step)
+        numbers = [rewards.number(row["output"]) for row in rows]
+        assert [row["score"] for row in rows] == [row["reward"] for row in rows]
+        assert [row["score"] is None for row in rows] == [n % 7 <= 1 for n in numbers]
+        scores = [(n % 100) / 100 for n in numbers if n % 7 > 1]
+        assert mixed_run.steps[step]["val-core/sums/reward/mean@1"] == pytest.approx(statistics.mean(scores))
+        assert mixed_run.steps[step]["val-aux/reward_outcome/scored"] == len(scores)
 
 
 def test_every_sample_has_a_record(mixed_run: Run) -> None:
@@ -133,6 +142,9 @@ def test_a_run_resumes_and_the_batch_mode_gives_the_same_rewards(mixed_run: Run,
     assert len(seen) == 2 * 8 * 4
     for step in (3, 4):
         check_scores(batch_run.rollouts(step))
+        check_reward_metrics(batch_run.steps[step], batch_run.rollouts(step))
+        assert batch_run.steps[step]["timing_s/wait_reward"] > 0
+        assert batch_run.steps[step]["timing_s/adv"] > 0
         advantages = expected_advantages(batch_run.rollouts(step))
         assert batch_run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
 

@@ -1,0 +1,238 @@
+"""The metrics of rewards: of a training step, and of a validation.
+
+verl joins the metrics of a step's parts by rules that look for words such as "sum", "min" and "max" anywhere in a
+name, and takes means of counts. So the metrics here are computed once a step, from all its samples.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from reward_loop.types import RESERVED_KEYS, Outcome
+
+__all__ = [
+    "StepRewards",
+    "added_seconds",
+    "final_outputs",
+    "session_of",
+    "spread",
+    "unmasked",
+    "validation_metrics",
+]
+
+Info = Mapping[str, Any]
+"""The ``reward_extra_info`` of a trajectory."""
+
+_MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
+"""What the reward loop itself measures of every sample."""
+
+
+def session_of(key: str) -> tuple[str, int]:
+    """Splits verl's key ``{uid}_{session}_{index}`` into session and index."""
+    session, index = key.rsplit("_", 1)
+    return session, int(index)
+
+
+def final_outputs(keys: Iterable[str]) -> list[str]:
+    """The key of each session's last output: a sample counts once, however many outputs it has."""
+    last: dict[str, tuple[int, str]] = {}
+    for key in keys:
+        session, index = session_of(key)
+        if session not in last or last[session][0] < index:
+            last[session] = (index, key)
+    return [key for _, key in last.values()]
+
+
+@contextmanager
+def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Adds the seconds spent in the block to ``seconds[name]``."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass
+class StepRewards:
+    """The rewards of a training step, of all its parts."""
+
+    infos: dict[str, Info] = field(default_factory=dict)
+    """The ``reward_extra_info`` of the trajectories that reached the computation of advantages, by key."""
+    raw_scores: dict[str, float] = field(default_factory=dict)
+    """Their scores before ``post_process_scores``."""
+    trained: set[str] = field(default_factory=set)
+    """The trajectories that have an advantage: neither masked, nor without a baseline."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Metrics in seconds, which are added up."""
+
+    def add(self, infos: Mapping[str, Info], raw_scores: Mapping[str, float]) -> None:
+        """Adds the trajectories of a part."""
+        self.infos.update(infos)
+        self.raw_scores.update(raw_scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Outcomes, means of the numbers that the function returned, seconds and attempts, for verl's logger.
+
+        Keys may differ between samples: a mean is over those that have the key.
+        """
+        final = final_outputs(self.infos)
+        outcomes = Counter(self.infos[key].get("reward_outcome") for key in final)
+        measured: dict[str, list[float]] = defaultdict(list)
+        returned: dict[str, list[float]] = defaultdict(list)
+        for key in final:
+            info = self.infos[key]
+            for name in _MEASURED & info.keys():
+                measured[name.removeprefix("reward_")].append(info[name])
+            for name, value in info.items():
+                if is_number(value) and name not in RESERVED_KEYS:
+                    returned[name].append(float(value))
+        raw = [self.raw_scores[key] for key in final if is_scored(self.infos[key]) and key in self.raw_scores]
+        metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
+        metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
+        if raw:
+            metrics["reward_loop/raw_score/mean"] = float(np.mean(raw))
+        for name, values in measured.items():
+            metrics[f"reward_loop/{name}/mean"] = float(np.mean(values))
+            metrics[f"reward_loop/{name}/max"] = float(np.max(values))
+        return metrics | self.seconds
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, largest and smallest of some values, under verl's names."""
+    if not values:
+        return {}
+    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a mean can be taken of such a value."""
+    return isinstance(value, int | float | np.number)
+
+
+def is_scored(info: Info) -> bool:
+    """Whether the sample has a score. One whose agent loop set the score has no outcome."""
+    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
+
+
+def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Columns whose means can be taken: other values become ``None``. verl takes the mean of everything that is not a
+    text, and would stop at lists and dicts. It counts votes by the texts of ``pred``."""
+    return {
+        name: [value if is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
+        for name, values in columns.items()
+    }
+
+
+def unmasked(scores: Sequence[Any], masked: Sequence[Any] | None) -> list[Any]:
+    """The scores, with ``None`` for masked samples."""
+    masked = [False] * len(scores) if masked is None else masked
+    return [None if is_masked else score for score, is_masked in zip(scores, masked, strict=True)]
+
+
+Prompt = tuple[str, str]
+"""The data source and the uid of a prompt."""
+
+
+def validation_metrics(
+    verls: Callable[..., dict[str, float]],
+    data_sources: Sequence[Any],
+    uids: Sequence[Any],
+    columns: Mapping[str, list[Any]],
+    turns: Sequence[Any],
+    sizes: Mapping[Prompt, int] | None,
+) -> dict[str, float]:
+    """verl's validation metrics, with means over the samples that are not masked and have the value.
+
+    verl takes the mean of each prompt first, and puts the number of values into the name: where some samples of a
+    prompt have no score, ``mean@3`` and ``mean@4`` are means over different prompts, and neither is the mean over the
+    samples. Here, ``mean@N`` is the mean over all samples of the prompts that were to have ``N`` rollouts. Metrics of
+    verl for sizes that its bootstrap does not have for ``N`` are left out.
+
+    Args:
+        verls: verl's function that computes the metrics.
+        data_sources: of each sample.
+        uids: the prompt of each sample.
+        columns: what verl collected for each sample, ``reward`` and the keys of ``reward_extra_info``.
+        turns: the number of turns of each sample.
+        sizes: how many rollouts each prompt was to have. Rollouts that failed count as ``acc`` 0, as in verl.
+    """
+    prompts = [(str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True)]
+    there = Counter(prompts)
+    sizes = dict(there) | dict(sizes or {})
+    numbers = only_numbers(columns)
+    numbers["reward"] = unmasked(numbers["reward"], columns.get("reward_masked"))
+    acc = numbers.get("acc") or [None] * len(prompts)
+    without_acc = Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
+    # verl takes a sample without `acc` for a rollout that failed, and counts 0 for it.
+    expected = {prompt: size - without_acc[prompt] for prompt, size in sizes.items()}
+    metrics = verls(data_sources, uids, numbers, turns, expected_acc_counts=expected)
+    failed_rollouts = {prompt: size - there[prompt] for prompt, size in sizes.items()}
+    outcomes = Counter(columns.get("reward_outcome", ()))
+    return {
+        **_of_whole_prompts(metrics, sizes),
+        **_means(numbers, prompts, sizes, failed_rollouts),
+        **{f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if any(outcomes)},
+    }
+
+
+def _means(
+    numbers: Mapping[str, Sequence[Any]],
+    prompts: Sequence[Prompt],
+    sizes: Mapping[Prompt, int],
+    failed_rollouts: Mapping[Prompt, int],
+) -> dict[str, float]:
+    values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for name, column in numbers.items():
+        for prompt, value in zip(prompts, column, strict=True):
+            if is_number(value):
+                values[prompt[0], name, sizes[prompt]].append(float(value))
+    with_acc = {source for source, name, _ in values if name == "acc"}
+    for source, name, size in list(values):
+        if name == "acc":
+            values[source, "acc_success_only", size] = list(values[source, name, size])
+    for prompt, count in failed_rollouts.items():
+        if prompt[0] in with_acc:
+            values[prompt[0], "acc", sizes[prompt]] += [0.0] * count
+    largest = _largest(sizes)
+    means = {}
+    for (source, name, size), samples in values.items():
+        core = name == ("acc" if source in with_acc else "reward") and size == largest[source]
+        means[f"val-{'core' if core else 'aux'}/{source}/{name}/mean@{size}"] = float(np.mean(samples))
+    return means
+
+
+def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
+    """verl's metrics without its means, and without those of sizes that only prompts with masked samples have."""
+    largest = _largest(sizes)
+    kept = {}
+    for metric, value in metrics.items():
+        found = re.fullmatch(r"val-(core|aux)/(.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)", metric)
+        source = max((s for s in largest if found and found[2].startswith(f"{s}/")), key=len, default=None)
+        if found is None or source is None:
+            kept[metric] = value
+            continue
+        kind, size = found[4], int(found[5])
+        whole = {n for (of, _), n in sizes.items() if of == source}
+        # verl's bootstrap draws 2, 4, 8 and so on of the values of a prompt, and all of them.
+        drawn = kind != "std" and size & (size - 1) == 0 and size < largest[source]
+        if kind != "mean" and (size in whole or drawn):
+            section = found[1] if size == largest[source] else "aux"
+            kept[f"val-{section}/{found[2]}/{found[3]}"] = value
+    return kept
+
+
+def _largest(sizes: Mapping[Prompt, int]) -> dict[str, int]:
+    """The largest number of rollouts of a prompt, by data source."""
+    largest: dict[str, int] = {}
+    for (source, _), size in sizes.items():
+        largest[source] = max(size, largest.get(source, 0))
+    return largest

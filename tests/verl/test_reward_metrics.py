@@ -1,0 +1,404 @@
+"""The metrics of rewards, recomputed from the samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+from reward_loop.verl import tq_batches, trainer
+from reward_loop.verl.reward_metrics import StepRewards, only_numbers
+from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
+from tests.verl.configs import settled
+
+pytestmark = pytest.mark.integration  # imports verl
+
+RewardLoopTrainer = with_reward_loop(PPOTrainerSeparateAsync)
+
+
+def test_metrics_of_samples_whose_keys_differ() -> None:
+    infos: dict[str, dict[str, Any]] = {
+        "a_0_0": {"reward_outcome": "scored", "reward_seconds": 1.0, "score": 1.0, "format": True, "text": "x"},
+        "a_1_0": {
+            "reward_outcome": "scored",
+            "reward_seconds": 3.0,
+            "reward_wait_seconds": 0.5,
+            "reward_queue_seconds": 0.25,
+            "reward_attempts": 2,
+            "score": 3.0,
+            "judge": np.float32(0.5),
+        },
+        "a_2_0": {"reward_outcome": "failed", "reward_seconds": 2.0, "steps": [1, 2]},
+        "a_2_1": {"reward_outcome": "unscored", "reward_seconds": 2.0},  # the session's last output counts
+    }
+    rewards = StepRewards()
+    rewards.add(infos, {"a_0_0": 1.0, "a_1_0": 3.0, "a_2_0": 0.0, "a_2_1": 0.0})
+    assert rewards.metrics() == {
+        "reward_loop/scored": 2,
+        "reward_loop/unscored": 1,
+        "reward_loop/failed": 0,
+        "reward_loop/raw_score/mean": 2.0,
+        "reward_loop/seconds/mean": 2.0,
+        "reward_loop/seconds/max": 3.0,
+        "reward_loop/wait_seconds/mean": 0.5,
+        "reward_loop/wait_seconds/max": 0.5,
+        "reward_loop/queue_seconds/mean": 0.25,
+        "reward_loop/queue_seconds/max": 0.25,
+        "reward_loop/attempts/mean": 2.0,
+        "reward_loop/attempts/max": 2.0,
+        "reward_loop/score/mean": 2.0,
+        "reward_loop/format/mean": 1.0,
+        "reward_loop/judge/mean": 0.5,
+    }
+    assert "format" not in infos["a_1_0"]
+
+
+class Queue:
+    """TransferQueue as a dict of rows."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.fetched: list[set[str]] = []
+
+    def put(self, key: str, score: float, info: dict[str, Any], tokens: int = 3) -> None:
+        scores = torch.zeros(tokens)
+        scores[-1] = score
+        self.rows[key] = {
+            "responses": torch.ones(tokens, dtype=torch.long),
+            "response_mask": torch.ones(tokens, dtype=torch.long),
+            "rm_scores": scores,
+            "extra_fields": {"reward_extra_info": info},
+        }
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str] | None = None) -> Any:
+        fields = list(self.rows[keys[0]]) if select_fields is None else select_fields
+        self.fetched.append(set(fields))
+        columns: dict[str, Any] = {}
+        for field in fields:
+            values = [self.rows[key][field] for key in keys]
+            tensors = isinstance(values[0], torch.Tensor)
+            columns[field] = (
+                torch.nested.as_nested_tensor(values, layout=torch.jagged) if tensors else NonTensorStack(*values)
+            )
+        return TensorDict(columns, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any = None, tags: Any = None) -> Any:
+        for field in () if fields is None else fields.keys():
+            values = fields[field].unbind() if isinstance(fields.get(field), torch.Tensor) else list(fields[field])
+            for key, value in zip(keys, values, strict=True):
+                self.rows[key][field] = getattr(value, "data", value) if field == "extra_fields" else value
+        return SimpleNamespace(fields=list(self.rows[keys[0]]))
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    for module in (trainer, tq_batches):
+        monkeypatch.setattr(module, "tq", queue)
+    return queue
+
+
+SCORED = {"reward_outcome": "scored", "reward_error": ""}
+FAILED = {"reward_outcome": "failed", "reward_masked": True, "reward_error": "no judge"}
+
+
+class Run:
+    """verl's trainer, from the sampled batch to the advantage. A sample is its score, or ``None`` if it failed."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        queue: Queue,
+        parts: list[list[list[float | None]]],
+        post_process: Callable[[list[float]], list[float]] | None = None,
+        *overrides: str,
+    ) -> None:
+        self.queue = queue
+        self.parts = iter(enumerate(parts))
+        self.updated: list[list[str]] = []
+        self.trainer: Any = object.__new__(RewardLoopTrainer)
+        self.trainer._full_config = self.trainer.config = settled(
+            "trainer.v1.trainer_mode=separate_async",
+            f"trainer.v1.separate_async.parameter_sync_step={len(parts)}",
+            f"data.train_batch_size={8 * len(parts)}",
+            "algorithm.adv_estimator=grpo",
+            *overrides,
+        )
+        self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
+        self.trainer._pending_rewards, self.trainer._rewards = None, StepRewards()
+        self.trainer._post_processes = post_process is not None
+        self.trainer.timing_raw = {}
+        self.trainer.prepare_step = dict
+        self.trainer.reward_workers = SimpleNamespace(
+            ask_for_fatal_error=lambda: None,
+            post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],
+        )
+        run = self
+
+        def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+            batch = run.sample()
+            self._compute_advantage(batch, metrics)
+            run.updated.append(batch.keys)
+            return batch
+
+        monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
+        monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, metrics: batch)
+        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
+
+    def sample(self) -> KVBatchMeta:
+        part, groups = next(self.parts)
+        keys = []
+        for number, group in enumerate(groups):
+            for session, score in enumerate(group):
+                keys.append(f"p{part}g{number}_{session}_0")
+                info = FAILED if score is None else {**SCORED, "summary": score, "terminated": score}
+                self.queue.put(keys[-1], score or 0.0, info)
+        return KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
+
+    @staticmethod
+    def _processed(group: list[Any], function: Any) -> list[Any]:
+        scored = [reward for reward in group if reward["reward_extra_info"]["reward_outcome"] == "scored"]
+        scores = iter(function([reward["reward_score"] for reward in scored]))
+        return [{**reward, "reward_score": next(scores)} if reward in scored else reward for reward in group]
+
+    def step(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        batch = self.trainer.step(metrics, self.trainer.timing_raw)
+        self.trainer._compute_metrics(batch, metrics, self.trainer.timing_raw)
+        return metrics
+
+
+def test_scores_and_rewards_of_a_step_are_means_over_the_samples_that_are_trained_on(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    # In the last group one sample is left, which has no baseline and is not trained on.
+    parts: list[list[list[float | None]]] = [[[0.5, 1.0, None]], [[0.25, 0.75, 0.5], [None, None, 0.9]]]
+    metrics = Run(monkeypatch, queue, parts).step()
+    trained = [0.5, 1.0, 0.25, 0.75, 0.5]
+    for name in ("critic/score", "critic/rewards"):
+        assert metrics[f"{name}/mean"] == pytest.approx(statistics.mean(trained))
+        assert (metrics[f"{name}/max"], metrics[f"{name}/min"]) == (1.0, 0.25)
+    assert metrics["reward_loop/raw_score/mean"] == pytest.approx(statistics.mean([*trained, 0.9]))
+
+
+def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    run = Run(monkeypatch, queue, [[[0.5, 1.0, None]]], lambda scores: [10 * score for score in scores])
+    metrics = run.step()
+    assert metrics["critic/score/mean"] == pytest.approx(7.5)
+    assert metrics["reward_loop/raw_score/mean"] == pytest.approx(0.75)
+    assert [float(queue.rows[f"p0g0_{i}_0"]["rm_scores"].sum()) for i in range(3)] == [5.0, 10.0, 0.0]
+
+
+def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    run = Run(monkeypatch, queue, [[[0.5, 1.0]]], lambda scores: [10 * score for score in scores])
+    batch = run.sample()
+    # The replay buffer's filter comes first, then the advantage.
+    for _ in range(2):
+        run.trainer._post_process(batch)
+    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
+    assert trainer._reward_infos(batch)[1] == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
+
+
+def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    """verl would take the mean of the counts, the sum of `summary` and the smallest of `terminated`."""
+    metrics = Run(monkeypatch, queue, [[[0.2, 0.6, None]], [[0.6, 0.6, 0.6]]]).step()
+    assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"], metrics["reward_loop/unscored"]) == (5, 1, 0)
+    mean = pytest.approx(statistics.mean([0.2, 0.6, 0.6, 0.6, 0.6]))
+    assert metrics["reward_loop/summary/mean"] == metrics["reward_loop/terminated/mean"] == mean
+
+
+def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    for parts, empty in (([[[None, None]], [[0.0, 1.0]]], 0), ([[[0.0, 1.0]], [[None, None]]], 1)):
+        run = Run(monkeypatch, queue, parts)
+        metrics = run.step()
+        assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (2, 2)
+        assert metrics["critic/score/mean"] == 0.5
+        assert run.updated == [[f"p{1 - empty}g0_0_0", f"p{1 - empty}g0_1_0"]]
+        for session in range(2):
+            row = queue.rows[f"p{empty}g0_{session}_0"]
+            assert not any(row[field].any() for field in ("advantages", "returns", "response_mask", "loss_mask"))
+
+
+def test_a_step_without_any_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    run = Run(monkeypatch, queue, [[[None, None]], [[None, None]]])
+    with pytest.raises(NothingToLearnError, match=r"no sample of step 1 has a score .* failed: no judge"):
+        run.step()
+    assert not run.updated
+
+
+def test_the_wait_for_rewards_in_the_background_is_not_timed_as_advantage(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    run = Run(monkeypatch, queue, [[[0.0, 1.0]]])
+    batch = run.sample()
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr("reward_loop.verl.reward_metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rewards = [{"reward_score": score, "reward_extra_info": SCORED} for score in (0.0, 1.0)]
+    run.trainer.reward_workers.finish_batch = lambda pending: rewards
+    run.trainer._pending_rewards = (batch.keys, ["pending"])
+    run.trainer.timing_raw = {"adv": 0.0}
+    run.trainer._compute_advantage(batch, {})
+    # verl's own timer adds the whole time to `adv` at its end.
+    assert run.trainer.timing_raw == {"adv": -4.0, "wait_reward": 4.0}
+
+
+def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue) -> None:
+    ids = torch.arange(4)
+    row: dict[str, Any] = {
+        **dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids),
+        "num_turns": 2,
+        "extra_fields": {"tool": 1},
+        **{name: f"of the data set: {name}" for name in ("uid", "data_source", "reward_model", "raw_prompt", "mine")},
+        **dict.fromkeys(("routed_experts", "rollout_log_probs", "response_mask", "loss_mask", "rm_scores"), ids),
+        "multi_modal_inputs": {"pixel_values": ids},
+        "metrics": {"generate_sequences": 1.0},
+    }
+    queue.rows["a_0_0"] = row
+    _, (data,) = trainer._session_rows(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
+    (fetched,) = queue.fetched
+    assert fetched == {
+        *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),
+        *("uid", "data_source", "reward_model", "raw_prompt", "mine"),
+    }
+    assert data.non_tensor_batch["mine"][0] == "of the data set: mine"
+    assert data.non_tensor_batch["tool_extra_fields"][0] == {"tool": 1}
+    assert data.non_tensor_batch["__num_turns__"][0] == 2
+
+
+def test_verl_would_join_our_names_by_words_in_them() -> None:
+    """Why metrics of rewards do not go through verl's aggregation."""
+    aggregator = MetricsAggregator()
+    for value in (0.4, 0.6):
+        aggregator.add_step_metrics({"reward_loop/summary/mean": value, "reward_loop/scored": 4}, sample_count=1)
+    assert aggregator.get_aggregated_metrics() == {"reward_loop/summary/mean": 1.0, "reward_loop/scored": 4}
+
+
+def validated(
+    samples: list[tuple[str, str, float | None, dict[str, Any]]], size: int, lost: int = 0
+) -> dict[str, float]:
+    """verl's validation metrics for samples of (data source, prompt, score, extra info); ``None`` is masked. ``lost``
+    rollouts of each prompt failed."""
+    names = {name for *_, info in samples for name in info}
+    columns: dict[str, list[Any]] = {name: [info.get(name) for *_, info in samples] for name in names}
+    columns["reward"] = [score or 0.0 for _, _, score, _ in samples]
+    columns["reward_masked"] = [score is None for _, _, score, _ in samples]
+    columns["reward_outcome"] = ["failed" if score is None else "scored" for _, _, score, _ in samples]
+    run: Any = object.__new__(RewardLoopTrainer)
+    sources, uids = [source for source, *_ in samples], [uid for _, uid, *_ in samples]
+    sizes = dict.fromkeys(zip(sources, uids, strict=True), size + lost)
+    return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
+
+
+def test_validation_means_are_over_the_scored_samples_whatever_the_sizes_of_groups() -> None:
+    scores: dict[str, list[float | None]] = {"p": [1.0, 0.5, None, 0.25], "q": [0.0, None, None, None], "r": [0.9] * 4}
+    samples = [
+        ("my/maths", uid, score, {} if score is None else {"score": score, "judge/format": 2 * score})
+        for uid, group in scores.items()
+        for score in group
+    ]
+    metrics = validated(samples, size=4)
+    mean = statistics.mean(score for group in scores.values() for score in group if score is not None)
+    assert metrics["val-core/my/maths/reward/mean@4"] == pytest.approx(mean)
+    assert metrics["val-aux/my/maths/score/mean@4"] == pytest.approx(mean)
+    assert metrics["val-aux/my/maths/judge/format/mean@4"] == pytest.approx(2 * mean)
+    assert metrics["val-aux/reward_outcome/scored"] == 8
+    assert metrics["val-aux/reward_outcome/failed"] == 4
+    assert not [name for name in metrics if "@3" in name or "@1" in name or "mean@2" in name]
+    # verl's bootstrap, over the prompts that have as many scores.
+    assert metrics["val-core/my/maths/reward/best@4/mean"] == pytest.approx(0.9)
+    assert metrics["val-aux/my/maths/reward/std@4"] == pytest.approx(0.0)
+    assert "val-aux/my/maths/reward/best@2/mean" in metrics
+    assert metrics["val-aux/num_turns/mean"] == 2
+
+
+def test_a_masked_sample_does_not_count_in_acc_and_a_rollout_that_failed_does() -> None:
+    samples = [("s", "p", 1.0, {"acc": 1.0}), ("s", "p", None, {}), ("s", "q", 0.5, {"acc": 0.5})]
+    assert validated(samples, size=2)["val-core/s/acc/mean@2"] == pytest.approx(0.5)  # q lost a rollout
+    complete = [*samples, ("s", "q", None, {})]
+    metrics = validated(complete, size=2)
+    assert metrics["val-core/s/acc/mean@2"] == metrics["val-aux/s/reward/mean@2"] == pytest.approx(0.75)
+    lost = validated(complete, size=2, lost=1)
+    assert lost["val-core/s/acc/mean@3"] == pytest.approx(1.5 / 4)
+    assert lost["val-aux/s/acc_success_only/mean@3"] == pytest.approx(0.75)
+
+
+def test_a_validation_in_which_every_group_has_a_masked_sample() -> None:
+    samples = [("s", uid, score, {}) for uid in "pq" for score in (1.0, 0.0, 1.0, None)]
+    metrics = validated(samples, size=4)
+    assert metrics["val-core/s/reward/mean@4"] == pytest.approx(2 / 3)
+    assert "val-aux/s/reward/best@2/mean" in metrics
+    assert not [name for name in metrics if name.startswith("val-core") and "mean@4" not in name]
+
+
+def test_a_validation_without_any_score() -> None:
+    metrics = validated([("s", "p", None, {})], size=1)
+    assert metrics["val-aux/reward_outcome/failed"] == 1
+    assert not any("reward/mean" in name for name in metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
+    run: Any = object.__new__(RewardLoopTrainer)
+    columns = {"reward": [1.0, 0.0], "reward_masked": [False, True], "score": [1.0, None]}
+    run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
+    run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": ["a", "b"]}, "folder")
+    assert written[0][3] == written[0][4]["reward"] == [1.0, None]
+    assert written[1][3] == [1.0, 0.0]
+
+
+def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:
+    columns = {
+        "reward": [1.0, 0.0, 1.0],
+        "judge": [None, 0.5, None],
+        "steps": [[1, 2], [1], None],
+        "verdict": [1.0, "unclear", {"a": 1}],
+        "pred": ["4", "5", "4"],
+    }
+    numbers = only_numbers(columns)
+    assert numbers["verdict"] == [1.0, None, None]
+    metrics = process_validation_metrics(["math"] * 3, ["u"] * 3, numbers)["math"]
+    assert metrics["judge"] == {"mean@1": 0.5}
+    assert "steps" not in metrics
+    assert "maj@3/mean" in metrics["reward"]
+    with pytest.raises((ValueError, TypeError)):
+        process_validation_metrics(["math"] * 3, ["u"] * 3, columns)
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    def fit(self: Any, agent_loop_manager: Any) -> None:
+        if ends != "well":
+            raise ValueError(ends)
+
+    killed: list[str] = []
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "fit", fit)
+    monkeypatch.setattr(trainer.ray, "kill", killed.append)
+    run: Any = object.__new__(RewardLoopTrainer)
+    manager = SimpleNamespace(agent_loop_workers=["first", "second"])
+    if ends == "well":
+        run.fit(manager)
+        assert killed == ["first", "second"]
+    else:
+        with pytest.raises(ValueError, match=ends):
+            run.fit(manager)
+        assert not killed
