@@ -1,1 +1,1 @@
-"""Small helpers that any part may import; each imports nothing of the package but errors and types."""
+"""Small helpers for all parts of the package. Of the rest of the package they import only errors and types."""

@@ -1,4 +1,4 @@
-"""Async context managers for synchronous programs."""
+"""Runs an async context manager in a background thread, for synchronous programs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ T = TypeVar("T")
 
 @contextmanager
 def in_background(new: Callable[[], AbstractAsyncContextManager[T]], *, name: str) -> Iterator[T]:
-    """Enters an async context manager on an event loop in a thread of its own, and leaves it there.
+    """Enters an async context manager on an event loop in a background thread, and exits it when the block ends.
 
-    It is also left when the interpreter exits before the block has ended.
+    If the interpreter exits inside the block, the context manager is exited then.
+
+        with in_background(lambda: RewardModelManager(config), name="reward-model-manager") as manager:
+            ...
 
     Args:
-        new: makes the context manager; called in the thread.
-        name: the thread's name.
+        new: creates the context manager. Called in the background thread.
+        name: the name of the thread.
 
     Yields:
-        what entering it gave.
+        the value that the context manager returned on entry.
 
     Raises:
-        Exception: whatever entering or leaving it raised.
+        Exception: any exception that the context manager raised on entry or exit.
     """
     background = _Background(new, name)
-    # An anyio portal would not do: the interpreter joins its thread at exit, before anything could stop it.
+    # Not an anyio portal: at exit, the interpreter joins the portal's thread before any handler could stop it.
     atexit.register(background.stop)
     try:
         yield background.start()
@@ -58,7 +61,7 @@ class _Background(Generic[T]):
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just ended by itself, and closed the loop
+            with contextlib.suppress(RuntimeError):  # the thread has just ended and closed the loop
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
         if self._left.done():

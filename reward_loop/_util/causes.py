@@ -1,11 +1,11 @@
-"""Errors counted by their cause."""
+"""Counts errors by cause."""
 
 from __future__ import annotations
 
 __all__ = ["Causes", "cause_of"]
 
 _MAX_CAUSES = 1000
-"""Further causes are counted together, so that errors that are all different do not fill the memory."""
+"""The maximum number of separate causes, which bounds the memory. Further causes share one entry."""
 
 
 class Causes:
@@ -15,7 +15,7 @@ class Causes:
         self._found: dict[str, tuple[int, str]] = {}
 
     def add(self, error: str) -> None:
-        """Count one error, which begins with the name of its sample."""
+        """Counts one error message of the form ``<sample>: <cause>``."""
         cause = cause_of(error)
         if cause not in self._found and len(self._found) >= _MAX_CAUSES:
             cause = ""
@@ -26,11 +26,11 @@ class Causes:
         return len(self._found)
 
     def most_common(self, limit: int | None = None) -> list[tuple[int, str]]:
-        """Return the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
+        """Returns the count and the example of each cause, the most frequent cause first; at most ``limit`` causes."""
         return sorted(self._found.values(), key=lambda found: -found[0])[:limit]
 
 
 def cause_of(error: str) -> str:
-    """Return the error's first line without the name of its sample."""
+    """Returns the error's first line without the name of its sample."""
     line = error.partition("\n")[0]
     return line.partition(": ")[2] or line

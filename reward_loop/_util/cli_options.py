@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -57,10 +57,14 @@ MoreOptions = Annotated[
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    """Return the names and values of an option of the form ``NAME=VALUE`` that may be repeated.
+    """Parses the values of a repeatable option of the form ``NAME=VALUE``.
+
+    Args:
+        items: the values of the option.
+        option: the option's name, for error messages.
 
     Raises:
-        typer.BadParameter: a value is not of that form, or a name is repeated.
+        typer.BadParameter: an item is not of the form ``NAME=VALUE``, or a name is repeated.
     """
     found: dict[str, str] = {}
     for item in items or ():
@@ -74,7 +78,7 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
 
 
 def json_or_text(value: str) -> Any:
-    """Return the value of the JSON text, or the text itself if it is not JSON."""
+    """Returns the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:
@@ -82,10 +86,16 @@ def json_or_text(value: str) -> Any:
 
 
 def nested(options: dict[str, str], option: str) -> dict[str, Any]:
-    """Turn dots in the names of options into nested options: ``limits.judge.max_concurrent=8``.
+    """Converts dotted option names to nested dicts, and parses each value as JSON if possible.
+
+    ``limits.judge.max_concurrent=8`` becomes ``{"limits": {"judge": {"max_concurrent": 8}}}``.
+
+    Args:
+        options: values by dotted name.
+        option: the name of the command-line option, for error messages.
 
     Raises:
-        typer.BadParameter: a group of options has a value of its own as well.
+        typer.BadParameter: one name is the prefix of another, such as ``limits`` and ``limits.judge``.
     """
     found: dict[str, Any] = {}
     for path, value in options.items():

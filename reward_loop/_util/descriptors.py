@@ -11,9 +11,10 @@ _ENOUGH = 65_536
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of this process as far as permitted, up to 65,536.
+    """Raises this process's limit on open files to 65,536, or to the hard limit if that is lower.
 
-    For servers: each connection is an open file.
+    Servers call it because each connection is an open file. It never lowers the limit, and raises no error if the limit
+    cannot be changed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)

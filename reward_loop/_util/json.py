@@ -1,4 +1,4 @@
-"""Strict JSON out of whatever users return."""
+"""Encodes arbitrary Python values as strict JSON."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import orjson
 __all__ = ["encode", "to_json"]
 
 _MAX_BITS = 14_000
-"""Of an integer, about 4,200 digits: Python neither writes nor reads more than 4,300 as decimals."""
+"""Integers up to this many bits (about 4,200 digits) are written in decimal. Python's own limit is 4,300 digits."""
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def encode(value: Any) -> bytes:
-    """Encode as `to_json` does, quickly where the value lets us."""
+    """Encodes a value as :func:`to_json` does, with orjson if orjson supports the value."""
     try:
         return orjson.dumps(value, default=_known, option=_OPTIONS)
-    except TypeError:  # a lone surrogate, an integer beyond 64 bits, a key of some other type
+    except TypeError:  # a lone surrogate, an integer beyond 64 bits, a key of an unsupported type
         return to_json(value)
 
 
 def to_json(value: Any) -> bytes:
-    """Encode as one line of strict UTF-8 JSON: arrays become lists, NaN and infinities null, the unknown its text.
+    """Encodes a value as one line of strict UTF-8 JSON.
 
-    An integer of more than 4,200 digits becomes text as well, hexadecimal.
+    Arrays become lists, NaN and infinities ``null``, bytes text, integers of more than about 4,200 digits hexadecimal
+    text, and values of unknown types their ``str()``.
     """
-    # A lone surrogate has no UTF-8; backslashreplace writes it as the JSON escape that it came from.
+    # A lone surrogate cannot be encoded as UTF-8; backslashreplace writes it as a JSON escape.
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
@@ -49,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """Turn what JSON does not know into what it knows."""
+    """Converts a value of a type that JSON lacks to a similar value that can be encoded."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):

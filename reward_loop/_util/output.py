@@ -1,4 +1,4 @@
-"""Standard output that may be closed or on a full disk."""
+"""Handles standard streams that are closed or cannot be written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["open_standard_streams", "print_line"]
 
 
 def open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that is closed (``command >&-``).
+    """Opens the null device in place of each standard stream that is closed (``command >&-``).
 
-    Python represents a closed stream as ``None``, on which libraries fail. Call it first: the next file that the
-    process opens would get the free descriptor, and receive what is printed.
+    Python represents a closed stream as ``None``, on which libraries fail. Call this function first: otherwise the next
+    file that the process opens gets the free descriptor, and printed text is written to that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -22,9 +22,9 @@ def open_standard_streams() -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line to standard output; drop it if standard output cannot be written, such as on a full disk.
+    """Prints a line to standard output; drops it if standard output cannot be written, such as on a full disk.
 
-    For lines that inform only: a server must serve without them.
+    For informational lines only: a server must run without them.
     """
     try:
         print(line, flush=True)
@@ -34,7 +34,7 @@ def print_line(line: str) -> None:
 
 
 def _discard_unwritten() -> None:
-    """Discard buffered output that cannot be written; the interpreter would exit with status 120 otherwise."""
+    """Discards buffered output that cannot be written; otherwise the interpreter would exit with status 120."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

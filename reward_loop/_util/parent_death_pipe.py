@@ -1,7 +1,7 @@
-"""How a child process learns that its parent is gone, however that happened.
+"""Ends a child process when its parent dies, even by SIGKILL.
 
-The parent holds the write end of a pipe and never writes; the child blocks on reading. The kernel closes the write end
-when the parent dies, even by SIGKILL, and the child then ends itself.
+The parent holds the write end of a pipe and never writes. The child blocks on reading the pipe. When the parent dies,
+the kernel closes the write end, the read returns, and the child exits.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ __all__ = ["Lifeline", "follow"]
 
 
 class Lifeline:
-    """The parent's side. Pass ``child_fd`` to the child, and call :meth:`release` once the child has been started."""
+    """The parent's side of the pipe.
+
+    Pass ``child_fd`` to the child, and call :meth:`release` after the child has started.
+    """
 
     def __init__(self) -> None:
         self.child_fd, self._fd = os.pipe()
         _held.add(self)
 
     def release(self) -> None:
-        """Closes this process's copy of the child's end."""
+        """Closes this process's copy of the child's end of the pipe."""
         if self.child_fd >= 0:
             os.close(self.child_fd)
             self.child_fd = -1
 
     def cut(self) -> None:
-        """Lets go: a child that is still there ends itself."""
+        """Closes the pipe: a child that still runs exits."""
         self.release()
         if self._fd >= 0:
             os.close(self._fd)
@@ -43,12 +46,16 @@ def _cut_copies() -> None:
         lifeline.cut()
 
 
-# A pipe end is closed by exec, but a plain fork (multiprocessing, a data loader) would keep a copy of it open.
+# exec closes the write end, but a plain fork (multiprocessing, a data loader) would keep a copy of it open.
 os.register_at_fork(after_in_child=_cut_copies)
 
 
 def follow(fd: int) -> None:
-    """The child's side: ends this process, at once and without clean-up, when the parent's end of ``fd`` is closed."""
+    """Starts a thread that exits this process, without clean-up, when the parent closes the pipe or dies.
+
+    Args:
+        fd: the read end of the pipe, inherited from the parent.
+    """
 
     def wait() -> None:
         os.read(fd, 1)

@@ -1,4 +1,4 @@
-"""What a server says by ``Retry-After``."""
+"""Parses the HTTP header ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ __all__ = ["retry_after_seconds"]
 
 
 def retry_after_seconds(value: str | None) -> float | None:
-    """Return the seconds from now that a ``Retry-After`` asks for, a number or a date (RFC 9110, 10.2.3).
+    """Returns the seconds to wait that a ``Retry-After`` header asks for (RFC 9110, 10.2.3).
 
-    A moment that has passed is 0. ``None`` where there is no header, or none that can be read.
+    Args:
+        value: the header, a number of seconds or a date; ``None`` if the response has no such header.
+
+    Returns:
+        seconds from now, 0 for a time in the past; ``None`` if the header is missing or not valid.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""What the command lines of our own server processes have in common: where they listen, and when they end."""
+"""Command-line options and HTTP serving that the library's own server processes share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def follow_lifeline(args: argparse.Namespace) -> None:
-    """Starts following ``--lifeline-fd``, if given. To be called before anything slow."""
+    """Makes the process exit when the pipe ``--lifeline-fd``, if given, is closed. Call it before any slow work."""
     if args.lifeline_fd is not None:
         follow(args.lifeline_fd)
 
@@ -41,7 +41,7 @@ def run(app: Any, args: argparse.Namespace, name: str) -> None:
 
 
 def open_listener(args: argparse.Namespace) -> socket.socket:
-    """The socket that the options name.
+    """Returns the listening socket that the options describe.
 
     Raises:
         SystemExit: the address cannot be bound; the message names it.
@@ -59,27 +59,27 @@ def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptool
         app: the app.
         listener: the listening socket.
         name: the name of the server in the line that announces its address.
-        http: uvicorn's protocol.
+        http: uvicorn's HTTP implementation: its name or a protocol class.
         grace_s: seconds to finish the requests in flight.
 
     Raises:
-        SystemExit: the app failed at its start; the log says why.
+        SystemExit: the app failed to start; the log shows the cause.
     """
     print_line(f"{name} listens on {url_of(listener)}")
     config = uvicorn.Config(
         app,
         loop="uvloop",
         http=http,
-        # What fails at its start would otherwise be taken for an app that has none, and served.
+        # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
         lifespan="on",
         ws="none",
         access_log=False,
         proxy_headers=False,
-        # The router passes on those of the workers.
+        # The router forwards these headers of the backends.
         server_header=False,
         date_header=False,
         backlog=4096,
-        # Longer than any client keeps an idle connection, so that it is the client who closes it.
+        # Longer than clients keep idle connections, so that the client closes them, not the server.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_s,
     )

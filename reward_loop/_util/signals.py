@@ -1,4 +1,4 @@
-"""Ctrl-C in commands: it always reaches the event loop, and several in a row are one."""
+"""Handles Ctrl-C in commands: it always reaches the event loop, and repeated signals within a second count once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,31 @@ __all__ = ["handle", "run"]
 T = TypeVar("T")
 
 _SAME_SECONDS = 1.0
-"""Signals within this time of the first belong to it: launchers send several, and keys are held down."""
+"""Signals within this time after the first are ignored: launchers send several, and a held key repeats."""
 
 
 class _CtrlC:
-    """The handler of SIGINT in a process that is a command.
+    """The SIGINT handler of a command.
 
-    Python's own, and that of `asyncio.run` from the second signal on, raise KeyboardInterrupt wherever the main thread
-    is: within a lock, that is held for ever then, or within what tidies up after the first. This one raises it once,
-    and never where an event loop runs. A command that is still there a second later is ended by another Ctrl-C.
+    ============================  =======================================
+    Signal                        Effect
+    ============================  =======================================
+    first, no event loop          raises KeyboardInterrupt
+    first, event loop is running  cancels the main task (``stop``)
+    repeated within one second    ignored
+    repeated later                exits the process with status 130
+    ============================  =======================================
+
+    Python's default handler, and that of `asyncio.run` from the second signal on, raise KeyboardInterrupt at any point
+    of the main thread: while it holds a lock, which is then never released, or during the clean-up after the first
+    signal.
     """
 
     def __init__(self) -> None:
         self.pressed: float | None = None
-        """When it first came, by `time.monotonic`."""
+        """Time of the first signal (`time.monotonic`)."""
         self.stop: Callable[[], Any] | None = None
-        """Stops the event loop's work, if one runs."""
+        """Cancels the main task of the event loop; ``None`` if no event loop is running."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -49,21 +58,22 @@ class _CtrlC:
 
 
 def handle() -> None:
-    """Handle Ctrl-C in this process from now on, unless it is ignored. For commands alone."""
+    """Installs the Ctrl-C handler, unless SIGINT is ignored or has another handler. For commands only."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _CtrlC())
-        # The interpreter takes handlers away before it ends, but leaves a signal that is ignored.
+        # At exit, the interpreter removes handlers, but an ignored signal stays ignored.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` as `asyncio.run` does, in a loop that every signal wakes.
+    """Runs ``main`` like `asyncio.run`, in an event loop that every signal wakes.
 
-    `asyncio.run` handles Ctrl-C when its loop next wakes up by itself. Where the signal reached another thread, or came
-    just before the loop went to sleep, that is when the next sample ends: never, if the function hangs.
+    `asyncio.run` handles Ctrl-C only when its event loop wakes up. If another thread received the signal, or if the
+    signal arrived just before the loop began to wait, the loop wakes up when the next sample ends, and never if the
+    function hangs.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came; ``main`` was cancelled, and has ended.
+        KeyboardInterrupt: Ctrl-C was pressed; ``main`` was cancelled and has ended.
     """
     ctrl_c = signal.getsignal(signal.SIGINT)
     if not isinstance(ctrl_c, _CtrlC):
@@ -76,7 +86,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
     finally:
         ctrl_c.stop = None
-    if ctrl_c.pressed is not None:  # so late that nothing was left to cancel, or that was swallowed
+    if ctrl_c.pressed is not None:  # main had already ended, or swallowed the cancellation
         raise KeyboardInterrupt
     return result
 
@@ -94,7 +104,7 @@ async def _stopped_by(ctrl_c: _CtrlC, main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _awake(main: Coroutine[Any, Any, T]) -> T:
-    if threading.current_thread() is threading.main_thread():  # elsewhere, Ctrl-C is not ours
-        # A loop that handles any signal itself is woken by all of them. This one is of no other use here.
+    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
+        # A loop with a handler for one signal is woken by all signals. SIGWINCH itself does not matter here.
         asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, lambda: None)
     return await main

@@ -1,4 +1,4 @@
-"""Listening sockets, and what their addresses say."""
+"""Listening sockets and their addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["is_loopback", "listen", "reserve", "url_of"]
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket on ``host``; port 0 lets the kernel choose.
+    """Returns a listening TCP socket on ``host``; with port 0, the kernel chooses a free port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -19,13 +19,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A socket that keeps a free port of ``host`` for a program that will bind it by itself.
+    """Returns a socket that reserves a free port of ``host`` for a program that binds the port itself.
 
-    It never listens. While it is open, the kernel gives the port to nobody who asks for any; who names it, and has
-    ``SO_REUSEADDR`` or ``SO_REUSEPORT`` as servers do, can bind it and listen, again and again.
+    The socket never listens. While it is open, the kernel does not assign its port to programs that ask for any free
+    port. A program that binds this port by number, with ``SO_REUSEADDR`` or ``SO_REUSEPORT`` as servers do, can listen
+    on it, repeatedly.
 
     Raises:
-        OSError: the host cannot be bound.
+        OSError: no port of the host can be bound.
     """
     reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -39,13 +40,13 @@ def reserve(host: str) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The ``http://host:port`` that a listening socket is reached at."""
+    """Returns the URL of a bound socket, ``http://host:port``."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine reaches the socket."""
+    """Returns whether the socket can be reached from this machine only."""
     if listener.family == socket.AF_UNIX:
         return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

@@ -1,4 +1,4 @@
-"""A command's stdout, kept free of what reward functions print."""
+"""Keeps the output of reward functions out of a command's stdout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PIPE_BYTES = 1 << 16
 
 @contextlib.contextmanager
 def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
-    """Reserve stdout for the caller, and send what functions print to stderr, within ``with``.
+    """Reserves stdout for the caller inside the ``with`` block, and redirects what functions print to stderr.
 
-    The descriptor 1 is redirected: this also covers C code, child processes and modules that kept `sys.stdout`. Where
-    `sys.stdout` was the process's own, the descriptor does not lead to stdout afterwards either: a function that its
-    deadline left behind in a thread may still print. For commands only.
+    File descriptor 1 is redirected: this also covers C code, child processes and modules that hold the old
+    `sys.stdout`. If `sys.stdout` was the process's own stdout, descriptor 1 leads to the null device after the block,
+    because a function that timed out may still print from its thread. For commands only.
 
     Args:
-        max_bytes: how much of what functions print is shown; the rest is counted. ``None`` for all.
+        max_bytes: how many redirected bytes are shown at most; further bytes are only counted. ``None`` for no limit.
 
     Yields:
         The stream for the caller's own output.
@@ -74,7 +74,7 @@ class _Copier:
         self._thread.start()
 
     def close(self) -> None:
-        """Copy what the pipe holds, report how many bytes were left out, and end the thread."""
+        """Copies the rest of the pipe, reports the number of bytes that were not shown, and ends the thread."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         for descriptor in (self._pipe, self.input, self._stop):
@@ -89,7 +89,7 @@ class _Copier:
             found = {descriptor for descriptor, _ in ready.poll()}
             stopped = self._stop in found
             if self._pipe in found:
-                # As much as a pipe holds: after the stop, one read takes all that was written before it.
+                # The read size is the pipe's capacity: after the stop, one read returns all bytes written before.
                 self._copy(os.read(self._pipe, _PIPE_BYTES))
         if self._dropped:
             self._write(f"\nnote: the function printed {self._dropped:,} more bytes, which are not shown\n".encode())

@@ -1,4 +1,4 @@
-"""Words for error messages."""
+"""Formats parts of error messages."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ __all__ = ["cut", "did_you_mean", "duration", "listing", "shorten"]
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the text itself, cut to ``limit`` characters."""
+    """Returns the text, cut to ``limit`` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` where a known name is close, else an empty string."""
+    """Returns ``"; did you mean 'x'?"`` if a known name is similar, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def duration(seconds: float) -> str:
-    """Return ``1.5 s``, or ``1.5 ms`` for less than a second."""
+    """Returns ``1.5 s``, or ``1.5 ms`` for less than a second."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def listing(names: Iterable[str]) -> str:
-    """Return the names, sorted and separated by commas, or ``none``."""
+    """Returns the names, sorted and separated by commas, or ``none``."""
     return ", ".join(sorted(names)) or "none"
 
 
 def shorten(value: object, limit: int = 120) -> str:
-    """Return ``repr(value)``, cut to ``limit`` characters; an object whose ``repr`` raises is named by its type."""
+    """Returns ``repr(value)``, cut to ``limit`` characters; an object whose ``repr`` raises is named by its type."""
     try:
         text = repr(value)
     except Exception:

@@ -16,13 +16,13 @@ _SHOWN = 3
 
 
 def user_lines(error: BaseException) -> str:
-    """Return up to three formatted lines of the traceback of an exception that a reward function raised.
+    """Returns up to three formatted traceback entries of an exception that a reward function raised.
 
-    They are the last ones of the user's own code and, where a library raised the exception, the line of the library
-    after them. The lines of reward_loop are left out: its errors name what went wrong.
+    The last entry is that of the user's own code. If a library raised the exception, the library's last entry follows.
+    Entries of reward_loop are left out.
     """
     frames = _frames(error)
-    last = _last_of_user(frames) or 0  # the function of an installed package: its line comes first
+    last = _last_of_user(frames) or 0  # no user code: the function belongs to an installed package
     shown = frames[: last + 1][-_SHOWN:]
     if last + 1 < len(frames):
         shown = [*shown[1 - _SHOWN :], frames[-1]]
@@ -30,7 +30,7 @@ def user_lines(error: BaseException) -> str:
 
 
 def last_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the last frame of the user's own code in the traceback, or else the last frame of a library."""
+    """Returns the last frame of the user's own code in the traceback, or else the last frame of a library."""
     frames = _frames(error)
     last = _last_of_user(frames)
     return frames[-1 if last is None else last] if frames else None

@@ -12,8 +12,8 @@ from reward_loop._util.retry_after import retry_after_seconds
 __all__ = ["is_refusal", "is_transient", "retry_after", "status_of"]
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Transient beside 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and Anthropic
-retry these, except 425."""
+"""Transient in addition to 5xx: request timeout, conflict, too early, too many requests. The clients of OpenAI and
+Anthropic retry these, except 425."""
 
 REFUSAL_STATUS = frozenset({429, 529})
 """Too many requests (429), and Anthropic's status for an overloaded service (529)."""
@@ -42,7 +42,7 @@ _PERMANENT = {
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry of the call may succeed.
+    """Returns whether a retry of the call may succeed.
 
     The error and the errors that it was raised from (``raise ... from``) are examined together. The first attribute
     ``transient`` decides; without one, the first HTTP status decides; without a status, the types decide, and a
@@ -62,17 +62,17 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
+    """Returns whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
     return any(_status(cause) in REFUSAL_STATUS for cause in _causes(error))
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the first HTTP status of the error and the errors that it was raised from, ``None`` without one."""
+    """Returns the first HTTP status of the error and the errors that it was raised from; ``None`` without one."""
     return next((status for cause in _causes(error) if (status := _status(cause)) is not None), None)
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Return the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
+    """Returns the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
 
     ``None`` if the service did not ask, or the value is not valid.
     """
@@ -90,7 +90,7 @@ def retry_after(error: BaseException) -> float | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and the errors that it was raised from (``raise ... from error``)."""
+    """Yields the error and the errors that it was raised from (``raise ... from error``)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -101,7 +101,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute, ``None`` if it is missing, or if it is a property that raises."""
+    """Returns an attribute; ``None`` if it is missing, or if it is a property that raises."""
     try:
         return getattr(owner, name, None)
     except Exception:
