@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     raise_descriptor_limit()
-    # Imports torch, which takes seconds: only after the options are known to be right.
+    # Imports torch, which takes seconds, so the options are checked first.
     from reward_loop.serving.embedded.app import create_app, load_model
 
     name = args.served_model_name or args.model

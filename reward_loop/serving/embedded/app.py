@@ -36,14 +36,14 @@ __all__ = ["EmbeddedModel", "create_app", "load_model"]
 
 
 class EmbeddedModel:
-    """A model, its tokenizer, and the engine that runs it.
+    """A model with its tokenizer and the engine that runs it.
 
     Args:
         model: a transformers model in eval mode.
-        tokenizer: its tokenizer.
-        name: the name that requests call it by.
-        kind: which of the two families it belongs to.
-        load: reads the model once more, for :meth:`wake_up`.
+        tokenizer: the model's tokenizer.
+        name: the model's name in requests.
+        kind: ``generative`` or ``discriminative``.
+        load: loads the model again, for :meth:`wake_up`.
         engine_options: passed on to :class:`BatchingEngine`.
     """
 
@@ -75,7 +75,12 @@ class EmbeddedModel:
         )
 
     async def chat(self, body: ChatRequest) -> dict[str, Any]:
-        """Answers a chat request with ``n`` choices."""
+        """Answers a chat completion request with ``n`` choices.
+
+        Raises:
+            ApiError: the model is not generative or has another name, or the request is not supported or not valid.
+            ValueError: the engine rejects the prompt.
+        """
         self._require("generative", "/v1/chat/completions", body.model)
         if body.stream:
             raise ApiError(400, "this server does not stream: leave out `stream`", param="stream")
@@ -94,7 +99,7 @@ class EmbeddedModel:
             repetition_penalty=body.repetition_penalty,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
-            # vLLM limits a bias in the same way.
+            # vLLM clamps a bias to the same range.
             logit_bias=tuple((token, min(100.0, max(-100.0, bias))) for token, bias in sorted(body.logit_bias.items())),
             stop_token_ids=tuple(body.stop_token_ids or ()),
         )
@@ -113,7 +118,12 @@ class EmbeddedModel:
         }
 
     async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
-        """Answers a classification request, one entry of ``data`` for each input."""
+        """Answers a classification request, with one entry of ``data`` for each input.
+
+        Raises:
+            ApiError: the model is not discriminative or has another name, or the request is not valid.
+            ValueError: the engine rejects an input.
+        """
         self._require("discriminative", "/classify", body.model)
         inputs = self._inputs(body)
         data = []
@@ -133,11 +143,11 @@ class EmbeddedModel:
 
     @property
     def asleep(self) -> bool:
-        """Whether the weights are gone, and requests wait."""
+        """Whether the weights are freed and requests wait."""
         return self._asleep is not None
 
     async def sleep(self) -> None:
-        """Gives up the memory of the weights, once the running batch has ended. Requests wait until :meth:`wake_up`."""
+        """Frees the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
         async with self._changing:
             if self._asleep is not None:
                 return
@@ -148,7 +158,7 @@ class EmbeddedModel:
             _note(f"asleep; answers so far: {self._answered}")
 
     async def wake_up(self) -> None:
-        """Reads the weights once more, from where they came."""
+        """Loads the weights again, and resumes the requests that wait."""
         async with self._changing:
             if self._asleep is None:
                 return
@@ -174,7 +184,7 @@ class EmbeddedModel:
         return [self._token_ids(item, body, add_special_tokens=special, new_tokens=0) for item in items]
 
     def _prompt(self, body: ChatRequest | ClassifyRequest, *, new_tokens: int) -> list[int]:
-        """The conversation as tokens, with the model's chat template."""
+        """Returns the token ids of the conversation, formatted with the model's chat template."""
         arguments = body.chat_template_kwargs
         if reserved := sorted(arguments.keys() & self._template_options):
             raise ApiError(
@@ -191,7 +201,7 @@ class EmbeddedModel:
                 tokenize=False,
                 **arguments,
             )
-        # A template is a program of the model's author: its errors are about these messages.
+        # A chat template may raise any exception for messages that it does not support.
         except Exception as error:
             raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
         special = bool(body.add_special_tokens)
@@ -200,18 +210,18 @@ class EmbeddedModel:
     def _token_ids(
         self, given: str | list[int], body: PromptRequest, *, add_special_tokens: bool, new_tokens: int
     ) -> list[int]:
-        """The tokens of a text or of a list of tokens, truncated if the request asks for it."""
+        """Returns the token ids of a text or of a list of token ids, truncated if the request asks for it."""
         limit, side = body.truncate_prompt_tokens, body.truncation_side or self.tokenizer.truncation_side
         if limit == -1:
             limit = None if self.engine.max_length is None else max(0, self.engine.max_length - new_tokens)
         ids: Any = given
         if isinstance(given, str):
             options: dict[str, Any] = {"add_special_tokens": add_special_tokens}
-            if limit and side == self.tokenizer.truncation_side:  # the tokenizer keeps its special tokens then
+            if limit and side == self.tokenizer.truncation_side:  # its own truncation keeps special tokens
                 options |= {"truncation": True, "max_length": limit}
             try:
                 ids = self.tokenizer(given, **options)["input_ids"]
-            except Exception as error:  # what it raises is about this text, and about how few tokens it may keep
+            except Exception as error:  # caused by the text, or by a limit that is too small
                 raise ApiError(400, f"the tokenizer refused the text: {error}") from error
         if limit is None or len(ids) <= limit:
             return ids
@@ -229,7 +239,7 @@ class EmbeddedModel:
     def _choice(self, index: int, generation: Generation, body: ChatRequest) -> dict[str, Any]:
         text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=body.skip_special_tokens)
         finish_reason, stop_reason = generation.finish_reason, None
-        # Stop strings are looked for in the finished text: the tokens after one are generated, and thrown away.
+        # Stop strings are searched in the complete text: the tokens after a stop string are generated and discarded.
         found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
         if found:
             end, stop_reason = min(found)
@@ -252,7 +262,7 @@ class EmbeddedModel:
 
 
 def load_model(path: str, *, name: str, kind: ModelKind, **engine_options: Any) -> EmbeddedModel:
-    """Loads a model directory in float32."""
+    """Loads a model directory in float32; ``engine_options`` are passed to :class:`BatchingEngine`."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -273,11 +283,11 @@ def load_model(path: str, *, name: str, kind: ModelKind, **engine_options: Any) 
 
 
 def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
-    """The server's ASGI app. The engine runs within the app's lifespan.
+    """Returns the server's ASGI app. The engine runs during the app's lifespan.
 
     Args:
-        model: what it serves.
-        can_sleep: whether it has vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``.
+        model: the model to serve.
+        can_sleep: whether the app has vLLM's ``/sleep``, ``/wake_up`` and ``/is_sleeping``.
     """
 
     @asynccontextmanager
@@ -303,7 +313,7 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> JSONResponse:
-        # uvicorn closes the connection after an exception that leaves the app, which this one does after the answer.
+        # Starlette re-raises the exception after this response, and uvicorn then closes the connection.
         body = ApiError(500, f"{type(error).__name__}: {error}").body
         return JSONResponse(body, 500, headers={"Connection": "close"})
 
@@ -349,7 +359,7 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
 
 
 async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable[dict[str, Any]]]) -> Response:
-    # Browsers send other types from any page to any address, without asking the server first.
+    # Any web page can make a browser send other content types to any address, without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "Unsupported Media Type: only 'application/json' is allowed", param="content-type")
     body = parse(kind, await request.body())
@@ -359,7 +369,7 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
         nonlocal response
         try:
             response = JSONResponse(await work(body))
-        # The engine refuses the request: too long, empty, an unknown token.
+        # The engine rejects the request: it is too long or empty, or contains an unknown token.
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
@@ -368,7 +378,7 @@ async def _answer(request: Request, kind: type[R], work: Callable[[R], Awaitable
 
 
 def _note(what: str) -> None:
-    """Print a line, with the time, to the server's log."""
+    """Prints a line with the time to the server's log."""
     print_line(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {what}")
 
 

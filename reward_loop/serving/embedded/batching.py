@@ -1,8 +1,8 @@
-"""A micro-batching engine around one transformers model.
+"""Runs requests to one transformers model in micro-batches.
 
-Requests arrive one at a time on the event loop, wait a few milliseconds for company, and run as one batch in a thread
-that belongs to the engine. Decoding is transformers' own ``generate``; what is added is the batching, and the delivery
-of each sequence as soon as it ends, while the rest of its batch goes on.
+Requests arrive one at a time on the event loop, wait a few milliseconds for further requests, and run as one batch in
+the engine's thread. Decoding is transformers' own ``generate``. The engine adds the batching, and delivers each
+sequence as soon as it ends, while the rest of its batch is still running.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["BatchingEngine", "ContextTooLong", "Generation", "SamplingParams"]
 
 
 class ContextTooLong(ValueError):
-    """Input and requested tokens together exceed what the model has positions for."""
+    """The input and the requested tokens together exceed the model's context length."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     token_ids: list[int]
     params: SamplingParams | None
-    """``None`` asks for a classification."""
+    """``None`` for a classification."""
     arrived: float
     result: asyncio.Future[Any]
 
@@ -47,22 +47,23 @@ class BatchingEngine:
     An async context manager: a worker task and one thread live between entry and exit. At exit, waiting requests are
     cancelled and a running batch is stopped at its next token.
 
-    Requests that sample from the same kind of distribution share a batch; the group with the oldest request goes
-    first. The engine takes the model over: its ``generation_config`` is replaced by a neutral one, so that a request's
-    sampling parameters are all there is. Weights may be changed in place inside :meth:`exclusive`.
+    Requests with the same sampling parameters, except length and seed, share a batch. The group with the oldest request
+    runs first. The engine owns the model: it replaces the model's ``generation_config`` by a neutral one, so that only
+    the sampling parameters of a request apply. Weights may be changed in place inside :meth:`exclusive`.
 
     Args:
         model: a transformers ``*ForCausalLM`` or ``*ForSequenceClassification`` in eval mode. A decoder with a
-            classification head needs ``config.pad_token_id == pad_token_id``: transformers finds its last token by it.
-        pad_token_id: fills up shorter rows.
+            classification head needs ``config.pad_token_id == pad_token_id``, because transformers uses it to find the
+            last token.
+        pad_token_id: the token that pads shorter rows.
         eos_token_ids: tokens that end a response.
-        max_batch_size: sequences in a batch, at most.
-        max_wait_s: seconds that a request waits for company while the model is idle, at most.
-        quiet_s: seconds without another request after which a batch runs before ``max_wait_s`` is over; ``None`` for
-            never.
-        max_batch_tokens: rows times length (input and new tokens) of a batch, at most. A single request that is
-            longer runs alone.
-        seed: seeds the random stream of the requests without a seed; by default it differs in every process.
+        max_batch_size: the maximum number of sequences in a batch.
+        max_wait_s: the maximum number of seconds that a request waits for other requests while the model is idle.
+        quiet_s: a batch runs before ``max_wait_s`` is over if no request has arrived for this number of seconds;
+            ``None`` disables this.
+        max_batch_tokens: the maximum of rows times length (input and new tokens) of a batch. A single request that
+            exceeds it runs alone.
+        seed: seeds the random stream of requests without a seed; by default, every process draws its own seed.
     """
 
     def __init__(
@@ -122,33 +123,33 @@ class BatchingEngine:
 
     @property
     def max_length(self) -> int | None:
-        """How many tokens, input and new ones together, the model has positions for; ``None`` if it does not say."""
+        """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
         return self._max_length
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
-        """Continues ``prompt_ids``.
+        """Generates a continuation of ``prompt_ids``.
 
-        Cancelling the call takes the request back: if it was waiting it never runs, and if it was running it no
-        longer holds up its batch. If the model raises, every request of the batch raises the same exception.
+        Cancelling the call withdraws the request: a waiting request never runs, and a running request no longer delays
+        the end of its batch. If the model raises an exception, every request of the batch raises it.
 
         Raises:
-            ContextTooLong: the prompt and ``params.max_tokens`` do not fit into the model.
-            ValueError: the prompt is empty, or a token is unknown.
+            ContextTooLong: the prompt and ``params.max_tokens`` exceed the model's context length.
+            ValueError: the prompt is empty, or contains an unknown token.
         """
         return await self._submit(params.distribution, prompt_ids, params)
 
     async def classify(self, input_ids: list[int]) -> list[float]:
-        """The raw logits of a sequence classification model for ``input_ids``, one for each label.
+        """Returns the raw logits of a sequence classification model for ``input_ids``, one for each label.
 
         Raises:
-            ContextTooLong: the input does not fit into the model.
-            ValueError: the input is empty, or a token is unknown.
+            ContextTooLong: the input exceeds the model's context length.
+            ValueError: the input is empty, or contains an unknown token.
         """
         return await self._submit(None, input_ids, None)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Keeps the model idle inside the block: waits for the running batch, and holds back the next one."""
+        """Keeps the model idle inside the block: waits for the running batch, and delays the next one."""
         async with self._model_lock:
             yield
 
@@ -185,7 +186,7 @@ class BatchingEngine:
                 self._running = []
 
     async def _next_group(self) -> deque[_Request]:
-        """Waits until the group with the oldest request has a full batch, or has waited long enough."""
+        """Returns the group with the oldest request, once it has a full batch or its waiting time is over."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrival.clear()
@@ -261,7 +262,7 @@ class BatchingEngine:
         for request in batch:
             ids, missing = request.token_ids, width - len(request.token_ids)
             if padding_side == "left":
-                # A token of the prompt rather than the pad token: the repetition penalty looks at masked tokens too.
+                # Pad with a token of the prompt: the repetition penalty also counts masked tokens.
                 rows.append([ids[0]] * missing + ids)
                 mask.append([0] * missing + [1] * len(ids))
             else:

@@ -1,4 +1,4 @@
-"""The bodies of vLLM's HTTP interface, as far as the embedded server speaks it."""
+"""Request bodies and errors of the part of vLLM's HTTP API that the embedded server supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_PROBLEMS = 10
 
 
 class ApiError(Exception):
-    """An error that the client receives in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+    """An error that the client receives in vLLM's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
     def __init__(self, code: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -25,18 +25,18 @@ class ApiError(Exception):
 
 
 class Body(BaseModel):
-    """Unknown fields are ignored, as in vLLM."""
+    """Base of all bodies. Unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Request(Body):
-    """A request's body. A field that is ``null`` has its default value, as in vLLM."""
+    """Base of all requests. A field that is ``null`` gets its default value, as in vLLM."""
 
     model: str | None = None
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields of vLLM's interface that this server does not support, and the values of each that change nothing."""
+    """Fields of vLLM's API that this server does not support, each with its values that are accepted without effect."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +65,7 @@ class Message(Body):
     name: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as chat templates take it, its content joined to one string."""
+        """Returns the message as chat templates expect it, with the content joined to one string."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -76,9 +76,9 @@ class PromptRequest(Request):
     """A request with a prompt that this server tokenizes."""
 
     add_special_tokens: bool | None = None
-    """By default, a text gets the tokenizer's special tokens, and a conversation only those of its template."""
+    """By default, the tokenizer adds its special tokens to a text; a conversation has only those of its template."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**63)
-    """Keep this number of the prompt's tokens; -1 keeps as many as the model has room for."""
+    """Keep this number of the prompt's tokens; -1 keeps as many as fit into the model's context."""
     truncation_side: Literal["left", "right"] | None = None
     """``left`` keeps the last tokens, ``right`` the first; by default the tokenizer decides."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class ChatRequest(PromptRequest):
     add_generation_prompt: bool = True
     skip_special_tokens: bool = True
     reasoning_effort: str | None = None
-    """An argument of the chat template."""
+    """Passed to the chat template."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -148,7 +148,7 @@ class ClassifyRequest(PromptRequest):
     messages: list[Message] | None = None
     use_activation: bool | None = None
     add_generation_prompt: bool = False
-    """Ends the conversation in ``messages`` with the template's opening of a reply."""
+    """Append the template's start of an assistant message to ``messages``."""
 
     @model_validator(mode="after")
     def _one_of(self) -> ClassifyRequest:
@@ -163,11 +163,11 @@ R = TypeVar("R", bound=Request)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """Read a request from JSON.
+    """Parses a request from JSON.
 
     Raises:
-        ApiError: 400: the body is not valid JSON (a lone surrogate in any string is not), or a field has a wrong value,
-            or is not supported.
+        ApiError: status 400: the body is not valid JSON (lone surrogates in strings are not valid), or a field has an
+            invalid or unsupported value.
     """
     try:
         return kind.model_validate_json(body)
@@ -197,10 +197,10 @@ def _unsupported(name: str) -> str:
 
 
 def new_id(prefix: str) -> str:
-    """A fresh identifier for a response."""
+    """Returns a new unique id for a response."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def now() -> int:
-    """Unix time in whole seconds."""
+    """Returns the Unix time in whole seconds."""
     return int(time.time())

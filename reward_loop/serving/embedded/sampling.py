@@ -1,8 +1,8 @@
-"""How one batch of token sequences is sampled: hooks for transformers' ``generate``.
+"""Samples a batch of token sequences: hooks for transformers' ``generate``.
 
-Sampling is done with the Gumbel-max trick: noise from the request's own random stream is added to the processed
-log-probabilities, and ``generate`` takes the arg-max. That draws from exactly the same distribution as a multinomial,
-and makes a seeded request draw the same numbers in whatever batch it runs.
+Sampling uses the Gumbel-max trick: noise from the request's own random stream is added to the processed
+log-probabilities, and ``generate`` takes the arg-max. The result has exactly the distribution of multinomial sampling,
+and a seeded request draws the same random numbers in every batch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Generation", "RowEndings", "RowSampler", "SamplingParams"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to decode one request. Names and meanings are vLLM's."""
+    """The sampling parameters of one request. Names and meanings are those of vLLM."""
 
     max_tokens: int
-    """At most this many new tokens, the end token included."""
+    """The maximum number of new tokens, including the end token."""
     temperature: float = 1.0
     """0 decodes greedily."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1 or 0 switches it off."""
+    """-1 or 0 disables top-k sampling."""
     min_p: float = 0.0
     """Excludes tokens that are less probable than this fraction of the most probable one."""
     repetition_penalty: float = 1.0
@@ -45,11 +45,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from the logit of each token, once for each time that the response contains it."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to the logit of each; before the penalties and the temperature."""
+    """Pairs of a token id and the value added to its logit, before the penalties and the temperature."""
     stop_token_ids: tuple[int, ...] = ()
-    """End tokens besides the engine's own."""
+    """End tokens in addition to those of the engine."""
     seed: int | None = None
-    """Gives the request a random stream of its own: the same seed draws the same numbers, whoever shares the batch."""
+    """Seeds a random stream for this request: the same seed draws the same random numbers in every batch."""
 
     def __post_init__(self) -> None:
         for name, valid in {
@@ -67,13 +67,13 @@ class SamplingParams:
 
     @property
     def distribution(self) -> tuple[Any, ...]:
-        """The parameters that requests in one batch share: all but length and seed."""
+        """The parameters that all requests of a batch share: all except length and seed."""
         return astuple(replace(self, max_tokens=1, seed=None))
 
 
 @dataclass(slots=True)
 class Generation:
-    """What the model wrote for one request."""
+    """The generated tokens of one request."""
 
     token_ids: list[int]
     """The new tokens, up to and including the end token if there is one."""
@@ -84,11 +84,11 @@ class Generation:
 
 
 class RowSampler(LogitsProcessor):
-    """Turns logits into perturbed log-probabilities, the arg-max of which is a sample.
+    """Converts logits to perturbed log-probabilities, whose arg-max is a sample.
 
     Args:
-        params: one for each row; their ``distribution`` is the same.
-        shared: the random stream of the rows without a seed.
+        params: the parameters of each row. Their ``distribution`` must be the same.
+        shared: the random stream for rows without a seed.
     """
 
     def __init__(self, params: Sequence[SamplingParams], shared: torch.Generator) -> None:
@@ -102,7 +102,7 @@ class RowSampler(LogitsProcessor):
             if p.seed is not None
         }
         self.logprobs: torch.Tensor
-        """The log-probabilities of the latest step, rows by vocabulary."""
+        """The log-probabilities of the latest step, shape (rows, vocabulary)."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.logprobs = torch.log_softmax(self._processors(input_ids, scores), dim=-1)
@@ -111,13 +111,13 @@ class RowSampler(LogitsProcessor):
         noise = torch.empty_like(self.logprobs).exponential_(generator=self._shared)
         for row, stream in self._seeded.items():
             noise[row].exponential_(generator=stream)
-        # A draw of exactly 0 would let a token of probability 0 win.
+        # Noise of exactly 0 would select a token of probability 0.
         noise.clamp_min_(torch.finfo(noise.dtype).tiny)
         return self.logprobs - noise.log_()
 
 
 class _ResponsePenalties(LogitsProcessor):
-    """Presence and frequency penalty, of the tokens of the response alone, as in OpenAI's interface."""
+    """Applies the presence and frequency penalties to tokens of the response only, as in OpenAI's API."""
 
     def __init__(self, presence: float, frequency: float) -> None:
         self._presence = presence
@@ -133,7 +133,7 @@ class _ResponsePenalties(LogitsProcessor):
 
 
 def _processors(params: SamplingParams) -> list[LogitsProcessor]:
-    """The processors in vLLM's order."""
+    """Returns the logits processors in vLLM's order."""
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
@@ -153,14 +153,14 @@ def _processors(params: SamplingParams) -> list[LogitsProcessor]:
 
 
 class RowEndings(StoppingCriteria):
-    """Ends each row at its end token, at its own length, or when nobody waits for it any more.
+    """Ends each row at an end token, at its maximum length, or when its request was cancelled.
 
     Args:
-        params: one for each row.
-        sampler: where the log-probabilities of each step are.
-        end_token_ids: tokens that end a row, besides the parameters' own.
-        abandoned: says of a row number whether the row may end early.
-        deliver: called with the row number and its generation, as soon as the row has ended.
+        params: the parameters of each row.
+        sampler: provides the log-probabilities of each step.
+        end_token_ids: tokens that end a row, in addition to ``stop_token_ids`` of the parameters.
+        abandoned: returns whether the request of a row, given by its number, was cancelled.
+        deliver: called with the row number and its generation as soon as the row has ended.
     """
 
     def __init__(
