@@ -1,4 +1,4 @@
-"""Reward model servers: what starts, watches and stops them, and the engines that they run."""
+"""Starts, supervises and stops reward model servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
 
 
 def __getattr__(name: str) -> Any:
-    # The embedded server's process starts sooner without the manager.
+    # Imported on demand: the process of the embedded server does not need the manager.
     if name in __all__:
         from reward_loop.serving import manager
 

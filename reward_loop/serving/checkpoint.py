@@ -1,4 +1,4 @@
-"""What a model directory holds, as far as can be told without loading it."""
+"""Reads the kind of a model from its ``config.json``, without loading the model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from reward_loop.errors import ConfigError
 __all__ = ["ModelKind", "model_kind"]
 
 ModelKind = Literal["generative", "discriminative"]
-"""A language model that writes, or one with a classification head that gives logits."""
+"""A language model that generates text, or a model with a classification head that returns logits."""
 
 _DISCRIMINATIVE = ("ForSequenceClassification", "RewardModel")
-"""How the names of their architectures end."""
+"""The suffixes of the architecture names of discriminative models."""
 
 
 def model_kind(path: str | Path, option: str) -> ModelKind:
-    """Reads the kind of a model from the ``architectures`` in its ``config.json``.
+    """Returns the kind of a model, according to the ``architectures`` in its ``config.json``.
 
-    Of a model of the Hugging Face hub that is not in the cache, this one file is downloaded; its engine gets the rest.
+    If the model is on the Hugging Face hub and not in the cache, only ``config.json`` is downloaded; the engine
+    downloads the rest.
 
     Args:
         path: a directory in the format of ``save_pretrained``, or the name of a model of the Hugging Face hub.
-        option: where the user wrote the path; messages name it.
+        option: the name of the option that holds the path, for error messages.
 
     Raises:
-        ConfigError: there is no such model, or no readable ``config.json`` in it.
+        ConfigError: the model does not exist, or has no readable ``config.json``.
     """
     if Path(path).is_dir():
         config = Path(path) / "config.json"
@@ -50,7 +51,7 @@ def model_kind(path: str | Path, option: str) -> ModelKind:
 
 
 def _of_the_hub(name: str, option: str) -> Path:
-    """Where the ``config.json`` of a model is, from now on at the latest."""
+    """Returns the local path of a hub model's ``config.json``; downloads the file if it is not in the cache."""
     try:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError:
@@ -62,7 +63,7 @@ def _of_the_hub(name: str, option: str) -> Path:
         return Path(cached)
     try:
         return Path(hf_hub_download(name, "config.json"))
-    # All that it raises, but for names that no model can have.
+    # hf_hub_download raises only these errors for valid model names.
     except (OSError, ValueError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(

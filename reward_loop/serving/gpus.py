@@ -1,4 +1,4 @@
-"""Which GPUs of this machine a server gets, and what Ray calls accelerators."""
+"""Assigns the GPUs of this machine to servers, and names accelerators in Ray."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What Ray and the servers call the devices that models run on."""
+    """A type of accelerator: its name in Ray and its environment variable."""
 
     resource: str = "GPU"
-    """Ray's name for them."""
+    """The name of the Ray resource."""
     visible: str = CUDA_VISIBLE_DEVICES
-    """The environment variable that restricts a process to some of them."""
+    """The environment variable that restricts a process to some of the devices."""
 
     def options(self, count: float) -> dict[str, Any]:
-        """The options of a Ray actor or task that takes some of them."""
+        """Returns the options of a Ray actor or task that uses ``count`` devices."""
         return {"num_gpus": count} if self.resource == "GPU" else {"num_gpus": 0, "resources": {self.resource: count}}
 
     def environment(self, ids: list[str]) -> dict[str, str]:
-        """The environment of a process that uses the devices with these ids."""
+        """Returns the environment variables of a process that uses the devices with these ids."""
         return {self.visible: ",".join(ids)}
 
 
 GPU = Accelerator()
-"""Ray's name and variable for NVIDIA's devices."""
+"""NVIDIA GPUs."""
 
 
 class GpuShares:
-    """Deals this machine's GPUs out to servers, each GPU once.
+    """Assigns this machine's GPUs to servers, each GPU once.
 
-    A model that names ``CUDA_VISIBLE_DEVICES`` in its `env` gets its servers' GPUs from that list, whatever other
-    models use; so two models share GPUs if both name them.
+    If a model's `env` sets ``CUDA_VISIBLE_DEVICES``, its servers get GPUs from that list, even if other models use
+    them. Two models share GPUs if both list them.
     """
 
     def __init__(self) -> None:
         self._free: list[str] | None = None
 
     def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:
-        """The environment variables of each of a model's servers.
+        """Returns the environment variables that assign GPUs to a model's servers, one dict for each server.
 
         Args:
-            count: GPUs of each server.
-            servers: how many servers there are.
-            env: what the user sets for them.
-            model: its name, for messages.
+            count: the number of GPUs of each server.
+            servers: the number of servers.
+            env: the environment variables that the user sets for the model.
+            model: the model's name, for messages.
 
         Raises:
-            ConfigError: there are too few GPUs.
+            ConfigError: there are too few free GPUs.
         """
         if not count:
             return [{} for _ in range(servers)]

@@ -1,4 +1,4 @@
-"""The log files of servers: a file that cannot be written never keeps a server from starting."""
+"""Opens and reads the log files of servers. A server starts even if its log file cannot be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL_LINES = 25
 
 
 def log_folder(log_dir: str | None) -> Path:
-    """Return the folder for the logs of servers, and create it if needed.
+    """Returns the folder for the logs of servers, and create it if needed.
 
     Args:
         log_dir: the folder that the user has configured; ``None`` for a new temporary folder.
@@ -61,7 +61,7 @@ class ServerLog:
         self._problem: str | None = None
 
     def open(self) -> BinaryIO:
-        """Open the file for a server that starts; the null device if the file cannot be written."""
+        """Opens the log file for a new server process; opens the null device if the file cannot be written."""
         try:
             if self.path is None:
                 self.path = Path(tempfile.mkdtemp(prefix=_PREFIX)) / "server.log"
@@ -78,7 +78,7 @@ class ServerLog:
         return log
 
     def lines(self) -> list[str]:
-        """Return the last lines; none if the file cannot be read."""
+        """Returns up to 25 last lines; an empty list if the file cannot be read."""
         if self.path is None or self._problem:
             return []
         try:
@@ -89,7 +89,7 @@ class ServerLog:
             return []
 
     def end(self) -> str:
-        """Return the last lines as the end of an error message, or why there are none."""
+        """Returns text for the end of an error message: the last lines, or the reason why there are none."""
         if self._problem:
             return f"It ran without a log: {self._problem}. Free space there, or set log_dir to another folder."
         lines = self.lines()
@@ -99,7 +99,7 @@ class ServerLog:
 
 
 def _writable(path: Path) -> BinaryIO:
-    """Open a file for appending, after a test that a byte can be written.
+    """Opens a file for appending, and tests that a byte can be written.
 
     Raises:
         OSError: the folder cannot be created, or the file cannot be opened or written.

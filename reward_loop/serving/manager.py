@@ -1,4 +1,4 @@
-"""A reward model at one address: its servers, the router in front of them, and what keeps them alive."""
+"""Serves reward models at one address: runs their servers and a router, and restarts processes that die."""
 
 from __future__ import annotations
 
@@ -41,30 +41,31 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _ROUTER_ANSWERS_WITHIN_S = 15.0
-"""It may have to wait for a processor while models are loaded. A server that it is not told of gets no requests."""
+"""Timeout of control requests. The router may be slow to answer while models load and use all CPU cores.
+After a timeout, a new server gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
 _ROUTER_STOPS_WITHIN_S = 1.0
-"""After this time the servers are stopped, too."""
+"""How long the router may take to stop before the servers are stopped, too."""
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A server as the router knows it."""
+    """A server and its state, as sent to the router."""
 
     model: ServedModelConfig
     url: str | None
-    """``None`` until it is known where the server runs."""
+    """``None`` until the address is known: in Ray, until the server is ready for the first time."""
     asleep: bool = False
     lost: str | None = None
-    """Why it was given up."""
+    """Why the server was given up; ``None`` if it was not."""
 
     @property
     def engine(self) -> Engine | None:
-        """``None`` for a server that someone else runs."""
+        """The engine; ``None`` for an external server."""
         return ENGINES.get(self.model.engine)
 
     def config(self) -> BackendConfig:
-        """What the router is told."""
+        """Returns the router's configuration of this server."""
         return BackendConfig(
             url=self.url or "",
             models=(self.model.served_model_name,) if self.model.served_model_name else (),
@@ -75,30 +76,29 @@ class _Worker:
 
 
 class RewardModelManager:
-    """Runs reward models' servers and their router, each in a process of its own, while the context is open.
+    """Runs the servers of reward models and a router, each in its own process, while the context is open.
 
         async with RewardModelManager(RewardModelConfig(model_path="...")) as models:
             address = models.reward_router_address
 
-    On entry, it waits until all of them are ready. A process that dies is started again, at the same address unless it
-    runs in Ray, with growing pauses; requests meanwhile go to the other servers, or wait. One that dies more than
-    `max_restarts` times within `restart_window_s` is given up, with an error in the log. On exit no process is left,
-    nor is one left when this process is killed.
+    Entry waits until all processes are ready. A process that dies is restarted after a pause that grows with each
+    restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the other servers, or
+    wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds is given up, and an error
+    is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
 
-    Entry and exit must happen in the same task. Synchronous programs use
-    :func:`serve_reward_model`.
+    Entry and exit must happen in the same task. Synchronous programs use :func:`serve_reward_model`.
 
     Args:
-        config: the models, and how they are served.
-        gpus: for the placement ``colocated``, the GPUs that the servers share with others (``SharedGpus``): a server
-            that dies while the models sleep is started again when they wake. For the placement ``ray``, where servers
-            find GPUs (``GpuReservation``); by default wherever Ray has some.
+        config: the models and how to serve them.
+        gpus: for the placement ``colocated``, the GPUs that the servers share with other actors (``SharedGpus``). A
+            server that dies while the models sleep is restarted at :meth:`wake`. For the placement ``ray``, the
+            reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
 
     Entering raises:
-        ConfigError: there is no model at `model_path`, its kind is not the configured one, an option is not the
-            engine's, the port is in use, there are too few GPUs, or none to share.
-        ServerStartError: Ray found no room for the servers in time; or a server or the router did not become ready,
-            and the message shows the end of its log.
+        ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
+            valid for the engine, the port is in use, there are too few GPUs, or ``colocated`` has no `gpus`.
+        ServerStartError: Ray did not have enough free resources in time; or a server or the router did not become
+            ready, and the message shows the end of its log.
     """
 
     def __init__(self, config: RewardModelConfig, gpus: Placement | None = None) -> None:
@@ -119,11 +119,11 @@ class RewardModelManager:
         return urlsplit(self._router_url).netloc
 
     def pids(self) -> dict[str, int]:
-        """The process ids of what runs now, under ``router``, ``server 1``, ``server 2`` and so on."""
+        """Returns the ids of the running processes, by role: ``router``, ``server 1``, ``server 2`` and so on."""
         return {role: supervisor.pid for role, supervisor in self._supervisors.items() if supervisor.pid}
 
     async def __aenter__(self) -> Self:
-        # It reads files, and may ask the Hugging Face hub.
+        # served_models reads files and may download from the Hugging Face hub.
         models = await asyncio.to_thread(served_models, self._config)
         if self._config.placement == "colocated" and self._gpus is None:
             raise ConfigError(
@@ -147,7 +147,7 @@ class RewardModelManager:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stops every process, and waits until it is gone. Leaving the context does this; doing it twice is fine."""
+        """Stops every process, and waits until all are gone. Called on exit; a second call does nothing."""
         tasks, self._tasks = self._tasks, None
         try:
             if tasks:
@@ -161,39 +161,39 @@ class RewardModelManager:
             self._resources.close()
 
     async def _stop_router(self) -> None:
-        """Stops the router before its servers: otherwise it would wait for the answers of servers that are gone."""
+        """Stops the router before its servers; otherwise it would wait for responses of servers that are gone."""
         if self._router_run:
             self._router_run.cancel()
             await asyncio.wait([self._router_run], timeout=_ROUTER_STOPS_WITHIN_S)
 
     async def sleep(self) -> None:
-        """Frees the models' memory: the router keeps requests waiting, those in work are finished, the engines sleep.
+        """Frees the models' memory: the router holds new requests, requests in flight finish, then the engines sleep.
 
-        Servers that someone else runs only get no requests.
+        External servers keep their memory; they only get no requests.
 
         Raises:
             ConfigError: a model is served without `enable_sleep_mode`.
-            ServerError: the router or a server did not do it.
+            ServerError: the router or a server did not go to sleep.
         """
         for worker in self._workers:
             if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
                 raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
         if self._config.placement == "colocated":
-            # There is no room for it to start while others use the GPUs.
+            # A restarted server would not find free GPU memory while other actors use the GPUs.
             await self._starts.forbid()
         await self._with_each(self._put_to_sleep)
 
     async def wake(self) -> None:
-        """Takes the memory again; the router then sends the requests that have waited.
+        """Allocates the models' memory again; the router then sends the requests that it has held.
 
         Raises:
-            ServerError: a server did not do it.
+            ServerError: the router or a server did not wake up.
         """
         await self._with_each(self._wake)
         await self._starts.allow()
 
     async def _with_each(self, do: Callable[[_Worker], Awaitable[None]]) -> None:
-        """Does something with all servers at once; what went wrong is raised when all of it is done."""
+        """Calls ``do`` for all servers concurrently; raises the first error after all calls have ended."""
         for error in await asyncio.gather(*map(do, self._workers), return_exceptions=True):
             if error is not None:
                 raise error
@@ -215,10 +215,10 @@ class RewardModelManager:
         await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
 
     async def _places(self, models: list[ServedModelConfig]) -> dict[str, list[Place]]:
-        """Where in Ray the servers run, by the name of their model; nothing for servers of this machine."""
+        """Returns the Ray resources of the servers by model name; empty for servers on this machine."""
         if self._config.placement == "local":
             return {}
-        # Ray is imported for those alone who use it.
+        # Imported only if Ray is used.
         from reward_loop.serving.reservation import Demand, GpuReservation
 
         gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
@@ -261,7 +261,7 @@ class RewardModelManager:
                 self._router_command(),
                 bound=router,
                 log_path=log_dir / "router.log",
-                # Its health is that of the servers, which are still to come.
+                # Its /health depends on the servers, which may not be ready yet.
                 health_path="/live",
                 start_timeout_s=config.start_timeout_s,
             ),
@@ -279,7 +279,7 @@ class RewardModelManager:
         self._runs.append(run)
         return run
 
-    # Where servers run
+    # How servers are launched
 
     def _beside_us(self, log_dir: Path) -> _Launch:
         shares = GpuShares()
@@ -335,7 +335,7 @@ class RewardModelManager:
 
         return launch
 
-    # What happens to them
+    # Callbacks of the supervisors
 
     async def _server_is_up(self, worker: _Worker, url: str) -> None:
         if worker.asleep and worker.engine and worker.engine.sleep_path:
@@ -351,7 +351,7 @@ class RewardModelManager:
             await self._ask_router("DELETE", f"/workers?url={quote(before)}")
 
     async def _lose_server(self, worker: _Worker, close: Callable[[], None], reason: str) -> None:
-        # Resets the connections in its backlog, so that the router sends those requests elsewhere.
+        # Resets the connections in the backlog, so that the router retries these requests on other servers.
         close()
         worker.lost = reason
         await self._tell_router("give_up", worker, reason)
@@ -360,7 +360,7 @@ class RewardModelManager:
         listener.close()
 
     async def _tell_what_is_known(self, _: str) -> None:
-        """Tells a new router what the one before it knew."""
+        """Sends the state of all servers to a restarted router."""
         for worker in self._workers:
             if worker.lost:
                 await self._tell_router("give_up", worker, worker.lost)
@@ -383,12 +383,12 @@ class RewardModelManager:
                 self._router_url, timeout=timeout, headers=_credentials(), raise_for_status=True
             ) as session:
                 await session.request(method, path, json=body and body.model_dump())
-        # A router that is away finds out by itself, or is told when it is back.
+        # Not an error: the router's health checks detect the state, or a restarted router receives it.
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.warning("the router was not told to %s %s: %r", method, path, error)
 
     async def _post(self, url: str, path: str, *, router: bool = False) -> None:
-        # The requests in work are finished first.
+        # The requests in flight are finished first.
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s + _SLEEPS_WITHIN_S)
         try:
             async with (
@@ -398,7 +398,7 @@ class RewardModelManager:
                 if response.status >= 400:
                     raise ServerError(f"{url}{path} was answered with {response.status}: {await response.text()}")
         except aiohttp.ClientConnectorError as error:
-            # A server that is down is told when it is back.
+            # A server that is down receives its state when it is up again.
             logger.warning("%s%s: %r", url, path, error)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"{url}{path} was not answered: {error!r}") from error
@@ -427,8 +427,8 @@ class RewardModelManager:
 
 
 _Address = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
-"""A server's URL, if it is known before it runs; what makes its next run, from a name and a role; and what gives up its
-address."""
+"""A server's URL, or ``None`` if it is unknown before the start; a function that creates the server's next run from a
+name and a role; and a function that releases its address."""
 
 _Launch = Callable[[ServedModelConfig], Iterator[_Address]]
 
@@ -439,7 +439,7 @@ def _credentials() -> dict[str, str] | None:
 
 
 class ServedRewardModel:
-    """What :func:`serve_reward_model` gives: a manager that runs in another thread."""
+    """Controls a :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
 
     def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
         self._manager = manager
@@ -455,7 +455,7 @@ class ServedRewardModel:
         self._run(self._manager.sleep())
 
     def wake(self) -> None:
-        """Takes the memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
+        """Allocates the models' memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
         self._run(self._manager.wake())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -464,21 +464,21 @@ class ServedRewardModel:
 
 @contextmanager
 def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
-    """A :class:`RewardModelManager` for synchronous programs, on an event loop in a background thread.
+    """Runs a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
 
         with serve_reward_model(RewardModelConfig(model_path="...")) as model:
             train(reward_router_address=model.reward_router_address)
 
-    The processes are stopped when the block is left, or when the interpreter exits without leaving it.
+    The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
     Args:
-        config, gpus: as the manager takes them.
+        config, gpus: as for :class:`RewardModelManager`.
 
     Yields:
-        the router's address, and the model's sleep, once everything is ready.
+        the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
 
     Raises:
-        ConfigError, ServerStartError: as the manager does on entry.
+        ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
     """
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The models of a configuration, settled and checked."""
+"""Resolves and checks the models of a configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from reward_loop.serving.engines.vllm import Vllm
 __all__ = ["ENGINES", "check_path", "served_models"]
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang(), "transformers": Transformers()}
-"""What can be started, by name."""
+"""The engines that reward_loop can start, by name."""
 
 
 def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
-    """All models of a configuration, with their names, and with the kinds of those that are to be started.
+    """Returns all models of a configuration with their names, and with the kinds of those that reward_loop starts.
 
     Raises:
-        ConfigError: an option is missing, contradicts another, or is not the engine's.
+        ConfigError: an option is missing, contradicts another, or is not valid for the engine; or a model is not found.
     """
     models: list[ServedModelConfig] = []
     if config.model_path or config.urls or not config.models:
@@ -41,11 +41,11 @@ def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
 
 
 def check_path(path: str, option: str) -> None:
-    """Refuses a model on a remote file system, such as ``hdfs://...``.
+    """Rejects the path of a model on a remote file system, such as ``hdfs://...``.
 
     Args:
         path: the model's path.
-        option: its option, for the message.
+        option: the name of the option that holds the path, for the message.
 
     Raises:
         ConfigError: the path has a scheme.

@@ -1,4 +1,4 @@
-"""A server in a child process that this process owns."""
+"""Runs a server in a child process, which never outlives this process."""
 
 from __future__ import annotations
 
@@ -36,30 +36,34 @@ _PROGRESS_S = 15.0
 
 
 class ServerProcess:
-    """One run of a server, from its start to its exit.
+    """One run of a server in a child process, from start to exit.
 
-    An async context manager: it is entered when the server answers, and at exit the process is gone. It runs in a
-    session of its own, so that Ctrl-C reaches it through its owner only.
+    An async context manager: entry returns when the server is ready, and after exit the process is gone. The process
+    has its own session, so a Ctrl-C in the terminal does not reach it.
 
-    The address is settled before the child exists, and a later run has the same one. There are two ways:
+    The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
-    - With a listening socket, the command is extended by ``--fd N`` (the socket) and ``--lifeline-fd N``; the child
-      must end when it reads the end of the latter (:func:`reward_loop._util.parent_death_pipe.follow`). A connection
-      made too early waits in the backlog.
-    - With a reserved address (:func:`reward_loop._util.sockets.reserve`), the command names the port, and runs as a
-      child of :mod:`reward_loop.serving.reaper`, which follows the lifeline for it. A connection made too early
-      is refused.
+    - A listening socket: ``--fd N`` (the socket) and ``--lifeline-fd N`` (a pipe) are added to the command. The child
+      must exit at the pipe's end of file (:func:`reward_loop._util.parent_death_pipe.follow`). Connections made before
+      the server is ready wait in the backlog.
+    - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
+      of :mod:`reward_loop.serving.reaper`, which kills it at the pipe's end of file. Connections made before the server
+      is ready are refused.
 
     Args:
-        name: what messages call it.
+        name: the server's name in messages.
         command: program and arguments.
-        bound: a listening socket, or a reservation.
-        log_path: its standard output and error are appended to this file; ``None`` for a file in a new temporary
+        bound: a listening socket or a reserved address.
+        log_path: the file to which standard output and error are appended; ``None`` for a file in a new temporary
             folder. If the file cannot be written, the server runs without a log.
-        env: environment variables, added to this process's.
-        health_path: a GET of it is answered with a status below 400 once the server is ready.
-        start_timeout_s: seconds until it must be ready.
+        env: environment variables in addition to those of this process.
+        health_path: the server is ready when a GET of this path returns a status below 400.
+        start_timeout_s: seconds within which the server must be ready.
         stop_timeout_s: seconds between SIGTERM and SIGKILL.
+
+    Entering raises:
+        ServerStartError: the process cannot be started, exits early, or is not ready in time. The message shows the end
+            of the log.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class ServerProcess:
         self.name = name
         self.log = ServerLog(name, log_path)
         self.started_in_s: float | None = None
-        """How many seconds it took to become ready; ``None`` until then."""
+        """Seconds from the start until the server was ready; ``None`` before."""
         self._command = list(command)
         self._bound = bound
         self._inherits_socket = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -96,7 +100,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, once there is one."""
+        """The process id, of the reaper if `bound` is a reserved address; ``None`` before the start."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> Self:
@@ -116,7 +120,7 @@ class ServerProcess:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
-        """Waits until the process ends by itself, and returns an error that says how and shows the log's tail."""
+        """Waits until the process exits by itself; returns an error with the exit status and the end of the log."""
         assert self._exited is not None
         code = await asyncio.shield(self._exited)
         return ServerDiedError(f"{self.name} (pid {self.pid}) {_ending(code)}.\n{self.log.end()}")
@@ -145,7 +149,7 @@ class ServerProcess:
             self._lifeline.cut()
             raise ServerStartError(f"{self.name} cannot be started: {error}") from error
         self._lifeline.release()
-        # A thread rather than asyncio's child watcher: it works on every loop, in every thread.
+        # A thread works with every event loop and in every thread; asyncio's child watcher does not.
         waiter = threading.Thread(
             target=_wait, args=(self._process, loop, self._exited), name=f"wait-{self.name}", daemon=True
         )
@@ -179,7 +183,11 @@ class ServerProcess:
         raise ServerStartError(f"{self.name} {what}.\n{self.log.end()}")
 
     async def _ask_health(self) -> int:
-        """The status of the health check; of one that succeeds, if the server binds its address by itself."""
+        """Returns the status of the health check.
+
+        A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
+        succeeds.
+        """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
@@ -190,7 +198,7 @@ class ServerProcess:
                 except aiohttp.ClientError:
                     if self._inherits_socket:
                         raise
-                # There is no event to wait for: the server does not say when it listens.
+                # Polling, because the server does not signal when it listens.
                 await asyncio.sleep(_POLL_S)
 
     async def _stop(self) -> None:
@@ -207,28 +215,28 @@ class ServerProcess:
                         os.killpg(process.pid, signal.SIGKILL)
                     await asyncio.wait([exited])
         finally:
-            # Reached without an exit only if the waiting was broken off, by a second Ctrl-C for example.
+            # The process still runs only if the wait was interrupted, for example by a second Ctrl-C.
             if not exited.done():
                 _signal(process, signal.SIGKILL)
             lifeline.cut()
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # Popen's own method first looks whether it has ended, and reaps it then, in the place of the thread that waits.
+    # Popen.send_signal would first poll the process, and reap it in place of the waiting thread.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
 def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exited: asyncio.Future[int]) -> None:
-    # While it is not reaped, its number cannot be another process's. What it leaves behind ends with it.
-    # Other code of this process may have reaped it, such as a handler of SIGCHLD; its end is noticed all the same.
+    # WNOWAIT does not reap the process, so its pid cannot be reused before killpg, which kills what it left behind.
+    # ChildProcessError: other code of this process, such as a SIGCHLD handler, has reaped it.
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    # The loop is closed when its owner was broken off; nobody waits then.
+    # The loop is closed if its owner was interrupted; then no task waits for the result.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(exited.set_result, code)
 

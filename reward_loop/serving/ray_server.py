@@ -1,4 +1,4 @@
-"""A server in a Ray actor, on any node. It listens on loopback; a tunnel leads to it from another node."""
+"""Runs a server in a Ray actor on any node. It listens on loopback; other nodes reach it through a tunnel."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ _STOPS_WITHIN_S = 30.0
 
 
 class RayServer:
-    """One run of a server, like :class:`ServerProcess`, in an actor of its own.
+    """One run of a server in its own Ray actor, with the interface of :class:`ServerProcess`.
 
-    The server ends with the actor, and the actor with the process that has started it. It listens on the loopback
-    address of its node. Its URL is one of this node's loopback: on another node, a tunnel leads from there to the
-    server. The URL is known once the server has been entered, and may differ from that of the run before.
+    The server stops with the actor, and the actor stops with the process that created it. The server listens on the
+    loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
+    forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
 
     Args:
-        name: what messages call it.
-        command: the command line for a host and a port.
-        inherits_socket: whether the command takes ``--fd`` and ``--lifeline-fd``.
-        place: where it runs; its resources are reserved.
-        tunnel_key: the key of a tunnel to it.
+        name: the server's name in messages.
+        command: returns the command line for a host and a port. It is pickled.
+        inherits_socket: whether the command accepts ``--fd`` and ``--lifeline-fd``.
+        place: the Ray resources that the server runs on.
+        tunnel_key: the key of the tunnel to another node.
         env, health_path, start_timeout_s: as in :class:`ServerProcess`.
-        log_path: the server's log, on its node; by default in a new temporary directory.
+        log_path: the server's log file, on its node; by default a file in a new temporary directory.
+
+    Entering raises:
+        ServerStartError: the actor or the server cannot be started, or is not ready in time.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class RayServer:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:
-        """Waits until the server ends by itself, or its actor or node dies; returns an error that says how."""
+        """Waits until the server exits by itself, or its actor or node dies; returns an error with the cause."""
         try:
             return ServerDiedError(await self._actor.wait.remote())
         except RayError as error:
@@ -131,7 +134,7 @@ class RayServer:
 
 @ray.remote
 class _Host:
-    """Holds one server process on a node."""
+    """The actor that runs one server process on a node."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -152,14 +155,14 @@ class _Host:
 
         Args:
             name, command, inherits_socket, log_path: as in :class:`RayServer`.
-            options: those of :class:`ServerProcess`.
-            held: the kind of accelerator that this actor holds for the server, if it does.
-            users_node: the id of the node from which requests come.
-            tunnel_key: the key of a tunnel from there, if that is another node.
+            options: further options of :class:`ServerProcess`.
+            held: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
+            users_node: the id of the node that sends the requests.
+            tunnel_key: the key of the tunnel, which is opened if ``users_node`` is another node.
 
         Returns:
             the server's URL on this node, the tunnel exit's ``host:port`` or ``None``, the server's process id, and
-            the seconds that it took to become ready.
+            the seconds until it was ready.
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         if held:
@@ -185,6 +188,6 @@ class _Host:
 
 
 def _cause(error: RayError) -> object:
-    """The server's own error, if that is what the actor has raised."""
+    """Returns the server's own error if the actor raised one, else Ray's error."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, ServerError) else error

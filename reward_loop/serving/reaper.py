@@ -25,13 +25,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Runs the command; ends as it ends."""
+    """Runs the command, and exits with its exit status or signal."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.reaper", description=__doc__)
     parser.add_argument("--lifeline-fd", type=int, required=True, metavar="N", help="an inherited pipe")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     args = parser.parse_args()
     libc = ctypes.CDLL(None, use_errno=True)
-    # What the server leaves behind becomes a child of this process, even if it made a session of its own.
+    # Orphaned processes of the server become children of this process, even if they started their own session.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     threading.Thread(target=_follow, args=(args.lifeline_fd,), name="lifeline", daemon=True).start()
     server: subprocess.Popen[bytes] | None = None
@@ -68,7 +68,7 @@ def _follow(fd: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kills all children until there are none: those of a killed process become children of this one."""
+    """Kills all children until none is left. Children of a killed process become children of this process."""
     while children := _children():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ def _children() -> list[int]:
 
 def _parent(stat: Path) -> int | None:
     try:
-        # "PID (NAME) STATE PPID ...", and a name may have spaces and parentheses.
+        # "PID (NAME) STATE PPID ..."; NAME may contain spaces and parentheses.
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None

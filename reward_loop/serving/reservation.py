@@ -1,4 +1,4 @@
-"""Where in Ray servers run: on accelerators that they reserve, or on those that others hold."""
+"""Finds Ray resources for servers: reserves accelerators, or shares those that other placement groups hold."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ _REMOVED_WITHIN_S = 10.0
 _REMOVED_POLL_S = 0.05
 
 _A_LITTLE_OF_A_GPU = 0.01
-"""The share of a GPU that the task takes that asks for its id: the rest is in use."""
+"""The fraction of a GPU that the task requests which reads the GPU's id: the rest is in use."""
 
 Bundle = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the servers of one model need: accelerators on one node, and processors, for each server."""
+    """The resources that the servers of one model need.
+
+    Args:
+        servers: the number of servers.
+        gpus: the number of accelerators of each server, all on one node.
+        cpus: the number of CPU cores of each server.
+    """
 
     servers: int
     gpus: int
@@ -44,33 +50,33 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Placement groups that somebody else will create after the servers' reservation, such as a trainer."""
+    """Placement groups that another component, such as a trainer, will create after the servers' reservation."""
 
     name: str
-    """Whose they are, for messages."""
+    """A description for messages, such as ``group(s) of the trainer``."""
     groups: int
-    """How many groups; each is on one node."""
+    """The number of groups, each on one node."""
     bundles: int
-    """How many bundles each group has."""
+    """The number of bundles of each group."""
     bundle: Mapping[str, float]
     """The resources of each bundle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in Ray a server runs, and on how many accelerators and processors."""
+    """The Ray resources that one server runs on: bundles of a placement group, accelerators and CPU cores."""
 
     group: PlacementGroup
     bundles: tuple[int, ...]
     gpus: int
     cpus: int
     shared: bool = False
-    """Whether others hold the accelerators and processors of these bundles, and the server uses them as well."""
+    """Whether other actors hold the resources of these bundles, and the server shares them without a reservation."""
     accelerator: Accelerator = GPU
 
     @property
     def resources(self) -> dict[str, Any]:
-        """The options of an actor there."""
+        """The options of a Ray actor that runs here."""
         if self.shared:
             return {"num_gpus": 0, "num_cpus": 0, **_in_bundle(self.group, self.bundles[0])}
         return {
@@ -80,7 +86,7 @@ class Place:
         }
 
     async def environment(self) -> dict[str, str]:
-        """The environment variables that restrict a server to accelerators which others hold."""
+        """Returns the environment variables that restrict a server to its shared accelerators; empty without any."""
         if not self.shared or not self.gpus:
             return {}
         ask: Any = _held
@@ -107,27 +113,29 @@ class Placement(Protocol):
     """Finds places for servers."""
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """The places of each model's servers.
+        """Returns the places of each model's servers, in the order of ``demands``.
 
         Raises:
-            ConfigError, ServerStartError: there is no room for all of them.
+            ConfigError, ServerStartError: there are too few free resources for all servers.
         """
 
     def release(self) -> None:
-        """Returns what is reserved."""
+        """Releases the reserved resources."""
 
 
 class GpuReservation:
-    """Resources of Ray for servers, all in one placement group, on as few nodes as possible.
+    """Reserves Ray resources for all servers in one placement group, on as few nodes as possible.
 
-    All accelerators of a server are on one node. Others need whole nodes: what they will ask for is held while the
-    servers' group is placed, the largest first, and then released for them. The reservation outlives the servers'
-    restarts. Ray must have been initialised.
+    - All accelerators of a server are on one node.
+    - The servers never take the resources that `others` need: while the servers' group is placed, temporary groups hold
+      these resources. Groups are placed in order of size, the largest first. Then the temporary groups are removed.
+    - The reservation is kept when servers restart, until :meth:`release`.
+    - Ray must be initialised.
 
     Args:
-        others: placement groups that others will create.
-        accelerator: the kind of accelerator.
-        timeout_s: seconds within which there must be room for all.
+        others: placement groups that other components will create.
+        accelerator: the type of accelerator.
+        timeout_s: seconds to wait for free resources.
     """
 
     def __init__(
@@ -139,18 +147,18 @@ class GpuReservation:
         self._group: PlacementGroup | None = None
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """The places of each model's servers, once their resources are reserved.
+        """Reserves the resources of all servers, and returns the places of each model's servers.
 
         Raises:
-            ConfigError: the cluster does not have as much, even if nothing else used it.
-            ServerStartError: there was no room in time.
+            ConfigError: Ray is not initialised, or the cluster is too small even if it is idle.
+            ServerStartError: the resources did not become free in time.
         """
         if not ray.is_initialized():
             raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
         bundles = [self._bundle(demand) for demand in demands for _ in range(demand.servers)]
         if not bundles:
             return [[] for _ in demands]
-        # Servers without accelerators take nothing that others wait for.
+        # Servers without accelerators do not compete with the others.
         others = self._others if any(demand.gpus for demand in demands) else ()
         arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
         await self._reserve(bundles, others, arithmetic)
@@ -165,7 +173,7 @@ class GpuReservation:
         ]
 
     def release(self) -> None:
-        """Returns everything."""
+        """Releases all reserved resources."""
         group, self._group = self._group, None
         if group is not None:
             _remove(group)
@@ -175,9 +183,12 @@ class GpuReservation:
         return cpus | ({self._accelerator.resource: demand.gpus} if demand.gpus else {})
 
     async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
-        """Creates the servers' group, and groups of the others in front of it, which are then removed again."""
+        """Creates the servers' placement group.
+
+        Temporary groups for ``others`` are created as well, all in order of size, and then removed.
+        """
         resource = self._accelerator.resource
-        # What must be on one node, the largest first: then a node is not split while whole nodes are still to be found.
+        # Each piece must be on one node. The largest comes first, before smaller pieces split the nodes.
         wanted: list[tuple[float, int, Others | None]] = [
             (other.bundles * other.bundle.get(resource, 0), 1, other) for other in others for _ in range(other.groups)
         ]
@@ -207,10 +218,10 @@ class GpuReservation:
             await asyncio.to_thread(_wait_until_removed, held)
 
     def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
-        """What is asked for, and what each node has.
+        """Returns a message with the requested resources and those of each node.
 
         Raises:
-            ConfigError: the cluster does not have as much, even if nothing else used it.
+            ConfigError: the cluster is too small, even if it is idle.
         """
         resource = self._accelerator.resource
         pieces = [
@@ -242,7 +253,7 @@ class _Node:
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float] | None
-    """``None`` where Ray does not say."""
+    """``None`` if Ray does not report it."""
 
     def describe(self, resource: str) -> str:
         amounts = [
@@ -256,7 +267,7 @@ class _Node:
 
 def _nodes() -> list[_Node]:
     try:
-        # Not documented, but verl needs it as well. Ray documents only the sum over all nodes.
+        # Not documented, but verl uses it too. Ray documents only the sum over all nodes.
         free = ray._private.state.available_resources_per_node()
     except (AttributeError, RayError):
         free = {}
@@ -275,7 +286,7 @@ async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) 
     """Waits until the resources of a group are reserved.
 
     Raises:
-        TimeoutError: they were not by the deadline (monotonic).
+        TimeoutError: they are not reserved by the deadline (`time.monotonic`).
     """
     while (left := deadline - time.monotonic()) > 0:
         if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
@@ -285,11 +296,11 @@ async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) 
 
 
 def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:
-    """Waits until Ray has removed the groups, so that others find their resources free."""
+    """Waits up to 10 s until Ray has removed the groups and freed their resources."""
     deadline = time.monotonic() + _REMOVED_WITHIN_S
     for group in groups:
         while ray.util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
-            time.sleep(_REMOVED_POLL_S)  # Ray has no event for it.
+            time.sleep(_REMOVED_POLL_S)  # Ray has no event for the removal.
 
 
 def _remove(group: PlacementGroup) -> None:
@@ -298,11 +309,11 @@ def _remove(group: PlacementGroup) -> None:
 
 
 class SharedGpus:
-    """Accelerators that others hold, and that servers use as well.
+    """Places servers on accelerators that other actors hold, without a reservation of their own.
 
     Args:
-        groups: placement groups of the others, on one node each, with an accelerator in each bundle.
-        accelerator: the kind of accelerator.
+        groups: existing placement groups, each on one node, with one accelerator in each bundle.
+        accelerator: the type of accelerator.
     """
 
     def __init__(self, groups: Sequence[PlacementGroup], accelerator: Accelerator = GPU) -> None:
@@ -310,16 +321,17 @@ class SharedGpus:
         self._accelerator = accelerator
 
     async def places(self, demands: Sequence[Demand]) -> list[list[Place]]:
-        """Bundles for each of a model's servers, all of a server's on one node. Every model begins with the first
-        bundle: models share accelerators as well.
+        """Returns the places of each model's servers. All bundles of a server are on one node.
+
+        The places of every model start at the first bundle, so models share accelerators with each other.
 
         Raises:
-            ConfigError: there are too few.
+            ConfigError: the groups have too few bundles.
         """
         return [list(self._places(demand)) for demand in demands]
 
     def _places(self, demand: Demand) -> Iterator[Place]:
-        size = max(1, demand.gpus)  # A server without an accelerator has a bundle as its place, too.
+        size = max(1, demand.gpus)  # A server without an accelerator also gets one bundle as its place.
         slots = [
             (group, tuple(range(first, first + size)))
             for group in self._groups
@@ -335,4 +347,4 @@ class SharedGpus:
             yield Place(group, bundles, demand.gpus, demand.cpus, shared=True, accelerator=self._accelerator)
 
     def release(self) -> None:
-        """Does nothing: others hold the accelerators."""
+        """Does nothing, because nothing is reserved."""

@@ -1,4 +1,4 @@
-"""Keeps one server running at one address."""
+"""Starts a server, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -22,34 +22,40 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Server(AbstractAsyncContextManager[Any, None], Protocol):
-    """One run of a server: a ``ServerProcess``, or one elsewhere."""
+    """One run of a server: a ``ServerProcess`` or a ``RayServer``."""
 
     name: str
     started_in_s: float | None
 
     @property
     def pid(self) -> int | None:
-        """Its process id."""
+        """The process id; ``None`` before the start."""
 
     @property
     def url(self) -> str:
-        """``http://host:port``, once it has been entered."""
+        """``http://host:port``; final once the context has been entered."""
 
     async def wait(self) -> ServerDiedError:
-        """Waits until it ends by itself."""
+        """Waits until the server exits by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often a process may be started again."""
+    """How often a process may be restarted within a time window."""
 
     max_restarts: int
     window_s: float
-    """Restarts longer ago than this many seconds do not count."""
+    """Length of the window in seconds. Older restarts do not count."""
 
 
 class Starts:
-    """Entered while a server starts: so many at a time, and none while that is forbidden."""
+    """Limits how many servers start at the same time, and can block all starts.
+
+    An async context manager: enter it around the start of a server.
+
+    Args:
+        at_a_time: the maximum number of servers that start at the same time.
+    """
 
     def __init__(self, at_a_time: int) -> None:
         self._at_a_time = at_a_time
@@ -68,13 +74,13 @@ class Starts:
             self._changed.notify_all()
 
     async def forbid(self) -> None:
-        """Waits until no server is starting; none will before :meth:`allow`."""
+        """Blocks new starts until :meth:`allow`, and waits until no server is starting."""
         async with self._changed:
             self._allowed = False
             await self._changed.wait_for(lambda: not self._starting)
 
     async def allow(self) -> None:
-        """Undoes :meth:`forbid`."""
+        """Permits starts again after :meth:`forbid`."""
         async with self._changed:
             self._allowed = True
             self._changed.notify_all()
@@ -85,15 +91,26 @@ async def _nothing(*_: str) -> None:
 
 
 class Supervisor:
-    """Starts a server, and starts it again when it dies.
+    """Starts a server, and restarts it when it dies.
+
+    ====================================  ==========================  ==================================================
+    Event                                 Effect                      Next
+    ====================================  ==========================  ==================================================
+    the server is ready                   awaits ``on_up(url)``       waits until the server dies
+    the first start fails                 `started` gets the error    `run` returns
+    the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
+    as before, restart limit reached      awaits ``on_lost(reason)``  `run` returns
+    ====================================  ==========================  ==================================================
+
+    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s.
 
     Args:
-        new_process: makes the next run of the server.
-        policy: when to give up.
-        starts: when the server may start.
-        on_up: awaited with its URL whenever the server has become ready.
-        on_down: awaited with the reason whenever it has died and will be started again.
-        on_lost: awaited with the reason when it is given up.
+        new_process: creates the next run of the server.
+        policy: the restart limit.
+        starts: shared by the servers that must not all start at the same time.
+        on_up: awaited with the URL each time the server becomes ready.
+        on_down: awaited with the reason each time the server has died and will be restarted.
+        on_lost: awaited with the reason when the restart limit is reached.
     """
 
     def __init__(
@@ -107,7 +124,7 @@ class Supervisor:
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
     ) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server is ready for the first time, or raises the ServerError of its first start."""
+        """Done when the server is ready for the first time; raises the ServerError of a failed first start."""
         self._new_process = new_process
         self._policy = policy
         self._starts = starts
@@ -122,12 +139,12 @@ class Supervisor:
         return self._process.pid if self._process else None
 
     async def run(self) -> None:
-        """Runs until cancelled, until the first start has failed, or until the server is given up."""
+        """Runs until cancelled, until the first start fails, or until the restart limit is reached."""
         restarts: deque[float] = deque()
         while True:
             try:
                 error = await self._live()
-            # Of the start, or of what is to be done when it has started.
+            # Raised by the start or by on_up.
             except ServerError as failed:
                 if not self.started.done():
                     self.started.set_exception(failed)
@@ -148,7 +165,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(self) -> ServerError:
-        """One run of the server, from start to death."""
+        """Runs the server once; returns the error with which it died."""
         self._process = self._new_process()
         try:
             async with AsyncExitStack() as stack:

@@ -39,7 +39,7 @@ class _End:
 
     Args:
         to: host and port of the next hop.
-        key: what the entry sends and the exit checks.
+        key: the shared key, which the entry sends and the exit checks.
         checks: whether this end is the exit.
     """
 
@@ -62,7 +62,7 @@ class _End:
                 both.create_task(_copy(reader, onward))
                 both.create_task(_copy(back, writer))
         except* (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # The other connection must break as well: an orderly end would look like a complete answer.
+            # Abort both connections: after an orderly close, a truncated response would look complete.
             for end in filter(None, (writer, onward)):
                 end.transport.abort()
         finally:

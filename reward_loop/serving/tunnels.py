@@ -1,6 +1,6 @@
-"""Tunnels between nodes: loopback servers that programs on other nodes reach at a loopback address of theirs.
+"""Opens tunnels between nodes: a loopback server of one node becomes reachable at a loopback address of another.
 
-See :mod:`reward_loop.serving.tunnel`. Each end is a child process of the one that opened it.
+Each end of a tunnel is a child process, which runs :mod:`reward_loop.serving.tunnel` and is restarted when it dies.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _STARTS_WITHIN_S = 120.0
 
 
 def new_key() -> str:
-    """A key for the two ends of a tunnel."""
+    """Returns a new random key for the two ends of a tunnel."""
     return secrets.token_urlsafe(24)
 
 
 @asynccontextmanager
 async def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = None) -> AsyncIterator[str]:
-    """Lets tunnel entries on other nodes reach a loopback server of this node.
+    """Opens the exit of a tunnel, through which other nodes reach a loopback server of this node.
 
     Args:
-        host: this node's address, as other nodes reach it.
+        host: the address of this node that other nodes can reach.
         to: ``host:port`` of the server.
-        key: entries must have the same.
+        key: the shared key. Entries must have the same key.
         log_path: the log; by default a file in a new temporary directory.
 
     Yields:
@@ -53,12 +53,12 @@ async def tunnel_exit(host: str, to: str, key: str, *, log_path: Path | None = N
 
 @asynccontextmanager
 async def tunnel_entry(to: str, key: str, *, health_path: str, log_path: Path | None = None) -> AsyncIterator[str]:
-    """Makes the server behind a tunnel exit reachable at a loopback address of this node.
+    """Opens the entry of a tunnel: the server behind the exit becomes reachable at a loopback address of this node.
 
     Args:
         to: the exit's ``host:port``.
         key: the exit's key.
-        health_path: the server answers a GET of it with a status below 400.
+        health_path: the server answers a GET of this path with a status below 400.
         log_path: the log; by default a file in a new temporary directory.
 
     Yields:

@@ -1,1 +1,1 @@
-"""The engines that serve reward models, and how their processes live and end."""
+"""The inference engines that serve reward models: vLLM, SGLang and transformers."""

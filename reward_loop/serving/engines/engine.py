@@ -1,4 +1,4 @@
-"""What the manager must know about a program that serves models."""
+"""The interface between the manager and an inference engine."""
 
 from __future__ import annotations
 
@@ -14,61 +14,67 @@ __all__ = ["Engine", "flags", "normalised"]
 
 
 class Engine(ABC):
-    """One kind of server.
+    """An inference engine: its command line, options and HTTP paths.
 
-    The configurations that it gets are settled: `kind` is not ``auto``, and `served_model_name` is given.
+    The methods receive resolved configurations: `kind` is not ``auto``, and `served_model_name` is set.
     """
 
     health_path: ClassVar[str] = "/health"
-    """A GET of it is answered with a status below 400 by a server that is ready."""
+    """A server that is ready answers a GET of this path with a status below 400."""
 
     inherits_socket: ClassVar[bool] = False
-    """Whether it takes the options ``--fd`` and ``--lifeline-fd`` of our own servers."""
+    """Whether the server accepts ``--fd`` and ``--lifeline-fd``, as this library's own servers do."""
 
     sleep_path: ClassVar[str | None] = None
-    """A POST of ``{}`` to it frees the memory that the model takes; ``None`` where there is nothing to free."""
+    """A POST of ``{}`` to this path frees the model's memory; ``None`` if the engine has no memory to free."""
 
     wake_path: ClassVar[str | None] = None
-    """A POST of ``{}`` to it takes the memory again."""
+    """A POST of ``{}`` to this path allocates the model's memory again."""
 
     @abstractmethod
     def check(self, model: ServedModelConfig) -> None:
-        """Looks for options that this engine does not have, before anything is started.
+        """Checks the options of a model before any server starts.
 
         Raises:
-            ConfigError: an option makes no sense here, or the engine is not installed.
+            ConfigError: an option is not valid for this engine, or the engine is not installed.
         """
 
     @abstractmethod
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
-        """The command line of one server.
+        """Returns the command line of one server.
 
         Args:
-            model: what it serves.
-            host, port: where it listens; for one that inherits its socket, they are known already.
+            model: the configuration of its model.
+            host, port: the address to listen on. Engines with `inherits_socket` may ignore them.
         """
 
     @abstractmethod
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        """Environment variables, those of the user last."""
+        """Returns the server's environment variables. The user's `env` overrides those of the engine."""
 
     def gpus(self, model: ServedModelConfig) -> int:
-        """How many GPUs one server takes."""
+        """Returns the number of GPUs of one server."""
         return 0
 
 
 def normalised(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """`engine_args` with each option in one spelling: ``max_num_seqs`` for ``max-num-seqs`` and ``--max-num-seqs``."""
+    """Returns `engine_args` with one spelling of each option: ``--max-num-seqs`` becomes ``max_num_seqs``."""
     return {str(name).lstrip("-").replace("-", "_"): value for name, value in engine_args.items()}
 
 
 def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozenset[str]) -> list[str]:
-    """Command-line options: ``options``, overridden by the user's `engine_args`.
+    """Returns the server's command-line options: ``options``, overridden by the user's `engine_args`.
 
-    ``max_num_seqs: 64`` becomes ``--max-num-seqs 64``; see :class:`ServedModelConfig`.
+    ``max_num_seqs: 64`` becomes ``--max-num-seqs 64``. ``True`` becomes the flag alone, a dict becomes JSON, and
+    ``False`` and ``None`` omit the option. See :class:`ServedModelConfig`.
+
+    Args:
+        model: the configuration with `engine_args`.
+        options: the options that reward_loop sets, which the user may override.
+        reserved: names of options that the user must not set.
 
     Raises:
-        ConfigError: `engine_args` has an option that the manager sets itself.
+        ConfigError: `engine_args` sets a reserved option.
     """
     own = normalised(model.engine_args)
     for name in sorted(reserved & own.keys()):

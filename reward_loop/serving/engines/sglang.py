@@ -16,7 +16,7 @@ _RESERVED = frozenset({"host", "port", "model_path", "model", "served_model_name
 
 
 class Sglang(Engine):
-    """Its native ``/classify`` gives raw logits; its ``/v1/classify`` applies a softmax."""
+    """SGLang. Its native ``/classify`` returns raw logits; its ``/v1/classify`` applies a softmax."""
 
     sleep_path = "/release_memory_occupation"
     wake_path = "/resume_memory_occupation"
@@ -49,7 +49,7 @@ class Sglang(Engine):
             "is_embedding": model.kind == "discriminative",
             "trust_remote_code": model.trust_remote_code,
             "enable_memory_saver": model.enable_sleep_mode,
-            # Without it, memory that is taken again has no weights in it: a trainer would send them.
+            # Without it, the weights are missing after wake-up: SGLang expects a trainer to send them.
             "enable_weights_cpu_backup": model.enable_sleep_mode,
         }
         if model.tensor_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""The embedded engine: transformers on the CPU, in a server of our own."""
+"""The embedded engine: transformers on the CPU, in the server of :mod:`reward_loop.serving.embedded`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_HERE = (
 
 
 class Transformers(Engine):
-    """Asleep, it holds no weights: awake again, it has read them once more."""
+    """The embedded engine. Sleep frees the weights; wake-up reads them again from the model directory."""
 
     inherits_socket = True
     sleep_path = "/sleep"

@@ -15,11 +15,11 @@ __all__ = ["Vllm"]
 _RESERVED = frozenset({"host", "port", "uds", "model", "served_model_name", "api_key"})
 
 _CPU_KV_CACHE = "1G"
-"""vLLM's own default on a CPU is a share of the machine's memory for each server."""
+"""Size of the KV cache on a CPU. By default, each vLLM server reserves a fraction of the machine's memory."""
 
 
 class Vllm(Engine):
-    """It binds its port early and listens when it is ready. It ends by itself when its engine core has died."""
+    """vLLM. The server binds its port early, and listens when it is ready. It exits when its engine core dies."""
 
     sleep_path = "/sleep?level=1"
     wake_path = "/wake_up"
@@ -40,7 +40,7 @@ class Vllm(Engine):
         environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if self._on_cpu():
             environment |= {
-                # By default each server pins itself to the first cores, all of them to the same ones.
+                # By default, every vLLM server pins its threads to the same first cores.
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(model.threads),
                 "TORCHDYNAMO_DISABLE": "1",
@@ -54,7 +54,7 @@ class Vllm(Engine):
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {
-            # A line for each judge call would bury what is worth reading.
+            # One log line for each judge call would hide the important lines.
             "disable_uvicorn_access_log": True,
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
@@ -68,13 +68,13 @@ class Vllm(Engine):
             options |= {"runner": "pooling", "convert": "classify"}
         if self._on_cpu():
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
-        # On a CPU the flag is refused, and the endpoints work without it.
+        # On a CPU, vLLM rejects the flag, and the sleep endpoints work without it.
         elif model.enable_sleep_mode:
             options["enable_sleep_mode"] = True
         return flags(model, options, _RESERVED)
 
     def _on_cpu(self) -> bool:
-        """Whether the installed vLLM runs on the CPU; vLLM itself chooses its platform by the same name.
+        """Returns whether the installed vLLM runs on the CPU. vLLM selects its platform by the same version string.
 
         Raises:
             ConfigError: vLLM is not installed.
