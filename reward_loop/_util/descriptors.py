@@ -1,4 +1,4 @@
-"""The limit of a process on open files (``ulimit -n``)."""
+"""Raises the limit on open files of a process (``ulimit -n``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a traceback that show where the user's code failed."""
+"""Selects the lines of a traceback that show where the user's code failed."""
 
 from __future__ import annotations
 

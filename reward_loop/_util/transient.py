@@ -1,4 +1,4 @@
-"""Classify exceptions: may the call succeed later, did the service refuse it, and how long should the caller wait."""
+"""Classifies exceptions: whether a retry may succeed, whether the service is overloaded, and how long to wait."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _ROUTER_ANSWERS_WITHIN_S = 15.0
 """Timeout of control requests. The router may be slow to answer while models load and use all CPU cores.
-After a timeout, a new server gets no requests."""
+If the request that adds a server times out, the server gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
 _ROUTER_STOPS_WITHIN_S = 1.0
 """How long the router may take to stop before the servers are stopped, too."""
@@ -57,7 +57,7 @@ class _Worker:
     """``None`` until the address is known: in Ray, until the server is ready for the first time."""
     asleep: bool = False
     lost: str | None = None
-    """Why the server was given up; ``None`` if it was not."""
+    """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
 
     @property
     def engine(self) -> Engine | None:
@@ -83,7 +83,7 @@ class RewardModelManager:
 
     Entry waits until all processes are ready. A process that dies is restarted after a pause that grows with each
     restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the other servers, or
-    wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds is given up, and an error
+    wait. A process that dies more than `max_restarts` times within `restart_window_s` seconds stays down, and an error
     is logged. After exit, all processes are gone. If this process is killed, they are killed, too.
 
     Entry and exit must happen in the same task. Synchronous programs use :func:`serve_reward_model`.

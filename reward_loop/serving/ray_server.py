@@ -166,7 +166,7 @@ class _Host:
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         if held:
-            # Ray sets the variable for this process, unless RAY_EXPERIMENTAL_NOSET_... forbids it.
+            # Set here because Ray does not set the variable if a RAY_EXPERIMENTAL_NOSET_... variable forbids it.
             options["env"] = held.environment(context.get_accelerator_ids()[held.resource]) | options["env"]
         bound = self._stack.enter_context(listen(_HOST) if inherits_socket else reserve(_HOST))
         host, port = bound.getsockname()[:2]

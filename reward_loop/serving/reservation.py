@@ -28,7 +28,7 @@ _REMOVED_WITHIN_S = 10.0
 _REMOVED_POLL_S = 0.05
 
 _A_LITTLE_OF_A_GPU = 0.01
-"""The fraction of a GPU that the task requests which reads the GPU's id: the rest is in use."""
+"""The fraction of a GPU that is requested by the task that reads the GPU's id. The rest is in use."""
 
 Bundle = dict[str, float]
 
@@ -86,7 +86,7 @@ class Place:
         }
 
     async def environment(self) -> dict[str, str]:
-        """Returns the environment variables that restrict a server to its shared accelerators; empty without any."""
+        """Returns the environment variables that restrict a server to its shared accelerators, if it has any."""
         if not self.shared or not self.gpus:
             return {}
         ask: Any = _held
@@ -158,7 +158,7 @@ class GpuReservation:
         bundles = [self._bundle(demand) for demand in demands for _ in range(demand.servers)]
         if not bundles:
             return [[] for _ in demands]
-        # Servers without accelerators do not compete with the others.
+        # Servers without accelerators do not compete with `others`.
         others = self._others if any(demand.gpus for demand in demands) else ()
         arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
         await self._reserve(bundles, others, arithmetic)

@@ -36,7 +36,7 @@ class Request(Body):
     model: str | None = None
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields of vLLM's API that this server does not support, each with its values that are accepted without effect."""
+    """Fields of vLLM's API that are not supported, each with the values that are accepted as harmless."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +148,7 @@ class ClassifyRequest(PromptRequest):
     messages: list[Message] | None = None
     use_activation: bool | None = None
     add_generation_prompt: bool = False
-    """Append the template's start of an assistant message to ``messages``."""
+    """Append the start of an assistant message, according to the chat template, to ``messages``."""
 
     @model_validator(mode="after")
     def _one_of(self) -> ClassifyRequest:
