@@ -36,7 +36,7 @@ class Retry:
         error_of: Callable[[T], BaseException | None],
         elapsed: float = 0.0,
     ) -> T:
-        """Retry after a first attempt, until an attempt succeeds, fails permanently, or the limits are reached.
+        """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
         Args:
             first: the result of the first attempt.
