@@ -259,7 +259,7 @@ class CallServer:
     async def _address(self) -> str:
         loop = asyncio.get_running_loop()
         if self._listener is None or self._listener[0] is not loop:
-            # An event loop closes its async generators when it shuts down; closing this one closes the listening socket.
+            # An event loop closes its async generators when it shuts down, and this one then closes its socket.
             listener = self._listen()
             address = await anext(listener)
             if self._listener is None or self._listener[0] is not loop:

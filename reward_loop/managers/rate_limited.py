@@ -1,4 +1,4 @@
-"""verl's limits on a function that calls a service, held by the whole job."""
+"""The manager `rate_limited`: verl's rate limits for a function that calls a service, shared by the whole job."""
 
 from __future__ import annotations
 
@@ -38,14 +38,18 @@ class RateLimitedConfig(Config):
 @register("limited")
 @register("rate_limited")
 class RateLimitedRewardLoopManager(RewardLoopManagerBase):
-    """Calls the function once for each sample, within the limits that verl's manager of that name takes.
+    """Calls the function once for each sample, under the limits of verl's manager of the same name.
 
-    They become ``reward_loop.limits.default``, so that they hold for all workers together; verl's hold for each worker.
+    The limits become ``reward_loop.limits.default``, which all workers share. In verl they apply to each worker.
     """
 
     @classmethod
     def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
-        """Return the options, with verl's limits among them."""
+        """Return the options, with verl's limits as the limit ``default``.
+
+        Raises:
+            ConfigError: an option is invalid, or both verl's limits and ``reward_loop.limits.default`` are set.
+        """
         options = super().read_options(config)
         given = {
             name: value
