@@ -207,7 +207,7 @@ class RemoteLimits(Limits):
 
 
 class ProcessCall:
-    """The worker process's client for its current call: requests permits from the process that made the call.
+    """Client of a worker process for its current call: requests permits from the process that made the call.
 
     Each permit has its own connection. So the permit ends when the process dies, and an alarm that interrupts one wait
     does not affect other permits.

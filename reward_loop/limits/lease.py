@@ -273,8 +273,8 @@ class limit:
     wait does not count towards the function's deadline. Use ``async with`` in async functions and ``with`` in sync
     functions. Concurrent calls may share one object.
 
-    Without configured limits, or if the function is not called by the reward loop, nothing is limited: the function
-    also runs on its own.
+    If no limits are configured, or the function is not called by the reward loop, nothing is limited. So the function
+    can also be run directly, for instance in a test.
 
     Args:
         name: the name of the limit.

@@ -35,7 +35,7 @@ PERIOD_S = 60.0
 
 MARGIN, MARGIN_S = 0.01, 0.25
 """A charge counts longer than the period: by this share of the period, but at least by ``MARGIN_S`` seconds. The delay
-between a grant and the arrival of the request varies; the margin makes the limit hold also at the service. For a
+between a grant and the arrival of the request varies; with the margin, the limit also holds at the service. For a
 period of one minute it costs 1 % of the rate."""
 
 GRAINS = 64
@@ -202,7 +202,7 @@ class AdaptiveConcurrency:
 
     def answered(self, now: float, in_flight: int) -> None:
         """Record an answer of the service. ``in_flight`` is the number of calls in flight, including this one."""
-        # With less than half of the limit in flight, an answer is no evidence that the service can take more.
+        # With less than half of the limit in flight, an answer does not show that the service can handle more.
         if now < self._cool_down_until or in_flight < self.calls // 2:
             return
         self._answers += 1

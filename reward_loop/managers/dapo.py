@@ -17,19 +17,19 @@ __all__ = ["DAPORewardLoopManager", "OverlongBufferConfig", "overlong_penalty"]
 
 
 class OverlongBufferConfig(Config):
-    """verl's ``overlong_buffer_cfg``."""
+    """verl's option group ``overlong_buffer_cfg``."""
 
     enable: bool = False
-    """Whether there is a penalty."""
+    """Whether to apply the penalty."""
 
     len: int = Field(default=0, ge=0)
-    """How many tokens before the longest response the penalty begins."""
+    """The number of tokens before ``max_resp_len`` at which the penalty starts."""
 
     penalty_factor: float = 0.0
-    """The penalty of the longest response."""
+    """The penalty, as a positive number, of a response of ``max_resp_len`` tokens."""
 
     log: bool = False
-    """Whether ``overlong_reward`` and ``overlong`` are in the extra info."""
+    """Whether to add ``overlong_reward`` and ``overlong`` to the extra info."""
 
 
 @register("dapo")

@@ -17,19 +17,19 @@ __all__ = ["RateLimitedConfig", "RateLimitedRewardLoopManager"]
 
 
 class RateLimitedConfig(Config):
-    """verl's options for its manager of that name, under ``reward``."""
+    """verl's options for its manager ``rate_limited``, in the group ``reward``."""
 
     max_concurrent: int = Field(default=1, ge=1)
-    """Calls at a time."""
+    """The maximum number of calls in flight."""
 
     max_rpm: int | None = Field(default=None, ge=1)
-    """Calls that begin in a minute."""
+    """The maximum number of calls started per minute."""
 
     max_tpm: int | None = Field(default=None, ge=1)
-    """Tokens of the calls that begin in a minute."""
+    """The maximum number of tokens per minute, of the calls started in it."""
 
     estimated_tokens_per_request: int = Field(default=2000, ge=1)
-    """Tokens that a call counts with until `reward_loop.client` or ``lease.used`` reports the real number."""
+    """The estimated tokens of a call, used until `reward_loop.client` or ``lease.used`` reports the actual number."""
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""

@@ -270,7 +270,7 @@ def _written(fd: int) -> str:
 
 
 def _has_written(fd: int) -> bool:
-    """Whether the user's part of the stack is complete, or truncated by `faulthandler`."""
+    """Whether `faulthandler` has written the user's part of the stack, completely or up to its own line limit."""
     text = _written(fd)
     return _OURS in text or text.endswith("  ...\n")
 

@@ -89,7 +89,7 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
     faulthandler.enable(stack_fd, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=False)
     max_growth_mb = _MAX_GROWTH_MB if max_memory_mb is None else min(_MAX_GROWTH_MB, max_memory_mb / 2)
-    # Opened only once: opening it takes longer than all other work between two calls.
+    # Opened once: opening this file takes longer than all other work between two calls.
     memory_fd = os.open("/proc/self/statm", os.O_RDONLY)
     pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
     function, failure = _load(_receive(channel))

@@ -109,7 +109,8 @@ class ScoringFunction:
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
                 in a process.
-            ConfigError: ``limit`` is the limit for retries, or two arguments exclude each other.
+            ConfigError: ``limit`` is the limit for retries, two arguments exclude each other, the cache file cannot be
+                opened, or the address of the limiter service is invalid.
         """
         if limit == RETRY:
             raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another limit")

@@ -23,8 +23,8 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
 
     - The result has a score exactly if its outcome is *scored*.
     - The score is finite in float32. A sum of several finite scores can overflow.
-    - Dense rewards are finite numbers, and token-level scores have one number per response token. The number of turns
-      is checked by the trainer, which knows it.
+    - Dense rewards are finite numbers, and token-level scores have one number per response token. The trainer checks
+      the number of turn-level scores.
 
     An unscored or failed result without an exception gets one, for the policy ``raise``.
     """

@@ -48,7 +48,7 @@ class DaemonThreads:
         # Used only to wait and notify. Always acquire `_lock` itself: a KeyboardInterrupt inside the condition's
         # `__enter__`, which is Python code, could leave the lock held forever.
         self._changed = threading.Condition(self._lock)
-        # The lock guards all attributes below.
+        # `_lock` guards `_queue`, `_threads`, `_idle` and `_coming`; only the event loop's thread uses `_home`.
         self._queue: deque[_Job] = deque()
         self._threads = 0
         self._idle = 0
