@@ -47,7 +47,7 @@ STARTED, ENDED, ENDED_LAST, DIED = b"S", b"E", b"L", b"D"
 """
 
 EXIT_BROKEN = 70
-"""The exit status of a worker that lost its socket."""
+"""The exit status of a worker that failed outside of a call, for instance because it could not send the outcome."""
 STACK_SIGNAL = 41
 """A real-time signal, otherwise unused, that makes a worker write its stack."""
 
