@@ -1,1 +1,1 @@
-"""Limits on concurrency, requests, tokens and cost that hold for all workers of a job."""
+"""Limits on concurrency, requests, tokens and cost, shared by all workers of a job."""

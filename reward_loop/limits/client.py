@@ -1,4 +1,4 @@
-"""The clients of the limiter service: a worker of a job, and a function in a process of its own."""
+"""Clients of the limiter service: `RemoteLimits` for a worker of a job, `ProcessCall` for a function in a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERRORS = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
 
 
 def open_limits(options: RewardLoopConfig) -> Limits:
-    """Return new limits for these options: those of the service at ``options.job``, or this process's own.
+    """Return new limits: a client of the limiter service at ``options.job``, or local limits if it is not set.
 
     Raises:
         ConfigError: ``options.job`` is not an address.
@@ -32,11 +32,14 @@ def open_limits(options: RewardLoopConfig) -> Limits:
 
 
 class RemoteLimits(Limits):
-    """The limits that a service keeps. Connects at the first use in an event loop, and again after a lost connection.
+    """Limits kept by a limiter service. Connects at the first use in an event loop, and after a lost connection.
 
     Args:
-        address: ``host:port:token``, as `LimitServer.start` returns it.
-        options: the limits that are assumed until the service has sent its own.
+        address: ``host:port:token``, as returned by `LimitServer.start`.
+        options: the limits assumed until the service has sent its own.
+
+    Raises:
+        ConfigError: ``address`` has another form.
     """
 
     def __init__(self, address: str, options: RewardLoopConfig | None = None) -> None:
@@ -58,7 +61,7 @@ class RemoteLimits(Limits):
     def open(
         self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
     ) -> Permit:
-        """Ask for a permit; see `Limits.open`."""
+        """Request a permit; see `Limits.open`."""
         messages = self._connect()
         permit = Permit(self, name, tokens, traffic_class, settled)
         permit.id = next(self._numbers)
@@ -68,32 +71,32 @@ class RemoteLimits(Limits):
         return permit
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the estimate of a permit."""
+        """Replace the token estimate of a permit."""
         if permit.id in self._permits:
             self._connect().send("used", permit.id, tokens)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit. The service has ended it already if its connection was lost."""
+        """End a permit. If the connection was lost, the service has already ended it."""
         if self._permits.pop(permit.id, None) is not None:
             self._connect().send("leave", permit.id, accepted, retry_after)
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used towards the budget."""
+        """Add a call's usage to the budget."""
         self._connect().send("spend", cost, tokens)
 
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample; see `Limits.count`. The service's verdict is raised at one of the next samples."""
+        """Count one sample; see `Limits.count`. An error found by the service is raised at one of the next samples."""
         if self.stopped is not None:
             raise TooManyFailuresError(self.stopped)
         lost = self._lost
         messages = self._connect()
         if lost is not None:
             raise lost
-        # An error may quote text of a model, with surrogates that UTF-8 cannot encode.
+        # The error may contain model output with surrogates, which UTF-8 cannot encode.
         messages.send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
 
     async def why_stopped(self) -> str | None:
-        """Return why the run must stop, or ``None``. Samples counted here before are included."""
+        """Return why the run must stop, or ``None``. Takes all samples into account that were counted here before."""
         try:
             await self.status()
         except JobServiceError as error:
@@ -107,12 +110,12 @@ class RemoteLimits(Limits):
             raise ConfigError(refusal)
 
     async def status(self) -> dict[str, Any]:
-        """Return the limits, and how much of them is used."""
+        """Return the limits and their current usage."""
         status: dict[str, Any] = await self._ask("status")
         return status
 
     def close(self) -> None:
-        """End the connection, and the permits with it."""
+        """Close the connection, which ends its permits."""
         live.discard(self)
         self.loop = None
         if self._connection is not None and not (loop := self._connection.get_loop()).is_closed():
@@ -131,11 +134,11 @@ class RemoteLimits(Limits):
             self._answers.pop(number, None)
 
     def _connect(self) -> Messages:
-        """Return the messages of the connection, which is opened if there is none."""
+        """Return the message queue of the connection; open a connection if there is none."""
         self.check_loop()
         assert self.loop is not None
         if self._connection is not None and self._connection.get_loop() is not self.loop:
-            self._messages, self._permits, self._answers = None, {}, {}  # of an event loop that has ended
+            self._messages, self._permits, self._answers = None, {}, {}  # they belong to an earlier event loop
         if self._messages is None:
             self._messages = Messages()
             self._connection = self.loop.create_task(self._run(self._messages))
@@ -204,15 +207,15 @@ class RemoteLimits(Limits):
 
 
 class ProcessCall:
-    """The call of a function in a process of its own, seen from that process.
+    """Client of a worker process for its current call: requests permits from the process that made the call.
 
-    Each permit has a connection, so that the end of the process ends the permit, and an alarm that interrupts one wait
-    does not affect others.
+    Each permit has its own connection. So the permit ends when the process dies, and an alarm that interrupts one wait
+    does not affect other permits.
 
     Args:
-        address: of the local socket of the process that made the call.
-        grant: the name of the call.
-        token: its secret.
+        address: the local socket of the process that made the call.
+        grant: the name of the call's grant.
+        token: the secret of the grant.
     """
 
     def __init__(self, address: str, grant: str, token: str) -> None:
@@ -224,8 +227,8 @@ class ProcessCall:
         """Wait for a permit.
 
         Raises:
-            LimitError: no permit is granted to this call.
-            JobServiceError: the service that keeps the limits cannot be reached.
+            LimitError: the permit was refused.
+            JobServiceError: the limiter service is unreachable.
         """
         connection = CallConnection(name)
         with connection.closed_on_error():
@@ -234,7 +237,7 @@ class ProcessCall:
             return connection, connection.permit(connection.read_line())
 
     async def enter_async(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
-        """As `enter`, on an event loop of the function's own."""
+        """Wait for a permit, as `enter` does, on the function's own event loop."""
         connection = CallConnection(name)
         with connection.closed_on_error():
             connection.socket.connect(self._address)
@@ -243,15 +246,15 @@ class ProcessCall:
             return connection, connection.permit(await connection.read_line_async())
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what the call used outside of its permits."""
+        """Report what the call used outside of its permits."""
         self._tell("spend", cost, tokens)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
-        """Report what a request outside of permits showed about the service."""
+        """Report how the service responded to a request outside of permits, with the arguments of `Permit.leave`."""
         self._tell("answer", accepted, retry_after)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function that uses this object: here, at once."""
+        """Call a function that uses this object, at once in this thread."""
         function(*arguments)
 
     def _tell(self, *message: Any) -> None:
@@ -266,7 +269,7 @@ class ProcessCall:
 
 
 class CallConnection:
-    """The connection of one permit of a `ProcessCall`, as `Permit.limits`."""
+    """The connection of one permit of a `ProcessCall`; also the permit's `Holder`."""
 
     def __init__(self, name: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -291,11 +294,11 @@ class CallConnection:
             raise
 
     def permit(self, line: bytes) -> Permit:
-        """Return the permit that the answer grants.
+        """Return the permit granted by the response ``line``.
 
         Raises:
-            LimitError: it was not granted.
-            JobServiceError: the service behind the process that made the call cannot be reached.
+            LimitError: the permit was refused.
+            JobServiceError: the limiter service is unreachable from the process that made the call.
         """
         if not line.strip():
             raise LimitError(ABANDONED)
@@ -308,14 +311,14 @@ class CallConnection:
         return permit
 
     def read_line(self) -> bytes:
-        """Return the next line; less if the connection ends."""
+        """Return the next line, or the rest of the data if the connection ends."""
         line = b""
         while not line.endswith(b"\n") and (received := self.socket.recv(1 << 16)):
             line += received
         return line
 
     async def read_line_async(self) -> bytes:
-        """As `read_line`, on an event loop of the function's own."""
+        """Return the next line, as `read_line` does, on the function's own event loop."""
         loop, line = asyncio.get_running_loop(), b""
         self.socket.setblocking(False)
         while not line.endswith(b"\n") and (received := await loop.sock_recv(self.socket, 1 << 16)):
@@ -324,32 +327,32 @@ class CallConnection:
         return line
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the estimate of the permit."""
+        """Replace the token estimate of the permit."""
         self.send(("used", 0, tokens))
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what the call used within the permit."""
+        """Report what the call used within the permit."""
         self.send(("spend", cost, tokens))
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function that uses this object: here, at once."""
+        """Call a function that uses this object, at once in this thread."""
         function(*arguments)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End the permit. By a message, as a process that the function forked may hold a copy of the connection."""
+        """End the permit by a message: closing is not enough, as a forked process may hold a copy of the socket."""
         self.send(("leave", 0, accepted, retry_after), ("close",))
 
     def close(self) -> None:
-        """Wait until the messages are processed, and close the connection."""
+        """Wait until the peer has processed all messages, and close the connection."""
         with self.socket, contextlib.suppress(ConnectionError):
             self.read_line()
 
     async def close_async(self) -> None:
-        """As `close`, on an event loop of the function's own."""
+        """Close the connection, as `close` does, on the function's own event loop."""
         with self.socket, contextlib.suppress(ConnectionError):
             await self.read_line_async()
 
     def send(self, *messages: tuple[Any, ...], greeting: bytes = b"") -> None:
-        """Send messages; after the end of the call, they no longer count."""
+        """Send messages, ignoring a closed connection: after the end of the call, its messages have no effect."""
         with contextlib.suppress(ConnectionError):
             self.socket.sendall(greeting + encode(*messages))

@@ -1,4 +1,4 @@
-"""``reward-loop limits``."""
+"""The command ``reward-loop limits``."""
 
 from __future__ import annotations
 
@@ -98,16 +98,16 @@ def limits(
 
 
 class _Job:
-    """A job, as the processes that take part in it tell of it."""
+    """A job, as reported by the processes that take part in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pids: list[int] = []
         self.states: list[dict[str, Any]] = []
-        """One, or, in a process whose functions have different limits without a service, one for each of those."""
+        """The status of each set of limits: usually one; without a service, one per set in the process."""
 
     def add(self, pid: int, state: dict[str, Any]) -> None:
-        """Take in what a process says. The first that can answer for the job comes first, and speaks for all."""
+        """Add the status that a process reported. The first process without an error represents the job."""
         if not self.pids or pid == self.pids[0]:
             self.pids = [pid]
             self.states.append(state)
@@ -119,16 +119,16 @@ class _Job:
 
     @property
     def limits(self) -> dict[str, dict[str, Any]]:
-        """All of them by name."""
+        """All limits of the job by name."""
         return {name: limit for state in self.states for name, limit in state.get("limits", {}).items()}
 
 
 def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> None:
-    """Have a process of the job change a limit, and look at the job anew.
+    """Change a limit through a process of the job, and refresh the job's status.
 
     Raises:
-        ConfigError: the change is refused.
-        RewardLoopError: no process of the job answers.
+        ConfigError: the change is rejected.
+        RewardLoopError: no process of the job responds.
     """
     for pid in job.pids:
         try:

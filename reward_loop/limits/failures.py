@@ -1,4 +1,4 @@
-"""The bound on failed samples, past which a run stops."""
+"""The failure bound: a run stops if the share of failed samples exceeds it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from reward_loop.types import Outcome, RewardResult
 __all__ = ["FailureBound", "SharedFailureBound", "failure_bound"]
 
 _SHOWN = 3
-"""How many causes a message names."""
+"""The maximum number of causes that an error message lists."""
 
 
 class FailureBound:
-    """Counts the latest outcomes; `count` raises once the share of failed ones passes the bound.
+    """Counts recent outcomes; `count` raises if the share of failed samples exceeds the bound.
 
     Args:
-        max_share: the share that may fail.
-        min_samples: how many must have ended before it holds.
-        window: how many of the latest are looked at.
-        of: what is counted, for messages, if not whole samples.
+        max_share: the allowed share of failed samples, from 0 to 1.
+        min_samples: the number of outcomes before the bound applies.
+        window: the number of recent outcomes that are counted; at least ``min_samples``.
+        of: the name of the counted component, for messages; ``""`` for whole samples.
     """
 
     def __init__(self, max_share: float, min_samples: int, window: int = 1024, of: str = "") -> None:
@@ -37,19 +37,19 @@ class FailureBound:
 
     @classmethod
     def of_options(cls, options: RewardLoopConfig, of: str = "") -> Self:
-        """Return the bound that is configured."""
+        """Return the failure bound configured in the options."""
         return cls(options.max_failed_share, options.min_samples_for_failed_share, options.failed_share_window, of)
 
     def count(self, result: RewardResult) -> None:
         """Count one sample.
 
         Raises:
-            TooManyFailuresError: it failed, and more than ``max_share`` of the latest samples did.
+            TooManyFailuresError: the sample failed, and so did more than ``max_share`` of the recent samples.
         """
         self.add(result.outcome is Outcome.FAILED, result.error)
 
     def add(self, failed: bool, error: str | None) -> None:
-        """Count one sample by whether it failed, and why; raises as `count` does."""
+        """Count one sample, with its error message if it failed; raises as `count` does."""
         if len(self._failed) == self._failed.maxlen:
             self._failures -= self._failed[0]
         self._failed.append(failed)
@@ -74,11 +74,11 @@ class FailureBound:
 
 
 class SharedFailureBound:
-    """The bound on failures over all workers of a job; counts as `FailureBound` does.
+    """The failure bound over all workers of a job, counted by the limiter service; otherwise as `FailureBound`.
 
     Args:
-        limits: those of the job, which count.
-        of: what is counted, if not whole samples.
+        limits: the job's limits, which do the counting.
+        of: the name of the counted component; ``""`` for whole samples.
     """
 
     def __init__(self, limits: Limits, of: str = "") -> None:
@@ -89,18 +89,18 @@ class SharedFailureBound:
         """Count one sample.
 
         Raises:
-            TooManyFailuresError: too large a share of the latest samples of the job failed.
-            JobServiceError: the limiter service of the job cannot be reached.
+            TooManyFailuresError: the share of failed samples among the recent samples of the job is too large.
+            JobServiceError: the limiter service is unreachable.
         """
         self._limits.count(result.outcome is Outcome.FAILED, result.error, self._of)
 
 
 def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
-    """Return the counter of failed samples: of the whole job if it has a service, else of one manager.
+    """Return the failure bound of the whole job if it has a limiter service, otherwise of one manager.
 
     Args:
-        options: the bound, and the address of the job's service.
-        limits: those of the job.
-        of: what is counted, if not whole samples.
+        options: the bound, and the address of the limiter service.
+        limits: the job's limits.
+        of: the name of the counted component; ``""`` for whole samples.
     """
     return SharedFailureBound(limits, of) if options.job else FailureBound.of_options(options, of)

@@ -1,4 +1,4 @@
-"""``reward_loop.limit``: the permits that reward functions take for their own calls to services."""
+"""``reward_loop.limit``: the permits that reward functions acquire for their own calls to services."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PRUNE_AFTER = 16
 
 
 class CallScope:
-    """One call of a reward function: its permits, its usage, and how long it waits for limits.
+    """One call of a reward function: its permits, its usage, and its time of waiting for limits.
 
     Args:
-        limits: those of the job.
+        limits: the limits of the job.
         traffic_class: ``train`` or ``validate``.
         loop: the event loop that uses ``limits``.
-        permit: the permit for the whole call, if it has one; what the call uses counts there, too.
+        permit: the permit of the whole call, if any. The call's tokens are counted there, too.
     """
 
     __slots__ = ("_depth", "_permits", "_sample", "_since", "_tokens", "_total", "_verdict", "abandoned", "limits",
@@ -51,13 +51,16 @@ class CallScope:
         self._verdict: tuple[bool | None, float | None] = (True, None)
 
     def waited(self, now: float) -> float:
-        """Return how many seconds, up to `time.monotonic` ``now``, the call waited for at least one limit."""
+        """Return the seconds, up to `time.monotonic` ``now``, during which the call waited for at least one limit."""
         return self._total + (now - self._since if self._depth else 0.0)
 
     def open(
         self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
     ) -> Permit:
-        """Ask for a permit within the call, on its event loop; see `Limits.open`. Its own traffic class counts."""
+        """Request a permit within the call, on its event loop; see `Limits.open`.
+
+        ``traffic_class`` is ignored: the call's own traffic class applies.
+        """
         if self.abandoned:
             raise LimitError(ABANDONED)
         if not self._is_limited(name):
@@ -107,15 +110,15 @@ class CallScope:
         """Wait for a permit, on any event loop.
 
         Raises:
-            LimitError: no permit is granted to this call.
-            JobServiceError: the service that keeps the limits cannot be reached.
+            LimitError: the permit was refused.
+            JobServiceError: the limiter service is unreachable.
         """
         if asyncio.get_running_loop() is self.loop:
             return await self._enter(name, tokens)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._enter(name, tokens), self.loop))
 
     def enter_in_thread(self, name: str, tokens: float) -> Permit:
-        """As `enter`, for a thread without an event loop."""
+        """Wait for a permit, as `enter` does, in a thread without an event loop."""
         entering = asyncio.run_coroutine_threadsafe(self._enter(name, tokens), self.loop)
         try:
             return entering.result()
@@ -127,38 +130,38 @@ class CallScope:
         return await granted(lambda settled: self.open(name, tokens, self.traffic_class, settled))
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what the call used, on its event loop: for the budget, and for the permit of the whole call."""
+        """Add usage to the budget and to the permit of the whole call. Must run on the call's event loop."""
         self._tokens += tokens
         if self.permit is not None and tokens:
             self.permit.used(self._tokens)
         self.limits.spend(cost, tokens)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop of the call: at once, or soon if this is another thread."""
+        """Run a function on the call's event loop: at once, or by `call_soon_threadsafe` from elsewhere."""
         if asyncio._get_running_loop() is self.loop:
             function(*arguments)
         elif not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
-        """Take down what a request of the call showed about the service."""
+        """Record how the service responded to a request of the call, with the arguments of `Permit.leave`."""
         self._verdict = _worse(self._verdict, (accepted, retry_after))
 
     def leave(self, error: BaseException | None, ended: bool = True) -> None:
         """End the permit of the whole call.
 
         Args:
-            error: what the function raised.
-            ended: whether the function returned or raised; not if it was cancelled or ran past its deadline.
+            error: the exception that the function raised, if any.
+            ended: whether the function returned or raised; false if it was cancelled or ran past its deadline.
         """
         if self.permit is not None:
             self.permit.leave(*_worse(self._verdict, answer_of(error) if ended else (None, None)))
 
     def end(self, abandoned: bool) -> None:
-        """End the permits that the call still holds or waits for.
+        """End all permits that the call holds or waits for.
 
         Args:
-            abandoned: whether the function may run on, as in a thread; then it is not granted further permits.
+            abandoned: whether the function may still be running, as in a thread; further permits are then refused.
         """
         self.abandoned = self.abandoned or abandoned
         for permit in self._permits or ():
@@ -166,10 +169,10 @@ class CallScope:
 
 
 current_scope: contextvars.ContextVar[CallScope | None] = contextvars.ContextVar("reward_call_scope", default=None)
-"""The call of a reward function that the running code is part of."""
+"""The reward function call that the current code belongs to."""
 
 current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
-"""The innermost lease that the running code holds."""
+"""The innermost lease that the current code holds."""
 
 
 def _current_call() -> CallScope | ProcessCall | None:
@@ -179,7 +182,7 @@ def _current_call() -> CallScope | ProcessCall | None:
 
 
 def _forget_call() -> None:
-    """Leave the limits in a fork of this process: its copies of the permits are not valid."""
+    """Detach a forked copy of this process from the limits: its copies of the permits are not valid."""
     current_scope.set(None)
     current_lease.set(None)
 
@@ -188,7 +191,10 @@ os.register_at_fork(after_in_child=_forget_call)
 
 
 class Lease:
-    """What ``limit`` yields: a permit, and the usage of the call. Outside of a reward function, it counts nothing."""
+    """The object that ``limit`` yields: holds the permit and reports the call's usage.
+
+    Outside of a reward function call, reports have no effect.
+    """
 
     def __init__(
         self,
@@ -204,11 +210,11 @@ class Lease:
         self._verdict: tuple[bool | None, float | None] = (True, None)
 
     def used(self, tokens: float | None = None, cost: float | None = None) -> None:
-        """Report what the call used. The tokens replace the estimate; both count towards the run's budget.
+        """Report the call's usage. The tokens replace the estimate; tokens and cost count towards the run's budget.
 
         Args:
-            tokens: all tokens of the call, as the service counts them; a later value replaces an earlier one.
-            cost: in the unit of ``reward_loop.budget.max_cost``; a later value replaces an earlier one.
+            tokens: the total tokens of the call, as counted by the service; a later value replaces an earlier one.
+            cost: the cost in the unit of ``reward_loop.budget.max_cost``; a later value replaces an earlier one.
 
         Raises:
             ValueError: a value is not a finite number of 0 or more.
@@ -217,28 +223,34 @@ class Lease:
             self.call.run(self._used, amount("tokens", tokens), amount("cost", cost))
 
     def add(self, tokens: float) -> None:
-        """Report the tokens of one more request; `reward_loop.client` does so by itself."""
+        """Add the tokens of one more request. `reward_loop.client` calls this automatically."""
         if self.call is not None:
             self.call.run(self._add, amount("tokens", tokens))
 
     def refused(self, retry_after: float | None = None) -> None:
-        """Report that the service answered 429, if the function does not raise that.
+        """Report that the service refused a request (HTTP 429). Needed only if no exception leaves the ``with`` block.
 
         Args:
             retry_after: the seconds that the service asked to wait.
+
+        Raises:
+            ValueError: ``retry_after`` is not a finite number of 0 or more.
         """
         self.answer(False, amount("retry_after", retry_after))
 
     def failed(self) -> None:
-        """Report that the service did not answer (timeout, broken connection, 5xx), if the function does not raise."""
+        """Report a request without an answer: timeout, broken connection or HTTP 5xx.
+
+        Needed only if no exception leaves the ``with`` block.
+        """
         self.answer(None, None)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
-        """Take down what a request showed about the service."""
+        """Record how the service responded to a request, with the arguments of `Permit.leave`."""
         self._verdict = _worse(self._verdict, (accepted, retry_after))
 
     def end(self, error: BaseException | None) -> None:
-        """End the permit."""
+        """End the permit. ``error`` is the exception that left the ``with`` block, if any."""
         if self._permit is not None and self.call is not None:
             self.call.run(self._permit.leave, *_worse(self._verdict, answer_of(error)))
 
@@ -255,22 +267,29 @@ class Lease:
 
 
 class limit:
-    """``async with reward_loop.limit("judge", tokens=800) as lease:`` around a call to that service.
+    """A context manager that holds a permit of a configured limit during a call to a service.
 
-    Waits until ``reward_loop.limits.judge`` allows one more call, of all workers of the job together. The wait does not
-    count towards the function's deadline. A sync function writes ``with``. Concurrent calls may share one object.
+    Waits until the limit ``reward_loop.limits.<name>``, which all workers of the job share, allows one more call. The
+    wait does not count towards the function's deadline. Use ``async with`` in async functions and ``with`` in sync
+    functions. Concurrent calls may share one object.
 
-    Outside of a reward function that the reward loop calls, and where no limits are configured, nothing is limited, so
-    that the function can be tried by itself.
+    If no limits are configured, or the function is not called by the reward loop, nothing is limited. So the function
+    can also be run directly, for instance in a test.
 
     Args:
-        name: the limit.
-        tokens: the estimate of all tokens of the call, prompt and answer.
+        name: the name of the limit.
+        tokens: the estimated total tokens of the call, prompt and completion.
 
     Raises:
         ValueError: ``tokens`` is not a finite number of 0 or more.
         LimitError: the limit does not exist, can never allow this call, or did not allow it within ``max_wait``.
-        JobServiceError: the service that keeps the limits of all workers cannot be reached.
+        JobServiceError: the limiter service is unreachable.
+
+    Example::
+
+        async with reward_loop.limit("judge", tokens=800) as lease:
+            reply = await ask_judge(prompt)
+            lease.used(tokens=reply.total_tokens)
     """
 
     def __init__(self, name: str, *, tokens: float = 0) -> None:
@@ -321,7 +340,7 @@ class limit:
         while lease is not None and lease.opened_by is not self:
             lease = lease.outer
         if lease is None or lease not in self._leases:
-            # Left in another context than entered, as by a generator; all leases of this object are equal.
+            # Exited in another context than entered, as in a generator: use any lease of this object.
             lease = next(reversed(self._leases))
         elif lease is innermost:
             current_lease.set(lease.outer)
@@ -331,7 +350,7 @@ class limit:
 
 
 def book_tokens(tokens: float) -> None:
-    """Count the tokens of one request of the running code, once in each limit that holds it and in the budget."""
+    """Count the tokens of one request of the current code, once in each limit that it holds and in the budget."""
     if (lease := current_lease.get()) is not None:
         lease.add(tokens)
     elif tokens and (call := _current_call()) is not None:
@@ -339,7 +358,7 @@ def book_tokens(tokens: float) -> None:
 
 
 def report_answer(error: BaseException | None) -> None:
-    """Report how a request of the running code ended to the adaptive limits that hold it."""
+    """Report how a request of the current code ended to the adaptive limits that it holds."""
     answer = answer_of(error)
     if answer[0]:
         return
@@ -350,7 +369,7 @@ def report_answer(error: BaseException | None) -> None:
 
 
 def _worse(one: tuple[bool | None, float | None], other: tuple[bool | None, float | None]) -> Any:
-    """Return the stronger of two answers: a refusal, else no answer, else an answer."""
+    """Return the worse of two responses: a refusal (False) before no answer (None) before an answer (True)."""
     for accepted in (False, None):
         for answer in (other, one):
             if answer[0] is accepted:
@@ -359,7 +378,7 @@ def _worse(one: tuple[bool | None, float | None], other: tuple[bool | None, floa
 
 
 def amount(name: str, value: Any) -> float | None:
-    """Return a number of tokens, seconds or costs, of any library, as a `float`; ``None`` stays.
+    """Convert a number of tokens, seconds or cost to `float`; ``None`` stays ``None``.
 
     Raises:
         ValueError: the value is not a finite number of 0 or more.

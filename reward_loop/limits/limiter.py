@@ -1,7 +1,20 @@
-"""The limits of one service: a state machine without clock and I/O. Times are seconds of the caller's clock.
+"""The limits of one service: a state machine without a clock or I/O. Times are seconds of the caller's clock.
 
-A call begins if all of these allow it: the number of calls in flight (fixed, or found by `AdaptiveConcurrency`), the
-`Rate` of requests and the `Rate` of tokens. Calls begin in order; traffic classes take turns.
+Invariants:
+
+- A call is granted only if the number of calls in flight (fixed, or set by `AdaptiveConcurrency`), the `Rate` of
+  requests and the `Rate` of tokens all allow it.
+- Calls of a traffic class are granted in order; traffic classes take turns.
+
+The states of a permit:
+
+=========  ============================================================================
+State      Next
+=========  ============================================================================
+WAITING    GRANTED by `Limiter.enter` or `Limiter.advance`; ENDED if refused or abandoned
+GRANTED    ENDED by `Limiter.leave`
+ENDED      final
+=========  ============================================================================
 """
 
 from __future__ import annotations
@@ -18,35 +31,35 @@ from reward_loop.limits.permit import ENDED, GRANTED, WAITING, Permit
 __all__ = ["PERIOD_S", "AdaptiveConcurrency", "Limiter", "Rate"]
 
 PERIOD_S = 60.0
-"""Requests and tokens are counted by the minute."""
+"""Seconds over which requests and tokens are counted."""
 
 MARGIN, MARGIN_S = 0.01, 0.25
-"""A charge counts for longer than the period: by this share of it, and at least by these seconds. Calls reach the
-service some time after they begin, not all equally late; so the limit also holds by the clock of the service. Of a
-minute, the margin costs one percent of the rate."""
+"""A charge counts longer than the period: by this share of the period, but at least by ``MARGIN_S`` seconds. The delay
+between a grant and the arrival of the request varies; with the margin, the limit also holds at the service. For a
+period of one minute it costs 1 % of the rate."""
 
 GRAINS = 64
-"""Parts of a second. Requests within one part are one charge, so that a minute of thousands of calls a second stays
-small. A power of two, so that times are exact."""
+"""Time steps per second. Requests within one step share one charge, which keeps the log small at thousands of calls
+per second. A power of two, so that times are exact floats."""
 
 INITIAL = 20
-"""First limit of adaptive concurrency, as in inspect_ai."""
+"""Initial limit of adaptive concurrency, as in inspect_ai."""
 
 SLOW_START = 2.0
-"""Until the first refusal, the limit grows by this factor a round, as in TCP (RFC 5681)."""
+"""Growth factor of the limit per round until the first refusal, as in TCP slow start (RFC 5681)."""
 
 GROWTH = 1.05
-"""After the first refusal, the limit grows by this factor a round, at least by one call; as in inspect_ai."""
+"""Growth factor of the limit per round after the first refusal, at least by one call; as in inspect_ai."""
 
 CUT = 0.8
 """A refusal multiplies the limit by this factor, as in inspect_ai."""
 
 COOL_DOWN_S = 15.0
-"""Seconds after a cut without another cut or growth: calls that began before the cut show the same congestion."""
+"""Seconds after a cut during which the limit stays unchanged: calls started before the cut show the same overload."""
 
 
 class Charge:
-    """The amount of one call, or of the requests within one grain of time."""
+    """The amount charged for one call, or for the requests within one time step."""
 
     __slots__ = ("amount", "time")
 
@@ -56,15 +69,15 @@ class Charge:
 
 
 class Rate:
-    """At most ``limit`` in any window of ``period`` seconds, paced: at most ``burst`` at once.
+    """A rate limit: at most ``limit`` in any window of ``period`` seconds, and at most ``burst`` at once.
 
-    Two bounds hold together. A bucket that refills evenly paces the calls; a call above its size begins when the bucket
-    is full, and later calls wait until that debt is refilled. A bucket alone would allow limit + burst in a window, so
-    a log of the charges bounds the window.
+    Combines two bounds. A token bucket paces the calls; a call larger than the bucket starts when the bucket is full,
+    and later calls wait until the debt is refilled. A bucket alone would allow ``limit + burst`` in a window, so a
+    sliding-window log of charges enforces the limit.
 
     Args:
-        period: seconds.
-        unit: the smallest burst: 1 request, or 0 tokens.
+        period: the window in seconds.
+        unit: the minimum burst: 1 for requests, 0 for tokens.
     """
 
     def __init__(self, period: float, unit: float = 0.0) -> None:
@@ -78,31 +91,36 @@ class Rate:
         self._filled_at = 0.0
 
     def configure(self, limit: float | None, burst_seconds: float) -> None:
-        """Change the limit. Earlier charges and debts remain."""
+        """Change the limit; earlier charges and debts remain.
+
+        Args:
+            limit: the amount per period; ``None`` for no limit.
+            burst_seconds: the bucket size, as seconds of the rate.
+        """
         self.limit = math.inf if limit is None else limit
         self.burst = max(self._unit, self.limit / self._period * burst_seconds)
         self._level = min(self._level, self.burst) if limit is not None else math.inf
 
     def free_at(self, now: float, amount: float) -> float:
-        """Return when ``amount`` may begin: ``now``, a later time, or infinity if it is above the limit."""
+        """Return the time when ``amount`` is allowed: ``now``, later, or infinity if it is above the limit."""
         if self.limit == math.inf:
             return now
         return max(self._window_free_at(now, amount), self._bucket_free_at(now, amount))
 
     def used(self, now: float) -> float:
-        """Return the sum of the charges in the window that ends now."""
+        """Return the sum of the charges in the window ending at ``now``."""
         self._forget(now)
         return self._total
 
     def add(self, now: float, amount: float) -> Charge:
-        """Count ``amount``, which `correct` may change."""
+        """Charge ``amount``; return the charge, which `correct` can change."""
         charge = Charge(now, amount)
         self._charges.append(charge)
         self._take(now, amount)
         return charge
 
     def count(self, now: float, amount: float) -> None:
-        """Count ``amount`` as part of the charge of this grain of time."""
+        """Add ``amount`` to the charge of the current time step."""
         time = math.ceil(now * GRAINS) / GRAINS
         if self._charges and self._charges[-1].time >= time:
             self._charges[-1].amount += amount
@@ -111,7 +129,7 @@ class Rate:
         self._take(now, amount)
 
     def correct(self, now: float, charge: Charge, amount: float) -> None:
-        """Change the amount of a charge that is still in the window."""
+        """Change the amount of a charge, if it is still in the window."""
         self._forget(now)
         if now < charge.time + self._lifetime:
             self._take(now, amount - charge.amount)
@@ -132,7 +150,7 @@ class Rate:
     def _bucket_free_at(self, now: float, amount: float) -> float:
         self._fill(now)
         missing = min(amount, self.burst) - self._level
-        # Not exactly 0: a level that was refilled to the needed one may be off by a rounding error.
+        # A tolerance, because the refilled level has rounding errors.
         return now if missing <= 1e-9 * self.burst else now + missing * self._period / self.limit
 
     def _window_free_at(self, now: float, amount: float) -> float:
@@ -153,38 +171,38 @@ class Rate:
         while charges and charges[0].time + self._lifetime <= now:
             self._total -= charges.popleft().amount
         if not charges:
-            self._total = 0.0  # drops rounding errors
+            self._total = 0.0  # discard rounding errors
 
 
 class AdaptiveConcurrency:
-    """How many calls may be in flight, found from the answers of the service.
+    """An adaptive limit on calls in flight, controlled by the service's responses.
 
-    A *round* is as many answers as the limit has calls. Only answers grow the limit and only refusals (HTTP 429) cut
-    it: timeouts, broken connections and other errors change nothing.
+    Answers raise the limit: once per *round*, which is as many answers as the current limit. Refusals (HTTP 429) cut
+    it. Timeouts, broken connections and other errors do not change it.
     """
 
     def __init__(self, maximum: int | None = None) -> None:
         self.limit = float(INITIAL)
         self.not_before = 0.0
-        """No call begins earlier: the service sent ``Retry-After``."""
+        """No call is granted before this time, by the service's ``Retry-After``."""
         self._slow_start = True
         self._answers = 0
         self._cool_down_until = 0.0
         self.bound(maximum)
 
     def bound(self, maximum: int | None) -> None:
-        """Set the greatest limit."""
+        """Set the maximum of the limit; ``None`` for no maximum."""
         self._maximum = math.inf if maximum is None else maximum
         self.limit = min(self.limit, self._maximum)
 
     @property
     def calls(self) -> int:
-        """The limit, in whole calls."""
+        """The limit as a whole number of calls, at least 1."""
         return max(1, int(self.limit))
 
     def answered(self, now: float, in_flight: int) -> None:
-        """The service answered a call, while ``in_flight`` calls, this one included, were in flight."""
-        # Without at least half of the limit in flight, the answers do not show that the service could take more.
+        """Record an answer of the service. ``in_flight`` is the number of calls in flight, including this one."""
+        # With less than half of the limit in flight, an answer does not show that the service can handle more.
         if now < self._cool_down_until or in_flight < self.calls // 2:
             return
         self._answers += 1
@@ -195,7 +213,7 @@ class AdaptiveConcurrency:
         self.limit = min(grown, self._maximum)
 
     def refused(self, now: float, retry_after: float | None = None) -> None:
-        """The service refused a call (HTTP 429)."""
+        """Record a refusal of the service (HTTP 429), with its ``Retry-After`` in seconds."""
         if retry_after is not None:
             self.not_before = max(self.not_before, now + retry_after)
         if now < self._cool_down_until:
@@ -210,8 +228,8 @@ class Limiter:
     """Grants permits for calls to one service.
 
     Args:
-        name: the service, for messages.
-        config: its limits.
+        name: the name of the limit, for messages.
+        config: the limits.
         period: seconds over which requests and tokens are counted.
     """
 
@@ -225,7 +243,7 @@ class Limiter:
         self.configure(config)
 
     def configure(self, config: LimitConfig) -> None:
-        """Change the limits; earlier calls still count. Waiting calls that can never begin are refused."""
+        """Change the limits. Earlier calls still count; waiting calls that can never be granted are refused."""
         self.config = config
         self._requests.configure(config.requests_per_minute, config.burst_seconds)
         self._tokens.configure(config.tokens_per_minute, config.burst_seconds)
@@ -250,23 +268,23 @@ class Limiter:
 
     @property
     def has_queue(self) -> bool:
-        """Whether `advance` may have something to do."""
+        """Whether calls may be waiting, so that `advance` is needed."""
         return bool(self._queues)
 
     @property
     def waiting(self) -> int:
-        """How many calls wait."""
+        """The number of waiting calls."""
         return sum(permit.state == WAITING for queue in self._queues.values() for permit in queue)
 
     @property
     def max_in_flight(self) -> float:
-        """How many calls may be in flight now."""
+        """The current limit on calls in flight; infinity if there is none."""
         if self._adaptive is not None:
             return self._adaptive.calls
         return math.inf if self.config.max_concurrent is None else self.config.max_concurrent
 
     def status(self, now: float) -> dict[str, Any]:
-        """Return the limits, and how much of them is used."""
+        """Return the limits and their current usage."""
         return {
             **self.config.model_dump(),
             "in_flight": self.in_flight,
@@ -280,7 +298,7 @@ class Limiter:
         """Grant a permit, or queue it until `advance` grants it.
 
         Raises:
-            LimitError: the call asks for more tokens than a whole minute has.
+            LimitError: the call needs more tokens than ``tokens_per_minute``.
         """
         if (error := self._too_large(permit)) is not None:
             raise error
@@ -290,12 +308,17 @@ class Limiter:
             self._queues.setdefault(permit.traffic_class, deque()).append(permit)
 
     def advance(self, now: float) -> float | None:
-        """Grant all permits that are possible now. Return when time alone will allow the next one, if it will."""
+        """Grant all permits that are possible now.
+
+        Returns:
+            The time at which the next permit becomes possible, or ``None`` if none waits or it depends on the end of
+            another call.
+        """
         while permit := self._next():
             at = self._free_at(now, permit)
             if at > now:
                 return None if at == math.inf else at
-            # This class goes to the end of the turns.
+            # Round robin: this traffic class goes last.
             queue = self._queues.pop(permit.traffic_class)
             queue.popleft()
             if queue:
@@ -326,14 +349,14 @@ class Limiter:
         return at if self._adaptive is None else max(at, self._adaptive.not_before)
 
     def used(self, now: float, permit: Permit, tokens: float) -> None:
-        """Replace the estimate of a call by the tokens that it used. Afterwards, call `advance`."""
+        """Replace a call's token estimate with its actual usage. Call `advance` afterwards."""
         if permit.charge is None:
             permit.charge = self._tokens.add(now, tokens)
         else:
             self._tokens.correct(now, permit.charge, tokens)
 
     def leave(self, now: float, permit: Permit, accepted: bool | None = None, retry_after: float | None = None) -> None:
-        """End a call that holds a permit, with the arguments of `Permit.leave`. Afterwards, call `advance`."""
+        """End a call that holds a permit, with the arguments of `Permit.leave`. Call `advance` afterwards."""
         if permit.state != GRANTED:
             return
         permit.state = ENDED

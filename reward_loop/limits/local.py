@@ -1,4 +1,4 @@
-"""The limits of a job in the event loop that owns them."""
+"""The limits of a job, kept in this process and used on one event loop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from reward_loop.records import answers
 __all__ = ["LocalLimits"]
 
 LOOP_TIMEOUT_S = 4.0
-"""Seconds within which an event loop must answer for its limits; shorter than the timeout of the command."""
+"""Seconds to wait for an event loop to report its limits; shorter than the timeout of ``reward-loop limits``."""
 
 logger = logging.getLogger(__name__)
 
 
 class LocalLimits(Limits):
-    """Keeps limits, budget and failures in this process, for one event loop at a time.
+    """Keeps limits, budget and failure counts in this process, for one event loop at a time.
 
     Args:
-        options: the limits, the budget and the bound on failures.
-        period: seconds over which requests and tokens are counted; shorter than a minute in tests only.
+        options: the limits, the budget and the failure bound.
+        period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
     """
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
@@ -47,7 +47,7 @@ class LocalLimits(Limits):
     def open(
         self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
     ) -> Permit:
-        """Ask for a permit; see `Limits.open`."""
+        """Request a permit; see `Limits.open`."""
         self.check_loop()
         limiter = self._limiters.get(name)
         if limiter is None:
@@ -63,7 +63,7 @@ class LocalLimits(Limits):
         return permit
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the estimate of a permit."""
+        """Replace the token estimate of a permit."""
         self._limiters[permit.name].used(time.monotonic(), permit, tokens)
         self._advance(permit.name)
 
@@ -73,7 +73,7 @@ class LocalLimits(Limits):
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used towards the budget."""
+        """Add a call's usage to the budget."""
         self.cost += cost
         self.tokens += tokens
         budget = self.options.budget
@@ -100,11 +100,11 @@ class LocalLimits(Limits):
         return self.stopped
 
     async def status(self) -> dict[str, Any]:
-        """Return the limits, and how much of them is used."""
+        """Return the limits and their current usage."""
         return self.snapshot()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what `status` returns, without the event loop."""
+        """Return the same as `status`, without awaiting."""
         now = time.monotonic()
         limits = {name: limiter.status(now) for name, limiter in self._limiters.items()}
         return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
@@ -123,7 +123,7 @@ class LocalLimits(Limits):
         logger.info("limit %r was changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
 
     def close(self) -> None:
-        """Take the limits out of ``reward-loop limits``."""
+        """Remove these limits from the output of ``reward-loop limits``."""
         live.discard(self)
         self.loop = None
 
@@ -136,7 +136,7 @@ class LocalLimits(Limits):
         if timer is not None:
             timer.cancel()
         if at is not None and self.loop is not None:
-            # A little late: at an earlier time nothing could begin yet.
+            # 1 ms later, since too early a call would grant nothing.
             delay = max(0.0, at - time.monotonic()) + 0.001
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
 
@@ -144,10 +144,14 @@ class LocalLimits(Limits):
 def _on_loops(
     make: Callable[[Limits], Coroutine[Any, Any, Any]], name: str | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """Await a coroutine for each job, or the one of a name, on the event loop of its limits; from any thread.
+    """Run a coroutine for each job on the event loop of its limits. Callable from any thread.
+
+    Args:
+        make: returns the coroutine for the limits of a job.
+        name: the name of a job; by default all jobs.
 
     Returns:
-        For each job its name, the result, and the error if there is no result.
+        For each job ``(name, result, error)``; ``error`` is the message if there is no result.
     """
     until = time.monotonic() + LOOP_TIMEOUT_S
     found: list[tuple[str, Any, Any]] = []
@@ -156,7 +160,7 @@ def _on_loops(
         loop = limits.loop
         if name not in (None, limits.name) or limits.name in services or loop is None or not loop.is_running():
             continue
-        if limits.options.job:  # all that are connected to one service have the same state
+        if limits.options.job:  # all clients of one service have the same state
             services.add(limits.name)
         coroutine = make(limits)
         try:
@@ -169,7 +173,7 @@ def _on_loops(
         except TimeoutError:
             done.cancel()
             found.append((limits.name, None, "the event loop of this job is blocked"))
-        except CancelledError:  # the loop is ending
+        except CancelledError:  # the loop is shutting down
             continue
         except (ConfigError, JobServiceError) as error:
             found.append((limits.name, None, str(error)))
@@ -177,16 +181,16 @@ def _on_loops(
 
 
 def _limits() -> list[dict[str, Any]]:
-    """Answer ``reward-loop limits``: the state of each job that this process takes part in."""
+    """Return the status of each job in this process, for ``reward-loop limits``."""
     jobs = _on_loops(lambda limits: limits.status())
     return [{"job": name, **(status or {}), "error": error} for name, status, error in jobs]
 
 
 def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
-    """Answer ``reward-loop limits NAME OPTION=VALUE``: change a limit of the job ``name``.
+    """Change a limit of the job ``name``, for ``reward-loop limits NAME OPTION=VALUE``.
 
     Raises:
-        ConfigError: an option is wrong, or the job has ended or does not answer.
+        ConfigError: an option is invalid, or the job has ended or does not respond.
     """
     jobs = _on_loops(lambda limits: limits.configure(limit, changes), name)
     if not jobs:

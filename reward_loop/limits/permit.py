@@ -1,4 +1,4 @@
-"""The permit that a call holds within a limit, and the interface of the object that grants permits."""
+"""`Permit`, which a call holds while it runs under a limit, and `Limits`, the interface that grants permits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT = "default"
 """The limit for every call of the reward function."""
 
 RETRY = "retry"
-"""The additional limit for every call after the first of a sample."""
+"""The additional limit for every retry of a sample."""
 
 WAITING, GRANTED, ENDED = "waiting", "granted", "ended"
 
@@ -43,24 +43,24 @@ live: weakref.WeakSet[Limits] = weakref.WeakSet()
 
 
 class Holder(Protocol):
-    """The object that keeps the limit of a permit, or the connection to it."""
+    """The owner of a permit: the limits, or a connection to them."""
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the estimate of a permit."""
+        """Replace the token estimate of a permit."""
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit; called by `Permit.leave`."""
+        """End a permit; called by `Permit.leave` with its arguments."""
 
 
 class Permit:
-    """One call's permit: waiting, then granted, then ended.
+    """One call's permit: first waiting, then granted, then ended.
 
     Args:
-        limits: keeps the limit; ``None`` for a permit without a limit.
-        name: the limit.
-        tokens: the estimate.
-        traffic_class: ``train`` or ``validate``; each has a queue of its own.
-        settled: called once, when the permit stops waiting: granted, refused or abandoned.
+        limits: the owner of the permit; ``None`` if no limit applies.
+        name: the name of the limit.
+        tokens: the estimated tokens of the call.
+        traffic_class: ``train`` or ``validate``; each has its own queue.
+        settled: called once when the permit stops waiting: granted, refused or abandoned.
     """
 
     __slots__ = ("charge", "error", "id", "limits", "name", "settled", "state", "timer", "tokens", "traffic_class")
@@ -84,29 +84,29 @@ class Permit:
         self.charge: Any = None
         """The limiter's record of the tokens."""
         self.id: Any = None
-        """The number of the permit on a connection."""
+        """The id of the permit on a connection."""
         self.timer: asyncio.TimerHandle | None = None
 
     def grant(self) -> None:
-        """Let the call begin."""
+        """Grant the permit: the call may start."""
         self._settle(GRANTED)
 
     def refuse(self, error: Exception) -> None:
-        """End the wait without a permit."""
+        """Refuse a waiting permit; ``error`` says why."""
         self.error = error
         self._settle(ENDED)
 
     def used(self, tokens: float) -> None:
-        """Replace the estimate by the tokens that the call used so far."""
+        """Replace the token estimate with the tokens used so far."""
         if self.limits is not None:
             self.limits.correct(self, tokens)
 
     def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
-        """End the permit; only the first time counts.
+        """End the permit; later calls have no effect.
 
         Args:
-            accepted: True: the service answered. False: the service refused the call (HTTP 429). None: there was no
-                answer of the service, so the end shows nothing about its capacity.
+            accepted: True: the service answered. False: the service refused the call (HTTP 429). None: the service
+                did not answer, which says nothing about its capacity.
             retry_after: the seconds that the service asked to wait.
         """
         if self.state == ENDED:
@@ -130,7 +130,7 @@ class Permit:
             self.settled(self)
 
     def expire_after(self, seconds: float | None) -> None:
-        """Refuse the permit if it still waits after ``seconds``."""
+        """Refuse the permit if it is still waiting after ``seconds``; ``None`` for no timeout."""
         if seconds is not None and self.state == WAITING:
             self.timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
 
@@ -141,33 +141,33 @@ class Permit:
 
 
 class Limits(Holder, ABC):
-    """Limits and budget of a job, and the count of its failed samples; for one event loop at a time.
+    """The limits, budget and failure counts of a job, for one event loop at a time.
 
-    The code that constructs the object closes it. Functions and managers share limits if they get the same object, or,
-    in different processes, the address of the same service.
+    The code that constructs the object closes it. Functions and managers share limits by receiving the same object, or,
+    in different processes, the address of the same limiter service.
     """
 
     name: str
-    """Of the job, for messages."""
+    """The name of the job, for messages."""
     options: RewardLoopConfig
     loop: asyncio.AbstractEventLoop | None = None
-    """The event loop that uses the limits now; another one may use them after its end."""
+    """The event loop that uses the limits now. Another one may use them after it has ended."""
     max_waits: dict[str, float | None]
-    """By the name of the limit, the seconds that a call may wait."""
+    """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
     spent: str | None = None
-    """Why no more calls are made: the budget is used up."""
+    """Why no more calls are made, once the budget is used up."""
     stopped: str | None = None
-    """Why the run must stop: too many samples failed."""
+    """Why the run must stop, once too many samples have failed."""
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """Use the running event loop from now on, unless the earlier one still runs; return the one in use."""
+        """Bind to the running event loop, unless an earlier one still runs; return the event loop in use."""
         if self.loop is None or not self.loop.is_running():
             self.loop = asyncio.get_running_loop()
             live.add(self)
         return self.loop
 
     def check_loop(self) -> None:
-        """Refuse permits to a second event loop.
+        """Check that the running event loop is the one that uses the limits.
 
         Raises:
             LimitError: another event loop that still runs uses the limits.
@@ -182,36 +182,41 @@ class Limits(Holder, ABC):
     def open(
         self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
     ) -> Permit:
-        """Ask for a permit, on the running event loop; see `Permit` for the arguments.
+        """Request a permit, on the running event loop; see `Permit` for the arguments.
 
         Raises:
-            LimitError: the limit does not exist, or can never grant this permit.
+            LimitError: the limit does not exist or can never grant this permit, or another event loop uses the limits.
         """
 
     @abstractmethod
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what a call used towards the budget."""
+        """Add a call's usage to the budget."""
 
     @abstractmethod
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample, or one component ``of`` a sample.
+        """Count one sample, or one component of a sample, for the failure bound.
+
+        Args:
+            failed: whether the sample failed.
+            error: the error message of a failed sample.
+            of: the name of the component; ``""`` for whole samples.
 
         Raises:
-            TooManyFailuresError: too large a share of the latest samples failed.
-            JobServiceError: the service that counts cannot be reached.
+            TooManyFailuresError: the share of failed samples among the recent samples is too large.
+            JobServiceError: the limiter service is unreachable.
         """
 
     @abstractmethod
     async def status(self) -> dict[str, Any]:
-        """Return the limits, and how much of them is used."""
+        """Return the limits and their current usage."""
 
     @abstractmethod
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
         """Change options of a limit, or add a limit, while the job runs.
 
         Raises:
-            ConfigError: an option is wrong.
-            JobServiceError: the service cannot be reached.
+            ConfigError: an option is invalid.
+            JobServiceError: the limiter service is unreachable.
         """
 
     @abstractmethod
@@ -220,24 +225,29 @@ class Limits(Holder, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the object holds; from any thread. A later call opens it again."""
+        """Release all resources; callable from any thread. A later use reopens the limits."""
 
     async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
-        """Wait for a permit.
+        """Wait for a permit; end it with `Permit.leave`.
+
+        Args:
+            name: the name of the limit.
+            tokens: the estimated tokens of the call.
+            traffic_class: ``train`` or ``validate``.
 
         Raises:
-            LimitError: no permit is granted to this call.
-            JobServiceError: the service that keeps the limits cannot be reached.
+            LimitError: the permit was refused.
+            JobServiceError: the limiter service is unreachable.
         """
         return await granted(lambda settled: self.open(name, tokens, traffic_class, settled))
 
 
 async def granted(open_permit: Callable[[Callable[[Permit], None]], Permit]) -> Permit:
-    """Wait for the permit that ``open_permit(settled)`` asks for.
+    """Wait for the permit that ``open_permit(settled)`` requests, and return it.
 
     Raises:
-        LimitError: no permit is granted to this call.
-        JobServiceError: the service that keeps the limits cannot be reached.
+        LimitError: the permit was refused.
+        JobServiceError: the limiter service is unreachable.
     """
     turn: asyncio.Future[None] | None = None
 
@@ -259,7 +269,7 @@ async def granted(open_permit: Callable[[Callable[[Permit], None]], Permit]) -> 
 
 
 def answer_of(error: BaseException | None) -> tuple[bool | None, float | None]:
-    """Return what the end of a call shows about the service: the arguments of `Permit.leave`."""
+    """Return the arguments of `Permit.leave` for a call that ended with this exception, or with none."""
     if error is None:
         return True, None
     return (False, retry_after(error)) if is_refusal(error) else (None, None)

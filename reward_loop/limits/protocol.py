@@ -1,23 +1,24 @@
 """The messages between a limiter service and its clients, over TCP or a local socket.
 
-Lines of JSON, each a list of messages, in both directions. The service first sends a nonce; the client answers with the
-name of its grant and a proof that it has the grant's token, without sending the token. The grant is that of a whole
-job, or of one call of a function in a process of its own. When a connection ends, its permits end too; requests and
-tokens that they counted stay counted.
+Both sides send lines of JSON; each line is a list of messages. To authenticate, the service sends a nonce, and the
+client replies with the name of its grant and an HMAC of the nonce under the grant's token. The token itself is never
+sent. A grant is for a whole job, or for one call of a function in a worker process. When a connection ends, its permits
+end too; their requests and tokens stay counted.
 
     client                                          service
-    ["enter", id, name, tokens, traffic_class]      ["grant", id] or ["refuse", id, why]
+    ["enter", id, name, tokens, traffic_class]      ["grant", id] or ["refuse", id, error type, message]
     ["used", id, tokens]
     ["leave", id, accepted, retry_after]
-    ["spend", cost, tokens]                         ["spent", why], to all
-    ["close"]                                       ends the connection, after everything before it is processed
+    ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
+    ["close"]                                       processes all earlier messages, then closes the connection
 
-    of a whole job only:
-    ["count", failed, error, of]                    ["stop", why], to all
-    ["configure", id, name, changes]                ["answer", id, why not, or null]; ["limits", max_waits], to all
+    grant of a whole job only:
+    (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
+    ["count", failed, error, of]                    ["stop", why] to all clients, if the run must stop
+    ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
 
-    of one call only:
+    grant of one call only:
     ["answer", accepted, retry_after]
 """
 
@@ -34,36 +35,40 @@ import orjson
 __all__ = ["CONNECT_TIMEOUT_S", "JOB", "MAX_LINE", "Messages", "decode", "encode", "hello", "notice_death"]
 
 CONNECT_TIMEOUT_S = 30.0
-"""Seconds within which a client must reach the service. After that, the run stops."""
+"""Seconds for a client to connect to the service, or to get a response. After that, the run stops."""
 
 MAX_LINE = 2**24
-"""Greatest length of a line, in bytes."""
+"""Maximum length of a line in bytes."""
 
 JOB = "job"
-"""The grant of a whole job."""
+"""The name of the grant of a whole job."""
 
 PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
-"""The kernel probes a silent peer after these seconds, this often, before the connection counts as ended."""
+"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and failed probes until the
+connection is closed."""
 
 
 class Messages:
-    """Messages to a peer: those of one turn of the event loop leave together. They wait for `writer`."""
+    """The queue of messages to a peer. Messages of one event loop iteration are sent together.
+
+    Without a `writer`, messages are queued until `connect`.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:
         self.writer = writer
         self._messages: list[bytes] = []
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
-        """Send what was waiting, and all further messages."""
+        """Set the writer, and send all queued messages."""
         self.writer = writer
         if self._messages:
             self._flush()
 
     def send(self, *message: Any) -> None:
-        """Send a message.
+        """Queue a message for sending.
 
         Raises:
-            TypeError: JSON cannot hold the message; the other messages are not affected.
+            TypeError: the message cannot be serialised to JSON; other messages are not affected.
         """
         encoded = orjson.dumps(message)
         if not self._messages and self.writer is not None:
@@ -78,12 +83,12 @@ class Messages:
 
 
 def encode(*messages: tuple[Any, ...]) -> bytes:
-    """Return the line of some messages."""
+    """Return messages serialised as one line."""
     return orjson.dumps(messages) + b"\n"
 
 
 def decode(line: bytes) -> list[list[Any]]:
-    """Return the messages of a line.
+    """Return the messages in a line.
 
     Raises:
         ValueError: the line is not JSON.
@@ -93,13 +98,13 @@ def decode(line: bytes) -> list[list[Any]]:
 
 
 def hello(grant: str, token: str, nonce: bytes) -> bytes:
-    """Return the first line of a client: the grant's name, and the proof that the client has its token."""
+    """Return the first line that a client sends: the name of its grant, and the HMAC of the nonce under its token."""
     proof = hmac.new(token.encode(), nonce.strip(), hashlib.sha256).hexdigest()
     return f"{grant} {proof}\n".encode()
 
 
 def notice_death(writer: asyncio.StreamWriter) -> None:
-    """End a TCP connection within about a minute after the peer's node is gone, which does not close it."""
+    """Enable TCP keepalive: the connection ends about a minute after the peer's node dies without closing it."""
     connection = writer.get_extra_info("socket")
     if connection.family == socket.AF_UNIX:
         return
@@ -107,6 +112,6 @@ def notice_death(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-    # The kernel sends no probes while sent data is not acknowledged; this is the same bound for that case.
+    # The kernel sends no probes while sent data is unacknowledged; this sets the same timeout for that case.
     timeout_ms = (PROBE_AFTER_S + PROBE_EVERY_S * PROBES) * 1000
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

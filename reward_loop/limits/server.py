@@ -1,4 +1,4 @@
-"""The limiter service: lets other processes use the limits that this one keeps."""
+"""The limiter service: gives other processes access to the limits kept in this process."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from reward_loop.limits.protocol import JOB, MAX_LINE, Messages, decode, hello, 
 __all__ = ["CallServer", "LimitServer", "serve_limits"]
 
 GREETING_TIMEOUT_S = 10.0
-"""Seconds within which a client must prove that it has the token."""
+"""Seconds for a client to authenticate."""
 
 
 class Owner(Protocol):
-    """What the messages of a client act on: the limits of a job, or one call of a function."""
+    """The object that a client's messages act on: the limits of a job, or one call of a function."""
 
     def open(
         self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
     ) -> Permit:
-        """Ask for a permit."""
+        """Request a permit; see `Limits.open`."""
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Count what was used."""
+        """Add usage to the budget."""
 
 
 class LimitServer:
-    """Serves the limits of a job. `start` it in a running event loop, and `stop` it there.
+    """Serves the limits of a job over TCP. Call `start` and `stop` on the same event loop.
 
     Args:
-        limits: those of the job, or their options.
+        limits: the limits of the job, or the options to create them from.
     """
 
     def __init__(self, limits: LocalLimits | RewardLoopConfig) -> None:
@@ -50,14 +50,22 @@ class LimitServer:
         self._connections: dict[_JobConnection, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen. Return what clients connect by: ``host:port:token``."""
+        """Start listening; return the address for clients, ``host:port:token``.
+
+        Args:
+            host: the address to listen on.
+            port: the port; 0 for any free port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_LINE)
         port = self._server.sockets[0].getsockname()[1]
         self.limits.name = f"{host}:{port}"
         return f"{host}:{port}:{self.token}"
 
     async def stop(self) -> None:
-        """Close all connections."""
+        """Stop listening, close all connections, and close the limits."""
         assert self._server is not None
         self._server.close()
         await self.disconnect()
@@ -65,7 +73,7 @@ class LimitServer:
         self.limits.close()
 
     async def disconnect(self) -> None:
-        """Close the connections that there are; clients may connect again."""
+        """Close all current connections; clients may reconnect."""
         tasks = list(self._connections.values())
         for task in tasks:
             task.cancel()
@@ -92,7 +100,7 @@ class LimitServer:
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> str | None:
-    """Return the name of the grant whose token the client has, or ``None``."""
+    """Authenticate the client; return the name of its grant, or ``None`` if its proof is invalid."""
     notice_death(writer)
     async with asyncio.timeout(GREETING_TIMEOUT_S):
         nonce = secrets.token_hex(16).encode()
@@ -107,7 +115,7 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
 
 @contextlib.contextmanager
 def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Close the connection at the end, also where the peer has closed or broken it."""
+    """Close the connection on exit, and suppress connection errors, protocol errors and cancellation."""
     try:
         yield
     except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
@@ -117,7 +125,7 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
 
 
 class _Connection:
-    """One connection: its permits end with it."""
+    """One client connection. Its permits end when the connection ends."""
 
     def __init__(self, owner: Owner, writer: asyncio.StreamWriter) -> None:
         self.messages = Messages(writer)
@@ -155,7 +163,7 @@ class _Connection:
     def _settled(self, number: int, permit: Permit) -> None:
         if permit.state == GRANTED:
             self.messages.send("grant", number)
-        elif self._permits.pop(number, None) is not None:  # else the client itself has ended it
+        elif self._permits.pop(number, None) is not None:  # otherwise the client ended the permit itself
             self.messages.send("refuse", number, type(permit.error).__name__, str(permit.error))
 
     def _used(self, number: int, tokens: float) -> None:
@@ -183,7 +191,7 @@ class _JobConnection(_Connection):
         }
 
     def greet(self) -> None:
-        """Send what a client must have before its first call."""
+        """Send the state that a client needs before its first call."""
         self.messages.send("limits", self._limits.max_waits)
         if self._limits.spent:
             self.messages.send("spent", self._limits.spent)
@@ -220,16 +228,16 @@ class _JobConnection(_Connection):
 
 
 class CallOwner(Owner, Protocol):
-    """One call of a function in a process of its own."""
+    """One call of a function in a worker process."""
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
-        """Take down what a request showed about the service."""
+        """Record how the service responded to a request, with the arguments of `Permit.leave`."""
 
 
 class CallServer:
-    """Serves single calls of functions to the processes that they run in, over a local socket.
+    """Serves the limits to functions in worker processes, over a local socket. Each grant is for one call.
 
-    It listens from the first call in an event loop to the end of that loop, or until `close`.
+    Listens from the first call on an event loop until that event loop shuts down.
     """
 
     def __init__(self) -> None:
@@ -239,7 +247,7 @@ class CallServer:
 
     @contextlib.asynccontextmanager
     async def serve(self, call: CallOwner) -> AsyncIterator[tuple[str, str, str]]:
-        """Serve a call; yields the address, the grant and the token for its process."""
+        """Serve a call during the context; yield the address, grant and token for its worker process."""
         address = await self._address()
         grant, token = secrets.token_hex(8), secrets.token_hex(16)
         self._calls[grant], self._tokens[grant] = call, token
@@ -251,17 +259,17 @@ class CallServer:
     async def _address(self) -> str:
         loop = asyncio.get_running_loop()
         if self._listener is None or self._listener[0] is not loop:
-            # An event loop that shuts down closes its asynchronous generators, and with this one the listening socket.
+            # An event loop closes its async generators when it shuts down, and this one then closes its socket.
             listener = self._listen()
             address = await anext(listener)
             if self._listener is None or self._listener[0] is not loop:
                 self._listener = loop, listener, address
-            else:  # a concurrent call was faster
+            else:  # a concurrent call has opened a socket first
                 await listener.aclose()
         return self._listener[2]
 
     async def _listen(self) -> AsyncGenerator[str, None]:
-        # In the abstract namespace of Linux: a killed process leaves no file behind.
+        # A Linux abstract socket: a killed process leaves no file behind.
         address = f"\0reward-loop/limits/{secrets.token_hex(16)}"
         server = await asyncio.start_unix_server(self._serve, address)
         try:
@@ -282,18 +290,23 @@ class CallServer:
 
 @contextlib.contextmanager
 def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
-    """Serve the limits of a job from a thread of this process, for as long as the context lasts.
+    """Run a limiter service for a job in a thread of this process, for the duration of the context.
 
     Args:
-        options: the limits, the budget and the bound on failures.
-        host: the address to listen on. Other nodes reach the service by an address of this node.
-        period: seconds over which requests and tokens are counted; shorter than a minute in tests only.
+        options: the limits, the budget and the failure bound.
+        host: the address to listen on; for clients on other nodes, an address of this node that they can reach.
+        period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
 
     Yields:
-        ``host:port:token``, for ``reward_loop.job`` of the workers.
+        ``host:port:token``, the value of ``reward_loop.job`` for the workers.
 
     Raises:
-        RewardLoopError: the service cannot listen there.
+        RewardLoopError: the service cannot listen on ``host``.
+
+    Example::
+
+        with serve_limits(options) as address:
+            function = ScoringFunction(compute_score, options=RewardLoopConfig(job=address))
     """
 
     @contextlib.asynccontextmanager

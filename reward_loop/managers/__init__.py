@@ -1,4 +1,4 @@
-"""Reward managers: how one sample becomes one reward. Importing this registers those that come with the library."""
+"""Reward managers turn one sample into one reward. Importing this package registers the built-in managers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all reward managers share: from a sample or verl's batch row to a reward."""
+"""The base class of reward managers: from a sample, or a row of verl's batch, to a reward."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_mode
 
 
 class RewardLoopManagerBase:
-    """Base class of reward managers: a sample goes through `to_sample`, `score_one` and `to_reward`; override one.
+    """Base class of reward managers. `run_single` calls `to_sample`, `score_one` and `to_reward`; override any of them.
 
-    It is constructed with the keywords that verl uses, so that verl itself can load it.
+    The constructor takes the keywords that verl passes, so verl can load a manager by itself.
+
+    Example::
+
+        @register("clipped")
+        class ClippedManager(RewardLoopManagerBase):
+            async def score_one(self, sample: RewardSample) -> RewardResult:
+                result = await super().score_one(sample)
+                return result if result.score is None else replace(result, score=min(result.score, 1.0))
     """
 
     function_type: ClassVar[type[ScoringFunction] | type[ListScoringFunction]] = ScoringFunction
-    """What calls the user's function: one that takes a sample, or lists of samples."""
+    """The class that calls the user's function: `ScoringFunction`, or `ListScoringFunction` for batched functions."""
 
     needs_group: ClassVar[bool] = False
     """Whether one manager must see all samples of a prompt."""
@@ -44,22 +52,22 @@ class RewardLoopManagerBase:
         reward_model_tokenizer: Any = None,
         limits: Limits | None = None,
     ) -> None:
-        """Read the options and the function's signature.
+        """Read the options, and inspect the function's signature.
 
         Args:
             config: a `RewardLoopConfig`, a mapping of its options, or verl's whole configuration, of which the group
-                ``reward_loop`` counts.
-            tokenizer: decodes responses; needed for verl's batches only.
-            compute_score: the reward function in any form that `ScoringFunction` takes, or a `function_type`, which
-                keeps its own deadline and threads. ``None`` suits only managers that do not call it.
-            reward_router_address: ``host:port`` of the router before the reward models, passed to the function.
+                ``reward_loop`` is read.
+            tokenizer: decodes responses; needed only for verl's batches.
+            compute_score: the reward function in any form that `ScoringFunction` accepts, or a `function_type` object,
+                which keeps its own deadline and threads. ``None`` is valid only for managers that do not call it.
+            reward_router_address: ``host:port`` of the reward model router, passed to the function.
             reward_model_tokenizer: the reward model's tokenizer, passed to the function.
-            limits: limits and budget that this manager shares with others, which the caller closes. By default those of
-                ``compute_score``, if it is a `function_type` with the same options, else the manager's own.
+            limits: limits and budget shared with other managers; the caller closes them. By default the limits of
+                ``compute_score`` if it is a `function_type` object with the same limit options, otherwise new ones.
 
         Raises:
-            ConfigError: an option is wrong.
-            FunctionLoadError: the function cannot be called with what the reward loop provides.
+            ConfigError: an option is invalid.
+            FunctionLoadError: the function requires an argument that the reward loop does not provide.
         """
         self.config = config
         self.options = self.read_options(config)
@@ -79,10 +87,10 @@ class RewardLoopManagerBase:
 
     @classmethod
     def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
-        """Return the options in what the constructor takes as ``config``.
+        """Return the options from ``config`` in any form that the constructor accepts.
 
         Raises:
-            ConfigError: one is wrong.
+            ConfigError: an option is invalid.
         """
         if isinstance(config, Mapping):
             if "reward_loop" in config:
@@ -92,29 +100,40 @@ class RewardLoopManagerBase:
         return parse(RewardLoopConfig, config, "reward_loop")
 
     async def run_single(self, data: Any) -> Reward:
-        """Return the reward of one `RewardSample`, or of verl's ``DataProto``, of which the last row counts.
+        """Return the reward of one sample.
+
+        Args:
+            data: a `RewardSample`, or verl's ``DataProto``, of which only the last row is scored.
+
+        Returns:
+            ``{"reward_score": float, "reward_extra_info": dict}``, as in verl; see `apply_policy` for the keys.
 
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.
-            TooManyFailuresError: too large a share of the latest samples failed.
+            TooManyFailuresError: the share of failed samples among the recent samples is too large.
+            JobServiceError: the limiter service is unreachable.
         """
         return self.to_reward(await self.score(await self.to_sample(data)))
 
     @property
     def name(self) -> str:
-        """What scores the samples, for messages and logs."""
+        """The name of the function, or of the manager class without one; for messages and logs."""
         return self.function.name if self.function else type(self).__name__
 
     @property
     def requires(self) -> frozenset[str]:
-        """The fields of a sample without which the user's function cannot be called."""
+        """The provided arguments that the user's function declares without a default."""
         return self.function.requires if self.function else frozenset()
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Return the sample in ``data``; a `RewardSample` stays as it is, the last row of a ``DataProto`` is decoded.
+        """Return the sample in ``data``: a `RewardSample` unchanged, or the decoded last row of a ``DataProto``.
 
-        A row without ``data_source`` or ``reward_model.ground_truth`` gives a sample that fails, if the function
-        requires that field; one whose ``reward_model`` or ``extra_info`` is no mapping gives one that fails, too.
+        The sample's ``error`` is set, so that it fails without a call, if the row lacks a ``data_source`` or a
+        ``reward_model.ground_truth`` that the function requires, or if ``reward_model``, ``extra_info`` or
+        ``tool_extra_fields`` is not a mapping.
+
+        Raises:
+            ConfigError: ``data`` is a ``DataProto``, and the manager has no tokenizer.
         """
         if isinstance(data, RewardSample):
             return data
@@ -150,7 +169,7 @@ class RewardLoopManagerBase:
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
-        """Score one sample. It is one of the active samples meanwhile; its record is written at the end."""
+        """Score one sample: track it as active, call `score_one`, validate the result, and write its record."""
         watch()
         with ActiveSample(sample, self.name, self.options.watchdog_s) as active:
             result = check_result(sample, await self.score_one(sample))
@@ -159,15 +178,15 @@ class RewardLoopManagerBase:
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
-        """Call the function for one sample. Errors of the function are *failed* results, not exceptions."""
+        """Call the function for one sample. Errors in the function become *failed* results, not exceptions."""
         return self._call(sample)
 
     def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
-        """Call a function of lists once for several samples."""
+        """Call a batched function once for several samples; return one result per sample, in order."""
         return self._call(samples)
 
     def _call(self, what: Any) -> Awaitable[Any]:
-        # No coroutines in between: with thousands of samples in flight each counts.
+        # Return the function's coroutine directly: no extra coroutine per sample in flight.
         if self.function is None:
             raise ConfigError(f"{type(self).__name__} was given no compute_score")
         return self.function(
@@ -181,28 +200,35 @@ class RewardLoopManagerBase:
 
         Raises:
             ScoringError: the sample has no score, and the policy is ``raise``.
-            TooManyFailuresError: too large a share of the latest samples failed.
+            TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
         self.failures.count(result)
         return apply_policy(result, self.options)
 
     def close(self) -> None:
-        """End the processes of the user's function, and close the manager's own limits.
+        """Stop the worker processes of the user's function, and close the limits that the manager created itself.
 
-        The call waits for the processes: do not make it on the event loop.
+        Blocks until the processes have ended: do not call it on the event loop.
         """
         if self.function is not None:
             self.function.close()
         self.close_limits()
 
     def close_limits(self) -> None:
-        """Close the limits, unless they belong to another object."""
+        """Close the limits, unless they are shared."""
         if self._owns_limits:
             self.limits.close()
 
     @classmethod
     def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:
-        """Put each score at the last valid response token of its row; verl calls this on the class."""
+        """Return token-level rewards, shape (rows, response width): each score at its row's last response token.
+
+        verl calls this on the class.
+
+        Args:
+            data: a ``DataProto`` with ``responses`` and ``attention_mask``.
+            scores: one score per row.
+        """
         import torch
 
         responses, mask = data.batch["responses"], data.batch["attention_mask"]
@@ -215,18 +241,18 @@ class RewardLoopManagerBase:
 def scoring_function(
     manager: type, function: Any, options: RewardLoopConfig, *, limits: Limits | None = None, **more: Any
 ) -> Any:
-    """Return the scoring function of a manager class: for one sample, or for lists of samples.
+    """Return the scoring function for a manager class: for single samples or for batches, by its ``function_type``.
 
     Args:
-        manager: the class.
-        function: the user's function, or a scoring function, which is returned as it is.
+        manager: the manager class.
+        function: the user's function, or a scoring function, which is returned unchanged.
         options: the options of the scoring function.
-        limits: the limits that the scoring function shares; one that is passed as ``function`` keeps its own.
-        more: more arguments of the scoring function: ``reward_kwargs`` and ``limit``.
+        limits: the limits that the scoring function shares. A scoring function passed as ``function`` keeps its own.
+        more: further arguments of the scoring function: ``reward_kwargs`` and ``limit``.
 
     Raises:
-        FunctionLoadError: it cannot be called with what the reward loop provides.
-        ConfigError: ``more`` has no effect, since ``function`` is a scoring function already.
+        FunctionLoadError: the function requires an argument that the reward loop does not provide.
+        ConfigError: ``more`` is given, but ``function`` is already a scoring function, so it would have no effect.
     """
     kind = getattr(manager, "function_type", ScoringFunction)
     if isinstance(function, kind):
@@ -240,7 +266,7 @@ def scoring_function(
 
 
 def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
-    """Return the limits of a `function_type`, if they are those of the options."""
+    """Return the limits of a scoring function if their options equal ``options``, otherwise ``None``."""
     limits: Limits | None = getattr(function, "limits", None)
     if not isinstance(limits, Limits):
         return None
@@ -249,7 +275,7 @@ def _limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:
 
 
 def verl_options(config: Any, path: str) -> Any:
-    """Return what verl's whole configuration says at a dotted path, or ``None`` where it says nothing."""
+    """Return the value at a dotted path of verl's configuration, or ``None`` if there is none."""
     for part in path.split("."):
         if not isinstance(config, Mapping):
             return None
@@ -258,7 +284,10 @@ def verl_options(config: Any, path: str) -> Any:
 
 
 def last_row(data: Any) -> dict[str, Any]:
-    """Return the fields of the last row; the data of a single item, with 1-d responses, is that row."""
+    """Return the non-tensor fields of the last row of a ``DataProto``.
+
+    A single item, whose responses are one-dimensional, is that row.
+    """
     return _last_row(data.non_tensor_batch, data.batch["responses"])
 
 
@@ -269,7 +298,10 @@ def _last_row(columns: Mapping[str, Any], responses: Any) -> dict[str, Any]:
 
 
 def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[str, Any]:
-    """Return a field of a row that is a mapping, if it is there; if it is something else, add that to ``broken``."""
+    """Return a field of a row that must be a mapping, or ``{}`` if it is missing.
+
+    If the field is not a mapping, append an error message to ``broken`` and return ``{}``.
+    """
     value = row.get(name)
     if isinstance(value, Mapping):
         return value
@@ -279,13 +311,13 @@ def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[st
 
 
 def _response(responses: Any, batch: Any, length: int | None) -> Any:
-    """Return the token ids of the last row's response, as an array: tokenizers take longer to read a tensor.
+    """Return the token ids of the last row's response as an array; tokenizers read arrays faster than tensors.
 
     Args:
-        responses: of shape (rows, response width), or of one row without rows.
-        batch: ``attention_mask`` of shape (rows, total width), or likewise.
-        length: how many tokens the response has; by default as many as the mask says. Where outputs with prompts of
-            different lengths are padded into one batch, as verl's agent loop does, the mask cannot tell.
+        responses: token ids of shape (rows, response width), or (response width,) for a single item.
+        batch: contains ``attention_mask`` of shape (rows, total width), or (total width,).
+        length: the number of response tokens; by default the sum of the attention mask over the response. That sum is
+            wrong if outputs with prompts of different lengths are padded into one batch, as verl's agent loop does.
     """
     width = responses.shape[-1]
     if length is None:
@@ -299,6 +331,6 @@ def _response(responses: Any, batch: Any, length: int | None) -> Any:
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:
-    """Return the name of a row of verl's, for messages and logs."""
+    """Return the uid of a row of verl's batch (with its session id, if any), for messages and logs."""
     name = [row.get("uid", row.get("index")), row.get("session_id")]
     return "_".join(str(part) for part in name if part is not None) or None

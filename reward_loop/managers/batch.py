@@ -1,4 +1,4 @@
-"""One call of the function for many samples."""
+"""The manager `batch`: one call of a batched reward function for several samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["BatchRewardLoopManager"]
 
 @register("batch")
 class BatchRewardLoopManager(RewardLoopManagerBase):
-    """Collects samples for a few milliseconds, and calls a function of lists for all of them.
+    """Collects samples for a few milliseconds, and scores them in one call of a batched function.
 
-    The function is that of verl's batch manager: it takes ``data_sources``, ``solution_strs``, ``ground_truths`` and
-    ``extra_infos``, and returns a list. Options: ``reward_loop.batch``.
+    The function has the signature of verl's batch manager: it takes ``data_sources``, ``solution_strs``,
+    ``ground_truths`` and ``extra_infos``, and returns a list. Options: ``reward_loop.batch``.
     """
 
     function_type = ListScoringFunction
@@ -28,7 +28,7 @@ class BatchRewardLoopManager(RewardLoopManagerBase):
         self._collector = SampleCollector(self.score_many)
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Score the sample together with those that come soon after it."""
+        """Score the sample in one batch with samples that arrive shortly after it."""
         batch = self.options.batch
-        # Not those of training with those of validation, which get their turns at limits alternately.
+        # Separate batches for training and validation, because they are separate traffic classes of the limits.
         return await self._collector.score(sample, sample.validate, batch.max_batch_size, batch.max_wait_ms / 1000)

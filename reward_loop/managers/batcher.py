@@ -1,4 +1,4 @@
-"""Collect the samples that one call scores together."""
+"""Collect samples into batches that are scored in one call."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from reward_loop.types import RewardResult, RewardSample
 __all__ = ["SampleCollector"]
 
 Score = Callable[[list[RewardSample]], Awaitable[Sequence[RewardResult]]]
-"""Scores samples together, each with a result, in order."""
+"""Scores a batch; returns one result per sample, in order."""
 
 
 class SampleCollector:
-    """Scores samples with the same key together, once enough are there, or once the first has waited too long."""
+    """Collects samples by key. A batch is scored when it is full, or when its first sample has waited too long."""
 
     def __init__(self, score: Score, expired: Score | None = None) -> None:
-        """Keep the functions.
+        """Create an empty collector.
 
         Args:
-            score: is called for the samples of a key that are complete.
-            expired: is called instead for those that waited too long; by default the same.
+            score: scores a full batch.
+            expired: scores an incomplete batch after its timeout; by default ``score``.
         """
         self._score = score
         self._expired = expired or score
         self._open: dict[Hashable, _Batch] = {}
 
     async def score(self, sample: RewardSample, key: Hashable, size: int, wait: float) -> RewardResult:
-        """Return the sample's result.
+        """Add the sample to the batch of its key, and return its result.
 
         Args:
-            sample: what to score.
-            key: names those that it belongs to.
-            size: how many they are, at most.
-            wait: how many seconds the first of them waits for the others.
+            sample: the sample to score.
+            key: identifies the batch.
+            size: the number of samples in a full batch.
+            wait: seconds that the first sample of a batch waits for the others.
         """
         loop = asyncio.get_running_loop()
         batch = self._open.get(key)
@@ -61,7 +61,7 @@ class SampleCollector:
         batch.call = asyncio.get_running_loop().create_task(batch.run(score))
 
     def _leave(self, key: Hashable, batch: _Batch, result: asyncio.Future[RewardResult]) -> None:
-        """Forget a sample whose task was cancelled; the last one takes the call with it."""
+        """Remove a sample whose task was cancelled. Cancel the call if all its samples are cancelled."""
         if batch.call is None:
             del batch.members[result]
             batch.active.pop(result, None)
@@ -77,14 +77,14 @@ class _Batch:
     timer: asyncio.TimerHandle
     members: dict[asyncio.Future[RewardResult], RewardSample] = field(default_factory=dict)
     active: dict[asyncio.Future[RewardResult], ActiveSample] = field(default_factory=dict)
-    """The members as active samples; members that are scored without a manager are missing."""
+    """The active samples of the members; a member scored without a manager has none."""
     call: asyncio.Task[None] | None = None
-    """Owned here; the members wait for it, and hold the batch."""
+    """The task that scores the batch, once the batch is closed. The batch owns it."""
 
     async def run(self, score: Score) -> None:
         active = list(self.active.values())
         try:
-            # The task has the context of one member: without this, its requests would be booked to that one.
+            # The task inherits the context of one member; `ActiveBatch` attributes its requests to all members.
             with ActiveBatch(active) if active else contextlib.nullcontext():
                 results = dict(zip(self.members, await score(list(self.members.values())), strict=True))
         except BaseException as error:

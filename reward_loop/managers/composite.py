@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards for a sample."""
+"""The manager `composite`: the weighted sum of several rewards of a sample."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ _OF_THE_FUNCTION = ComponentConfig.model_fields.keys() & RewardLoopConfig.model_
     "on_unscored",
     "default_score",
 } | {"limit", "name", "reward_kwargs"}
-"""Options of a component that are not its own, where its function is that of the run."""
+"""Component options that have an effect only if the component has its own function (``path``)."""
 
 
 @register("composite")
 class CompositeRewardLoopManager(RewardLoopManagerBase):
-    """The weighted sum of the rewards in ``reward_loop.components``, each with its own function, deadline and policies.
+    """Returns the weighted sum of the rewards in ``reward_loop.components``.
 
-    Components are called at the same time, except that those after a *gate* wait for it: where it does not pass, they
-    are not called, and their scores are 0. Every score is logged by the component's name, the other keys that its
-    function returned as ``name/key``, and how it ended as ``name/outcome``.
+    Each component has its own function, deadline and policies. Components are called concurrently, except that the
+    components after a *gate* wait for its score. If the score is below the gate, or there is none, the later components
+    are not called and their scores are 0.
+
+    Extra info: ``<name>`` is the component's score, ``<name>/outcome`` its outcome, and ``<name>/<key>`` the other keys
+    that its function returned.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,25 +59,28 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
 
     @property
     def requires(self) -> frozenset[str]:
-        """The fields of a sample that some component cannot be called without."""
+        """The provided arguments that at least one component's function declares without a default."""
         return frozenset().union(*(component.function.requires for component in self._components.values()))
 
     @property
     def functions(self) -> dict[str, Any]:
-        """What calls the function of each component."""
+        """The scoring function of each component, by its name."""
         return {name: component.function for name, component in self._components.items()}
 
     def close(self) -> None:
-        """End the processes of all components, and close the manager's own limits."""
+        """Stop the worker processes of all components, and close the limits that the manager created itself."""
         for component in self._components.values():
             component.function.close()
         self.close_limits()
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Call the components, count the outcome of each, and add up the scores.
+        """Call the components, count the outcome of each, and sum up the weighted scores.
 
-        A component without a score and without a default decides on the sample: the first one whose policy stops the
-        run, else the first one.
+        If a component has neither a score nor a default score, its result becomes the result of the sample. If there
+        are several such components, the first whose policy stops the run is used, otherwise the first.
+
+        Raises:
+            TooManyFailuresError: the share of failed calls among the recent calls of a component is too large.
         """
         results = await self._results(sample)
         total = 0.0
@@ -133,7 +139,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                         score, _ = component.resolve(await calls[name])
                         if score is None or score < component.config.gate:
                             break
-        except ExceptionGroup as errors:  # what stops the run
+        except ExceptionGroup as errors:  # an error that stops the run
             raise errors.exceptions[0] from None
         return {name: call.result() for name, call in calls.items()}
 
@@ -145,7 +151,7 @@ def _without_place(sample: RewardSample, name: str, result: RewardResult) -> Rew
 
 
 class _Component:
-    """One reward: its function, and what becomes of a sample that it does not score."""
+    """One component: its function, and its policies for unscored and failed samples."""
 
     def __init__(
         self, name: str, config: ComponentConfig, options: RewardLoopConfig, default: Any, limits: Limits
@@ -187,7 +193,7 @@ class _Component:
         self.failures = failure_bound(options, limits, where)
 
     def resolve(self, result: RewardResult) -> tuple[float | None, Policy | None]:
-        """Return the score, or ``None`` and the policy for a sample without one."""
+        """Return ``(score, None)``, where the score may be the default score, or ``(None, policy)`` without a score."""
         if result.score is not None:
             return result.score, None
         policy: Policy | None = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
@@ -203,7 +209,7 @@ class _Component:
 
 
 def _merged(options: C, own: Mapping[str, Any]) -> C:
-    """Return the options with a component's own in their place; a group keeps its options that are not named."""
+    """Return the options updated with a component's own. Option groups are merged recursively."""
     update = {
         key: _merged(getattr(options, key), {name: getattr(value, name) for name in value.model_fields_set})
         if isinstance(value, Config)

@@ -1,4 +1,4 @@
-"""DAPO's soft penalty for responses that are too long."""
+"""The manager `dapo`: DAPO's soft penalty for overlong responses."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["DAPORewardLoopManager", "OverlongBufferConfig", "overlong_penalty"]
 
 
 class OverlongBufferConfig(Config):
-    """verl's ``overlong_buffer_cfg``."""
+    """verl's option group ``overlong_buffer_cfg``."""
 
     enable: bool = False
-    """Whether there is a penalty."""
+    """Whether to apply the penalty."""
 
     len: int = Field(default=0, ge=0)
-    """How many tokens before the longest response the penalty begins."""
+    """The number of tokens before ``max_resp_len`` at which the penalty starts."""
 
     penalty_factor: float = 0.0
-    """The penalty of the longest response."""
+    """The penalty, as a positive number, of a response of ``max_resp_len`` tokens."""
 
     log: bool = False
-    """Whether ``overlong_reward`` and ``overlong`` are in the extra info."""
+    """Whether to add ``overlong_reward`` and ``overlong`` to the extra info."""
 
 
 @register("dapo")
 class DAPORewardLoopManager(RewardLoopManagerBase):
     """Adds the overlong penalty of DAPO (https://arxiv.org/abs/2503.14476, section 3.4) to a sample's score.
 
-    It takes the options of verl's manager of that name: ``reward.reward_kwargs.overlong_buffer_cfg`` and
+    Options, as in verl's manager of the same name: ``reward.reward_kwargs.overlong_buffer_cfg`` and
     ``reward.reward_kwargs.max_resp_len``.
     """
 
@@ -59,7 +59,11 @@ class DAPORewardLoopManager(RewardLoopManagerBase):
             )
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Score the sample, and take the penalty off; one without a score has none."""
+        """Score the sample and add the penalty, a number of 0 or less, unless the sample has no score.
+
+        Raises:
+            ConfigError: the sample has no response length.
+        """
         result = await super().score_one(sample)
         buffer = self.overlong_buffer
         if not buffer.enable or result.score is None:
@@ -72,8 +76,9 @@ class DAPORewardLoopManager(RewardLoopManagerBase):
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """Return what a response of ``length`` tokens loses: nothing up to ``max_length - buffer``, then linearly more.
+    """Return the penalty (0 or less) of a response of ``length`` tokens.
 
-    At ``max_length`` it is ``-factor``.
+    The penalty is 0 up to ``max_length - buffer`` tokens, and decreases linearly from there: it is ``-factor`` at
+    ``max_length``, and lower beyond.
     """
     return min(-(length - (max_length - buffer)) / buffer * factor, 0.0)

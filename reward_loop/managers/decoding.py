@@ -1,4 +1,4 @@
-"""From the tokens of a response to its text."""
+"""Decode the token ids of a response to text."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from reward_loop.scoring.threads import DaemonThreads
 __all__ = ["ResponseDecoder"]
 
 _SHORT_RESPONSE = 1024
-"""Tokens that a fast tokenizer decodes in less time (about 0.1 ms) than it takes to hand them to a thread."""
+"""Tokens up to which a fast tokenizer decodes on the event loop: about 0.1 ms, less than the handover to a thread."""
 
 _THREADS = 2
-"""Decoding holds the interpreter's lock for much of its time: more threads bring nothing."""
+"""Decoding holds the GIL for much of its time, so more threads do not help."""
 
 
 class ResponseDecoder:
-    """Decodes responses, without special tokens, as ``tokenizer.decode`` does.
+    """Decodes responses as ``tokenizer.decode`` does, without special tokens.
 
-    Tokenizers make a string of each token, as their decoders may look at all of them. With byte-level tokenizers, as
-    most models have, a token stands for some bytes wherever it is: a table of those takes a third of the time.
+    In a byte-level tokenizer, which most models have, each token always represents the same bytes. For these, a lookup
+    table takes a third of the time of ``tokenizer.decode``.
 
     Args:
-        tokenizer: of transformers, or whatever has its ``decode``.
+        tokenizer: a transformers tokenizer, or another object with the same ``decode``.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -33,7 +33,11 @@ class ResponseDecoder:
         self._threads = DaemonThreads(_THREADS)
 
     async def decode(self, ids: Any) -> str:
-        """Return the text of token ids, an array of one dimension. An id that is no token's has no text."""
+        """Return the text of a response.
+
+        Args:
+            ids: the token ids, a one-dimensional array. Unknown ids give no text if the lookup table is used.
+        """
         if self._bytes is not None:
             return _join(self._bytes, ids.tolist())
         decode = functools.partial(self._tokenizer.decode, ids, skip_special_tokens=True)
@@ -43,13 +47,13 @@ class ResponseDecoder:
 
 
 def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
-    """Return what each token stands for; ``None`` if it takes more than that to decode as the tokenizer does."""
+    """Return the bytes of each token id, or ``None`` if they do not reproduce the tokenizer's decoding."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
         return None
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     table = {id: b"" if token in special else _bytes_of(token) for token, id in backend.get_vocab().items()}
-    # The whole vocabulary once: the tokenizer's class may do more than its backend.
+    # Compare on the whole vocabulary: the tokenizer's class may do more than its backend.
     ids = sorted(table)
     return table if _join(table, ids) == tokenizer.decode(ids, skip_special_tokens=True) else None
 
@@ -57,7 +61,7 @@ def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
 def _bytes_of(token: str) -> bytes:
     try:
         return bytes(map(_BYTES.__getitem__, token))
-    except KeyError:  # an added token: it is written as it is
+    except KeyError:  # an added token: its text is literal
         return token.encode()
 
 
@@ -66,8 +70,10 @@ def _join(table: dict[int, bytes], ids: list[int]) -> str:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the characters by which byte-level tokenizers write bytes: themselves, or from U+0100 on for those that
-    cannot be seen. As in OpenAI's GPT-2 (``bytes_to_unicode``)."""
+    """Return the mapping character -> byte of byte-level tokenizers, as in OpenAI's GPT-2 (``bytes_to_unicode``).
+
+    A visible character represents its own code point; other bytes are represented by characters from U+0100 on.
+    """
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Several rewards a sample, of which the trainer normalises each on its own."""
+"""The manager `gdpo`: several rewards per sample, each normalised separately by the trainer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["GDPORewardLoopManager"]
 
 @register("gdpo")
 class GDPORewardLoopManager(RewardLoopManagerBase):
-    """Sees to it that each sample has every reward of ``algorithm.gdpo_reward_keys``, which GDPO normalises by itself.
+    """Ensures that each sample has all rewards in ``algorithm.gdpo_reward_keys``, which GDPO normalises separately.
 
-    The function returns a dict with ``score`` and with these keys. It also gets ``extra_info["experiment_name"]``, as
-    from verl's manager of that name. See GDPO, https://arxiv.org/abs/2601.05242.
+    The function returns a dict with ``score`` and these keys. It also receives ``extra_info["experiment_name"]``, as in
+    verl's manager of the same name. GDPO: https://arxiv.org/abs/2601.05242.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -30,13 +30,13 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         self.reward_keys: list[str] = list(verl_options(self.config, "algorithm.gdpo_reward_keys") or ())
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Return the sample in ``data``, which knows the experiment's name."""
+        """Return the sample in ``data``, with the experiment's name in its extra info."""
         sample = await super().to_sample(data)
         name = verl_options(self.config, "trainer.experiment_name")
         return replace(sample, extra_info={**sample.extra_info, "experiment_name": name})
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Score the sample; one that lacks a reward has failed."""
+        """Score the sample. It fails if one of the rewards is missing or not a finite number."""
         result = await super().score_one(sample)
         if result.score is None:
             return result
@@ -50,8 +50,10 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
         return failed_after(result, InvalidScoreError(problem, sample=sample, function=self.function.name))
 
     def to_reward(self, result: RewardResult) -> Reward:
-        """Return verl's reward. Under the policy ``default``, each reward of a sample without a score is the default
-        score. A masked sample gets no such rewards: their means would count them."""
+        """Return the reward. If the policy ``default`` applies, all rewards of the sample are the default score.
+
+        A masked sample gets no such rewards, because they would count in the means.
+        """
         reward = super().to_reward(result)
         info = reward["reward_extra_info"]
         if result.score is None and not info["reward_masked"]:

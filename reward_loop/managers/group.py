@@ -1,4 +1,4 @@
-"""One call of the function for all samples of a prompt."""
+"""The manager `group`: one call of a batched reward function for all samples of a prompt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["GroupRewardLoopManager"]
 
 @register("group")
 class GroupRewardLoopManager(RewardLoopManagerBase):
-    """Waits for all samples of a prompt, and calls a function of lists for them: for ranking and comparison.
+    """Waits for all samples of a prompt, and scores them in one call of a batched function, to rank or compare them.
 
-    A group is what has the same ``group``, in verl the same ``uid``. Its size is what its samples say, else
-    ``reward_loop.group.size``, else verl's ``actor_rollout_ref.rollout.n``. Where members do not come within
-    ``reward_loop.group.timeout``, the group fails.
+    Samples with the same ``group`` (verl's ``uid``) form a group. The group size is the sample's ``group_size``,
+    otherwise ``reward_loop.group.size``, otherwise verl's ``actor_rollout_ref.rollout.n``. If the group is incomplete
+    ``reward_loop.group.timeout`` seconds after its first sample, all its samples fail.
     """
 
     function_type = ListScoringFunction
@@ -36,7 +36,11 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         self._given_up: dict[str, str] = {}
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Score the sample together with the others of its group."""
+        """Score the sample in one call with the other samples of its group.
+
+        Raises:
+            ConfigError: the sample's group or the group size is unknown.
+        """
         if sample.group is None:
             raise ConfigError(
                 "the manager `group` needs to know the group of each sample: set RewardSample.group, or the column "
@@ -62,7 +66,7 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
             f"{timeout:g} s: {names}. A rollout was lost, or takes longer than reward_loop.group.timeout, or went to "
             "another reward worker, which verl's own reward loop lets happen where reward.num_workers is above 1"
         )
-        # Those that come late need not wait for the others, which have ended.
+        # Samples that arrive late fail at once, because the others have already failed.
         self._given_up[first.group] = problem
         asyncio.get_running_loop().call_later(timeout, self._given_up.pop, first.group, None)
         return [failed(IncompleteGroupError(problem)) for _ in samples]

@@ -1,4 +1,4 @@
-"""The manager for most uses: one call of the function a sample."""
+"""The manager `naive`, for most uses: one call of the function per sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies for samples without a score."""
+"""Apply the policies for unscored and failed samples."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["apply_policy", "fail_reward"]
 
 
 def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
-    """Turn a result into what ``run_single`` returns.
+    """Convert a result to a reward, the return value of ``run_single``.
 
-    ``reward_extra_info`` holds what the function returned, and for every sample ``reward_outcome``,
+    ``reward_extra_info`` contains the extra info that the function returned, and always ``reward_outcome``,
     ``reward_masked``, ``reward_seconds``, ``reward_wait_seconds``, ``reward_queue_seconds``, ``reward_attempts`` and
-    ``reward_error``.
+    ``reward_error``. A masked sample has the score 0.
 
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
@@ -29,7 +29,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
             raise result.exception or _error_of(result)
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
-        for name in PART_KEYS:  # parts of a score that does not count
+        for name in PART_KEYS:  # dense rewards without a score are not valid
             extra_info.pop(name, None)
     return {
         "reward_score": score,
@@ -47,7 +47,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
 
 
 def _error_of(result: RewardResult) -> ScoringError:
-    """Return the error of a result that a manager made without an exception."""
+    """Return an error for a result that the manager created without an exception."""
     if result.outcome is Outcome.UNSCORED:
         return UnscoredError(result.error or "a sample is unscored; its reward manager gave no cause")
     return ScoringError(result.error or "a sample failed; its reward manager gave no cause")
@@ -56,17 +56,17 @@ def _error_of(result: RewardResult) -> ScoringError:
 def fail_reward(
     reward: Reward, failure: ScoringError, failures: FailureBound | SharedFailureBound, options: RewardLoopConfig
 ) -> Reward:
-    """Turn the reward of a sample that failed after its function had returned into that of a failed sample.
+    """Return the reward of a failed sample, for a sample that failed after its function had returned.
 
     Args:
-        reward: what ``run_single`` returned.
-        failure: what went wrong, naming the sample.
-        failures: counts the sample.
+        reward: the reward that ``run_single`` returned.
+        failure: the error, which names the sample.
+        failures: the failure bound, which counts the sample.
         options: the policies.
 
     Raises:
         ScoringError: the policy is ``raise``.
-        TooManyFailuresError: too large a share of the latest samples failed.
+        TooManyFailuresError: the share of failed samples among the recent samples is too large.
     """
     info = reward.get("reward_extra_info") or {}
     result = RewardResult(

@@ -1,4 +1,4 @@
-"""Scores of a whole group: the user's ``post_process_scores``, between the rewards of the members and their use."""
+"""Apply the user's ``post_process_scores`` to the scores of a complete group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["PostProcess", "is_scored"]
 
 
 class PostProcess:
-    """Applies a class's ``post_process_scores`` to groups, whose members have all ended."""
+    """Applies a class's ``post_process_scores`` to groups in which every sample has a reward.
+
+    Args:
+        function: the scoring function of the class.
+        options: the policies and the failure bound.
+    """
 
     def __init__(self, function: ScoringFunction, options: RewardLoopConfig) -> None:
         self._function = function
@@ -23,17 +28,18 @@ class PostProcess:
         self._failures = FailureBound.of_options(options)
 
     async def __call__(self, rewards: Sequence[Reward], names: Sequence[str | None]) -> list[Reward]:
-        """Return the rewards of a group, with new scores for those of its members that were scored.
+        """Return the rewards of a group, with post-processed scores for its scored samples.
 
-        The others stay as they are. If no member was scored, the user's method is not called.
+        Unscored and failed samples stay unchanged. If no sample was scored, the user's method is not called. If the
+        method fails, all scored samples fail.
 
         Args:
-            rewards: of all members.
-            names: of all members, for messages.
+            rewards: the rewards of all samples in the group.
+            names: the names of the samples in the same order, for messages.
 
         Raises:
-            ScoringError: the method failed, so that the scored members have, and the policy is ``raise``.
-            TooManyFailuresError: too large a share of the latest samples failed so.
+            ScoringError: the method failed, and the policy is ``raise``.
+            TooManyFailuresError: the share of samples that failed in this way among the recent samples is too large.
         """
         processed = list(rewards)
         scored = [i for i, reward in enumerate(rewards) if is_scored(reward)]
@@ -57,6 +63,6 @@ class PostProcess:
 
 
 def is_scored(reward: Reward) -> bool:
-    """Whether a reward has a score of its own; a manager that states no outcome has scored."""
+    """Whether the sample was scored; a reward without ``reward_outcome`` counts as scored."""
     info = reward.get("reward_extra_info") or {}
     return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED

@@ -1,4 +1,4 @@
-"""The manager of PRIME: many processes, and a hard limit on the time of each call."""
+"""The manager `prime`: many worker processes, and a hard timeout for each call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from reward_loop.managers.registry import register
 __all__ = ["PrimeRewardLoopManager"]
 
 _PROCESSES = 64
-"""As many as verl's ``prime`` starts."""
+"""The number of processes that verl's ``prime`` starts."""
 
 
 @register("prime")
 class PrimeRewardLoopManager(NaiveRewardLoopManager):
-    """Calls the function in processes, 64 at a time in the whole job unless ``max_processes`` says how many here.
+    """Calls the function in worker processes, and kills calls past their deadline.
 
-    A call past ``timeout``, 300 seconds as in verl's ``prime`` unless configured, is killed. There such a sample, and
-    one whose function raises, has the reward 0; here it *failed*, with reward 0 under the policy ``mask`` as well.
+    By default 64 processes are divided among verl's ``reward.num_workers``; ``max_processes`` sets the number for this
+    manager. A call is killed after ``timeout`` seconds (by default 300, as in verl's ``prime``).
+
+    If the function times out or raises, verl's ``prime`` gives the sample the reward 0. Here the sample is *failed*;
+    under the policy ``mask`` its reward is also 0.
     """
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""verl's limits on a function that calls a service, held by the whole job."""
+"""The manager `rate_limited`: verl's rate limits for a function that calls a service, shared by the whole job."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["RateLimitedConfig", "RateLimitedRewardLoopManager"]
 
 
 class RateLimitedConfig(Config):
-    """verl's options for its manager of that name, under ``reward``."""
+    """verl's options for its manager ``rate_limited``, in the group ``reward``."""
 
     max_concurrent: int = Field(default=1, ge=1)
-    """Calls at a time."""
+    """The maximum number of calls in flight."""
 
     max_rpm: int | None = Field(default=None, ge=1)
-    """Calls that begin in a minute."""
+    """The maximum number of calls started per minute."""
 
     max_tpm: int | None = Field(default=None, ge=1)
-    """Tokens of the calls that begin in a minute."""
+    """The maximum number of tokens per minute, of the calls started in it."""
 
     estimated_tokens_per_request: int = Field(default=2000, ge=1)
-    """Tokens that a call counts with until `reward_loop.client` or ``lease.used`` reports the real number."""
+    """The estimated tokens of a call, used until `reward_loop.client` or ``lease.used`` reports the actual number."""
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds from the start of the function to its deadline; by default ``reward_loop.timeout``."""
@@ -38,14 +38,18 @@ class RateLimitedConfig(Config):
 @register("limited")
 @register("rate_limited")
 class RateLimitedRewardLoopManager(RewardLoopManagerBase):
-    """Calls the function once for each sample, within the limits that verl's manager of that name takes.
+    """Calls the function once for each sample, under the limits of verl's manager of the same name.
 
-    They become ``reward_loop.limits.default``, so that they hold for all workers together; verl's hold for each worker.
+    The limits become ``reward_loop.limits.default``, which all workers share. In verl they apply to each worker.
     """
 
     @classmethod
     def read_options(cls, config: RewardLoopConfig | Mapping[str, Any] | None) -> RewardLoopConfig:
-        """Return the options, with verl's limits among them."""
+        """Return the options, with verl's limits as the limit ``default``.
+
+        Raises:
+            ConfigError: an option is invalid, or both verl's limits and ``reward_loop.limits.default`` are set.
+        """
         options = super().read_options(config)
         given = {
             name: value

@@ -1,4 +1,4 @@
-"""Managers by name, or by import path."""
+"""The registry of reward managers, by name or import path."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ _managers: dict[str, type] = {}
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Register a manager class under a name, as a decorator.
+    """Return a decorator that registers a manager class under a name.
+
+    Args:
+        name: the name; non-empty and without a colon.
 
     Raises:
-        ConfigError: another class has that name already, or it looks like an import path.
+        ConfigError: the name is invalid, or another class is registered under it.
+
+    Example::
+
+        @register("my_manager")
+        class MyManager(RewardLoopManagerBase): ...
     """
     if not name or ":" in name:
         raise ConfigError(f"{name!r} is no name for a reward manager: a name is not empty and has no colon")
 
     def decorate(cls: C) -> C:
         known = _managers.get(name)
-        # A file that is imported a second time, perhaps under another module name, defines the same class anew.
+        # A file that is imported twice, perhaps under another module name, defines the same class again.
         if known is not None and _origin(known) != _origin(cls):
             raise ConfigError(f"the reward manager {name!r} is registered already: {known.__module__}.{known.__name__}")
         _managers[name] = cls
@@ -43,10 +51,13 @@ def _origin(cls: type) -> tuple[str, str]:
 
 
 def get(name: str) -> type[Any]:
-    """Return the manager class that has this name, or that ``package.module:Class`` or ``file.py:Class`` points at.
+    """Return a manager class by its registered name, or by import path.
+
+    Args:
+        name: a registered name, ``package.module:Class`` or ``file.py:Class``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown, the import fails, or the object is not a manager class.
     """
     if name in _managers:
         return _managers[name]

@@ -1,4 +1,4 @@
-"""The manager for checkers that need the CPU: one call of the function a sample, in processes of its own."""
+"""The manager `remote`, for CPU-bound functions: one call of the function per sample, in worker processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["RemoteRewardLoopManager"]
 
 @register("remote")
 class RemoteRewardLoopManager(NaiveRewardLoopManager):
-    """Calls the function in processes, which can be killed, whatever ``isolation`` says. It must be sync.
+    """Calls a sync function in worker processes, which are killed at the deadline. ``isolation`` is ignored.
 
-    There are ``max_processes``, by default verl's ``reward.num_workers`` as in verl's manager of this name, where they
-    are Ray actors without a deadline.
+    The number of processes is ``max_processes``, by default verl's ``reward.num_workers``. verl's manager of the same
+    name uses Ray actors without a deadline instead.
     """
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:

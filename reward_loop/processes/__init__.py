@@ -1,1 +1,1 @@
-"""Processes in which sync reward functions run. Importing this imports nothing: workers are to start small."""
+"""Worker processes for sync reward functions. This package imports nothing, so that workers start with few modules."""

@@ -1,16 +1,22 @@
-"""The process that forks the workers of one pool, watches them and kills them: single-threaded, and light.
+"""The fork server of one pool: a small, single-threaded process that forks, monitors and kills the workers.
 
-It stands between the trainer and the user's code, because neither can do this. The trainer has threads, so it must not
-fork; a worker may hold the interpreter's lock for ever (a regular expression does), so it cannot watch itself.
+It is a separate process because neither side can do its work. The trainer has threads, so it must not fork. A worker
+may hold the GIL indefinitely (for instance in a regular expression), so it cannot enforce its own deadline.
 
-- The pool sends one end of a socket pair; a worker is forked that answers on it (`reward_loop.processes.worker`).
-- The pool shuts its end down, wholly or for writing, and the worker is killed.
-- The pool's process dies, and with it the lifeline: all workers are killed.
-- A worker dies, however: everything that it started is killed, then the pool gets a `Report` on the worker's socket.
+========================================  ============================================================================
+Event                                     Reaction
+========================================  ============================================================================
+The pool sends one end of a socket pair   Fork a worker that serves calls on it (`reward_loop.processes.worker`)
+The pool shuts down writing on its end    The call timed out: request the worker's stack, then kill the worker
+The pool shuts down both directions       Kill the worker at once
+A worker exceeds ``max_memory_mb``        Kill the worker
+A worker dies for any reason              Kill its descendants, then send the pool a `Report` on the worker's socket
+The pool's process dies (pipe closes)     Kill all workers and exit
+========================================  ============================================================================
 
-Nothing that a worker starts gets away. A worker adopts the orphans of its own descendants (``PR_SET_CHILD_SUBREAPER``,
-Linux), whatever sessions they make; when it dies this process adopts them all. So each child here that is no worker is
-to be killed.
+Invariant: no descendant of a worker survives it. A worker is a subreaper (``PR_SET_CHILD_SUBREAPER``, Linux), so it
+adopts its orphaned descendants, also those in other sessions. When the worker dies, the fork server, also a subreaper,
+adopts them. Every child of the fork server that is not a live worker is therefore an orphan, and is killed.
 """
 
 from __future__ import annotations
@@ -38,14 +44,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _STACK_SECONDS = 2.0
-"""How long a worker past its deadline has, at most, to write down where it is. On a busy machine, it may not run at
+"""Seconds that a worker past its deadline has to write its stack. On a busy machine it may not be scheduled at
 once."""
 _LOOK_SECONDS = 0.02
-"""How often it is looked whether it has."""
+"""Seconds between checks whether the stack has been written."""
 _MEMORY_SECONDS = 0.05
-"""How often memory is measured."""
+"""Seconds between memory measurements."""
 _LINGER_SECONDS = 2.0
-"""How long a report waits for the end of what the worker started. Uninterruptible sleep can delay that."""
+"""Seconds that a report waits for the worker's descendants to die. Uninterruptible sleep can delay their death."""
 _STACK_LINES = 8
 
 
@@ -54,21 +60,21 @@ class Report:
     """How a worker ended."""
 
     code: int
-    """Its exit status, or the negative number of the signal."""
+    """The exit status, or the negative signal number."""
     memory_mb: float | None
-    """What it used, with what it had started, when it was killed for that."""
+    """The memory of the worker and its descendants (in 2^20 bytes) if it was killed for exceeding the limit."""
     max_memory_mb: int | None
     stack: str
-    """Where it was: lines of a traceback, if it crashed or passed its deadline, and could write them."""
+    """Traceback lines of the user's code if the worker crashed or passed its deadline; ``""`` if it wrote none."""
 
 
 @dataclass(slots=True)
 class _Child:
     pid: int
     channel: socket.socket
-    """A copy of the worker's own end."""
+    """A copy of the worker's end of the socket pair."""
     stack_fd: int
-    """The file in memory that `faulthandler` writes to."""
+    """The in-memory file that `faulthandler` writes to."""
     kill_at: float | None = None
     memory_mb: float | None = None
     report: Report | None = None
@@ -76,7 +82,13 @@ class _Child:
 
 
 def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoReturn:
-    """Serve until the pool is closed or its process is gone."""
+    """Run the fork server until the pool is closed or its process has died, then exit.
+
+    Args:
+        control_fd: the socket on which the pool sends the sockets of new workers.
+        lifeline_fd: a pipe that closes when the pool's process dies.
+        max_memory_mb: the memory limit of a worker with its descendants, in 2^20 bytes.
+    """
     server = _ForkServer(socket.socket(fileno=control_fd), lifeline_fd, max_memory_mb)
     try:
         server.serve()
@@ -108,7 +120,7 @@ class _ForkServer:
         self._poll.register(self._woken_fd, select.POLLIN)
 
     def serve(self) -> None:
-        """Return when the pool is gone."""
+        """Process events until the pool is closed or its process has died."""
         while True:
             for fd, events in self._poll.poll(self._patience_ms()):
                 if fd == self._lifeline_fd:
@@ -125,7 +137,7 @@ class _ForkServer:
             self._reap()
 
     def end(self) -> None:
-        """Kill all that is left, and wait for it."""
+        """Kill all remaining children, and wait for their end, at most `_LINGER_SECONDS`."""
         deadline = time.monotonic() + _LINGER_SECONDS
         while (children := _children(os.getpid())) and time.monotonic() < deadline:
             for pid in children:
@@ -136,10 +148,10 @@ class _ForkServer:
             self._poll.poll(10)
 
     def _patience_ms(self) -> float | None:
-        """Until something must be done that no descriptor announces."""
+        """Return the milliseconds until the next timed action, or ``None``: the timeout of `poll`."""
         times = [child.kill_at for child in self._alive.values() if child.kill_at is not None]
         if times:
-            times.append(time.monotonic() + _LOOK_SECONDS)  # to see whether their stacks are there
+            times.append(time.monotonic() + _LOOK_SECONDS)  # check for written stacks
         times += [child.report_by for child in self._dead]
         if self._max_memory_mb is not None and self._alive:
             times.append(time.monotonic() + _MEMORY_SECONDS)
@@ -154,7 +166,7 @@ class _ForkServer:
         stack_fd = os.memfd_create("reward-function-stack")
         try:
             pid = os.fork()
-        except OSError:  # No more processes. The pool learns it from the end of the stream.
+        except OSError:  # No more processes available. The pool sees the end of the stream.
             channel.close()
             os.close(stack_fd)
             return True
@@ -169,7 +181,7 @@ class _ForkServer:
         return True
 
     def _become_worker(self) -> None:
-        """In the child: let go of what is the fork server's, and take its death for one's own."""
+        """Set up the child process: close the fork server's files, and die when the fork server dies."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
             os._exit(worker.EXIT_BROKEN)
@@ -182,7 +194,7 @@ class _ForkServer:
         for child in [*self._alive.values(), *self._dead]:
             child.channel.close()
             os.close(child.stack_fd)
-        # Where memory runs out, the kernel is to take a worker rather than the trainer. Crashes leave no core files.
+        # If memory runs out, the kernel must kill a worker, not the trainer. Crashes must not leave core files.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -199,16 +211,15 @@ class _ForkServer:
                         os.kill(child.pid, worker.STACK_SIGNAL)
 
     def _kill_late(self) -> None:
-        """Kill the workers that have been given up, once they have written down where they are."""
+        """Kill workers past their deadline that have written their stack, or had `_STACK_SECONDS` to do so."""
         now = time.monotonic()
         for child in self._alive.values():
             if child.kill_at is not None and (now >= child.kill_at or _has_written(child.stack_fd)):
                 _kill(child.pid)
 
     def _watch_memory(self) -> None:
-        # The resident memory that is its own, rather than RLIMIT_AS: torch, thread stacks and JIT compilers reserve
-        # gigabytes of addresses that they never touch, and a limit of addresses does not hold for all processes of
-        # one call together.
+        # Resident private memory instead of RLIMIT_AS: torch, thread stacks and JIT compilers reserve gigabytes of
+        # address space that they never use, and RLIMIT_AS applies to each process, not to all processes of a call.
         if self._max_memory_mb is None:
             return
         for child in self._alive.values():
@@ -241,8 +252,8 @@ class _ForkServer:
 
 
 def _send_report(child: _Child) -> None:
-    # To a pool that reads, the report is a frame like those of the worker. It is lost where the worker died within a
-    # frame of its own, or the pool has gone; the end of the stream tells enough then.
+    # The report is a frame like those of the worker. If the worker died while sending a frame, or the pool has closed
+    # its end, the report is lost; the pool then sees the end of the stream.
     frame = pickle.dumps(child.report)
     with contextlib.suppress(OSError):
         child.channel.send(worker.HEADER.pack(worker.DIED, len(frame)) + frame, socket.MSG_DONTWAIT)
@@ -251,7 +262,7 @@ def _send_report(child: _Child) -> None:
 
 
 _OURS = f'"{Path(__file__).parent}{os.sep}'
-"""What the lines of this package have in a stack; those of the user's code come first."""
+"""Marks the lines of this package in a stack. The lines of the user's code come before them."""
 
 
 def _written(fd: int) -> str:
@@ -259,13 +270,13 @@ def _written(fd: int) -> str:
 
 
 def _has_written(fd: int) -> bool:
-    """Whether the user's part is there as a whole, or as much of a deep stack as `faulthandler` writes."""
+    """Whether `faulthandler` has written the user's part of the stack, completely or up to its own line limit."""
     text = _written(fd)
     return _OURS in text or text.endswith("  ...\n")
 
 
 def _read_stack(fd: int) -> str:
-    """The user's part of what `faulthandler` wrote, innermost line first."""
+    """Return the user's lines of the stack that `faulthandler` wrote, innermost first."""
     lines: list[str] = []
     for line in re.findall(r"^ +File .*$", _written(fd), flags=re.MULTILINE):
         if _OURS in line:
@@ -287,7 +298,7 @@ def _kill(pid: int) -> None:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    # A process or thread that ends meanwhile has no children any more.
+    # A process or thread that has ended in the meantime has no children.
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -296,7 +307,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all its descendants."""
+    """Return the pids of the process and all its descendants."""
     family = [pid]
     for member in family:
         family += _children(member)
@@ -304,7 +315,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _own_memory_mb(pid: int) -> float:
-    """Resident memory without the pages of files, which processes share."""
+    """Return the resident memory (in 2^20 bytes) without file-backed pages, which processes share."""
     try:
         with open(f"/proc/{pid}/status") as file:
             status = file.read()

@@ -17,16 +17,16 @@ _MESSAGE_CHARACTERS = 500
 
 
 class RemoteError(Exception):
-    """Stands for an exception of the function in its process, and keeps what decides on retries and limits.
+    """Represents an exception raised in a worker process, with the data that retries and limits need.
 
-    Many exceptions cannot be unpickled (those with keyword-only arguments); then this is the exception of the call.
-    Pickle drops the traceback and the causes of the others; this is their ``__cause__``.
+    If the original exception cannot be unpickled (for instance because of keyword-only arguments), this is the call's
+    exception. Otherwise this is the ``__cause__`` of the original, whose traceback and causes pickle drops.
 
     Args:
         description: what `describe_exception` returned in the process.
         transient: whether a retry may succeed.
-        status: the HTTP status that the service answered with; a refusal goes before others.
-        retry_after: seconds that the service asked to wait.
+        status: the HTTP status of the service's response; 429 if any exception in the chain is a refusal.
+        retry_after: the seconds that the service asked to wait.
     """
 
     def __init__(self, description: str, transient: bool, status: int | None, retry_after: float | None) -> None:
@@ -38,7 +38,7 @@ class RemoteError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
-        """Return the stand-in of an exception."""
+        """Return the `RemoteError` that represents an exception."""
         status = 429 if is_refusal(error) else status_of(error)
         return cls(describe_exception(error), is_transient(error), status, retry_after(error))
 
@@ -51,31 +51,31 @@ class CallOutcome:
     """The outcome of a call of the user's function, as data."""
 
     value: Any
-    """What it returned."""
+    """The return value."""
     exception: BaseException | None
-    """What it raised."""
+    """The exception that the function raised."""
     seconds: float
-    """How long the function ran, in seconds."""
+    """Seconds that the function ran."""
     error: ScoringError | None = None
-    """Why there is neither a value nor an exception: the call was stopped, lost, or did not start."""
+    """Why there is neither a value nor an exception: the call was stopped, crashed, or did not start."""
     attempts: int = 1
-    """How often the function was called."""
+    """The number of calls of the function."""
     waited: float = 0.0
-    """Seconds of waiting for limits, and between attempts."""
+    """Seconds of waiting for limits and between attempts."""
     queued: float = 0.0
-    """Seconds of waiting for a thread or a process."""
+    """Seconds of waiting for a free thread or process."""
 
     @classmethod
     def without_call(cls, error: ScoringError, waited: float = 0.0) -> CallOutcome:
-        """Return the outcome where the function was not called, after some seconds of waiting for a limit."""
+        """Return the outcome of a call that did not start, after ``waited`` seconds of waiting for a limit."""
         return cls(None, None, 0.0, error, attempts=0, waited=waited)
 
 
 @dataclass(slots=True)
 class Invocation:
-    """A function and its arguments; calling it calls the function in this thread.
+    """A function with its arguments. Calling the object calls the function in the current thread.
 
-    Every exception is caught: even SystemExit must not end the thread or the process.
+    The outcome contains any exception. Even SystemExit is caught, so that it does not end the thread or process.
     """
 
     function: Callable[..., Any]
@@ -95,9 +95,9 @@ class Invocation:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return type, message, and the last lines of user code in the traceback.
+    """Return an exception's type, message, and last traceback lines in user code.
 
-    For an exception that was raised in another process, they are those of that process.
+    For an exception raised in a worker process, they are those of the original exception.
     """
     remote = error if isinstance(error, RemoteError) else error.__cause__
     if isinstance(remote, RemoteError):

@@ -1,8 +1,19 @@
-"""Processes for sync reward functions: killed at their deadline, with everything that they started.
+"""A pool of worker processes for sync reward functions. A call past its deadline is killed with all its descendants.
 
-Libraries were looked at first. pebble starts the deadline with the function and kills a worker at it, but not what the
-worker started, after a grace of seconds, and has no bound on memory; anyio's processes, loky's and those of
-`concurrent.futures` have no deadlines; all of them import the trainer's ``__main__`` again in a spawned child.
+Why no existing library: pebble kills a worker after its deadline, but only after a grace period of seconds and without
+the worker's child processes, and it has no memory limit. anyio, loky and `concurrent.futures` have no deadlines. All
+of them import the trainer's ``__main__`` again in a spawned child.
+
+Lifecycle of a worker, as the pool sees it:
+
+=================  ====================================================================================
+State              Next
+=================  ====================================================================================
+starting           Receives the setup and the first arguments; must send `STARTED` in `_START_SECONDS`
+running a call     `ENDED`: idle. `ENDED_LAST`, `DIED`, timeout or cancellation: closed
+idle               Receives the next call, or is closed by `WorkerProcesses.close`
+closed             The fork server kills the process; the next call starts another one
+=================  ====================================================================================
 """
 
 from __future__ import annotations
@@ -32,31 +43,31 @@ from reward_loop.processes.worker import CALL, DIED, ENDED, HEADER, STARTED, Set
 __all__ = ["WorkerProcesses", "usable_cores"]
 
 _START_SECONDS = 300.0
-"""Until a worker must have imported the function's module; verl with torch takes a busy machine half a minute."""
+"""Seconds for a worker to import the function's module. Importing verl with torch can take 30 s on a busy machine."""
 _REPORT_SECONDS = 5.0
-"""Until a killed worker must have been reported."""
+"""Seconds to wait for the report on a killed worker."""
 _STOP_SECONDS = 5.0
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 class WorkerProcesses:
-    """At most ``max_processes`` calls of one function at a time, each in a process of its own.
+    """Runs at most ``max_processes`` calls of one function at a time, each in its own worker process.
 
-    The processes are kept from call to call. One is killed, with all that it started, when its call passes the
-    deadline, is cancelled or takes too much memory, and when this process or this object is gone; another takes its
-    place with the next call. They are forked by a light process in between (`reward_loop.processes.forkserver`), and
-    import nothing but what the function needs.
+    Processes are reused for later calls. A process is killed with its descendants if its call passes the deadline, is
+    cancelled or exceeds the memory limit, or if the parent process dies or this object is deleted. The next call
+    starts a replacement. A small fork server (`reward_loop.processes.forkserver`) forks the processes, which import
+    only what the function needs.
 
     Args:
-        function: what all calls call. It is found again by module and name, or goes by value if it has none.
+        function: the function of all calls. It is pickled by module and name, or by value if it cannot be imported.
         name: the function's name in messages.
-        files: modules that were loaded from files, and cannot be imported by name: name -> path.
-        max_processes: by default, as many as there are cores.
-        max_memory_mb: megabytes (2^20 bytes) of a process and what it started; by default no bound.
+        files: modules loaded from files, which cannot be imported by name alone: name -> path.
+        max_processes: the maximum number of concurrent calls; by default the number of cores.
+        max_memory_mb: the memory limit (in 2^20 bytes) of a process with its descendants; by default none.
 
     Raises:
         FunctionLoadError: the function cannot be pickled.
@@ -101,13 +112,14 @@ class WorkerProcesses:
 
         Args:
             call: the function with its keyword arguments; its ``started`` is set when the function starts.
-            timeout: seconds from the start of the function to its deadline.
-            waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
-            context: what `worker.context` is during the call.
+            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
+            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
+                deadline.
+            context: the value of `worker.context` during the call.
 
         Raises:
-            TimeoutError: ``timeout`` seconds passed since the function started; its text shows the line that ran.
-            RewardCrashedError: the process died during the call.
+            TimeoutError: the deadline passed. The message contains the stack of the user's code.
+            RewardCrashedError: the process died during the call, or did not load the function in time.
         """
         assert call.function is self._function
         assert not call.args
@@ -132,7 +144,7 @@ class WorkerProcesses:
                         worker.close()
 
     def close(self) -> None:
-        """End the processes that wait, and the fork server, if no call is at work. A later call starts others."""
+        """Stop the idle processes, and the fork server if no call is in flight. A later call starts new ones."""
         while self._idle:
             self._idle.pop().close()
         if not self._working:
@@ -144,7 +156,7 @@ class WorkerProcesses:
         self._server = None
 
     def _slots_here(self) -> asyncio.Semaphore:
-        # A semaphore belongs to one loop, while this object may outlive several (asyncio.run more than once).
+        # A semaphore belongs to one event loop; this object may be used in several, one after another.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.max_processes))
@@ -164,9 +176,9 @@ class WorkerProcesses:
         return _Worker(ours, self._setup)
 
     def _forget(self) -> None:
-        """Start from nothing: in a fork of this process, the children are those of its parent."""
+        """Reset the state in a forked copy of this process: the worker processes belong to the original."""
         self._server, self._idle, self._working, self._slots = None, [], 0, None
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock = threading.Lock()  # the old lock may be held by a thread that does not exist here
         if self._end is not None:
             self._end.detach()
         self._end = None
@@ -190,7 +202,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class _ForkServerProcess:
-    """The fork server of one pool."""
+    """Starts and stops the fork server process of one pool."""
 
     def __init__(self, max_memory_mb: int | None) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -202,14 +214,14 @@ class _ForkServerProcess:
             f"main(*{fds!r}, {max_memory_mb!r})"
         )
         with theirs:
-            # In a session of its own, so that Ctrl-C reaches it through its owner only.
+            # In its own session, so that Ctrl-C in the terminal does not reach it directly.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._lifeline.release()
 
     def fork(self, channel: socket.socket) -> bool:
-        """Start a worker that answers on ``channel``; false if the fork server is dead."""
+        """Request a worker that serves calls on ``channel``; return false if the fork server is dead."""
         try:
             socket.send_fds(self._control, [b"f"], [channel.fileno()])
         except OSError:
@@ -217,7 +229,7 @@ class _ForkServerProcess:
         return True
 
     def close(self) -> None:
-        """End it and its workers."""
+        """Stop the fork server and its workers."""
         self._lifeline.cut()
         self._control.close()
         try:
@@ -228,11 +240,11 @@ class _ForkServerProcess:
 
 
 class _DiedIdleError(Exception):
-    """A worker died between two calls, so that the second has not started."""
+    """A worker died while it was idle, so the next call did not start."""
 
 
 class _Worker:
-    """The pool's end of one worker."""
+    """The pool's connection to one worker process."""
 
     def __init__(self, channel: socket.socket, setup: bytes) -> None:
         channel.setblocking(False)
@@ -240,7 +252,7 @@ class _Worker:
         self._setup = setup
         self._received = bytearray()
         self.usable = False
-        """Whether it waits for a call."""
+        """Whether the worker is idle and can run another call."""
 
     async def call(
         self, call: Invocation, arguments: bytes, timeout: float | None, waited: Callable[[float], float]
@@ -248,10 +260,16 @@ class _Worker:
         """Run one call.
 
         Args:
-            call: the call; only its ``started`` is used.
+            call: the call; only its ``started`` is used, and set.
             arguments: the frame with the arguments.
             timeout: seconds from the start of the function to its deadline.
-            waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
+            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
+                deadline.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            RewardCrashedError: the worker died during the call, or did not load the function in time.
+            _DiedIdleError: the worker died before the call started, after it had completed an earlier one.
         """
         was_idle, self.usable = self.usable, False
         setup, self._setup = self._setup, b""
@@ -259,12 +277,12 @@ class _Worker:
         answer: _Answer | None = None
         call.started = None
         try:
-            # It reads them once it has loaded the function: what does not fit into the socket must wait for that.
+            # The worker reads the arguments after loading the function, so sending may block until then.
             async with asyncio.timeout(_START_SECONDS):
-                with contextlib.suppress(ConnectionError):  # it is dead, as reading will tell
+                with contextlib.suppress(ConnectionError):  # the worker is dead; reading will report it
                     await loop.sock_sendall(self._channel, setup + arguments)
             answer = _Answer(call, loop, timeout, waited)
-            # By hand: `sock_recv` would wake a task for every frame, and the worker waits meanwhile.
+            # `add_reader` instead of `sock_recv`, which would wake a task for every frame.
             loop.add_reader(self._channel, self._read, answer)
             try:
                 kind, content = await answer.ended
@@ -284,14 +302,14 @@ class _Worker:
         return unpack(content)
 
     def close(self) -> None:
-        """Let the fork server kill it, if it lives."""
-        # Not by closing alone: a forked copy of this process may hold a copy of the socket.
+        """Close the connection; the fork server then kills the worker if it is alive."""
+        # Shut down before closing: a forked copy of this process may hold a copy of the socket.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
 
     async def _give_up(self) -> str:
-        """Have it killed, and wait for that; where it was."""
+        """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
@@ -303,7 +321,7 @@ class _Worker:
         return ""
 
     def _read(self, answer: _Answer) -> None:
-        """Take in what has come."""
+        """Read the received bytes, and pass complete frames to ``answer``."""
         try:
             received = self._channel.recv(1 << 16)
         except BlockingIOError:
@@ -317,7 +335,7 @@ class _Worker:
             answer.heard(DIED, b"")
 
     async def _next(self) -> tuple[bytes, bytes]:
-        """The next frame. The end of the stream counts as the report of a death, without content."""
+        """Return the next frame. The end of the stream counts as a `DIED` frame without content."""
         loop = asyncio.get_running_loop()
         while (frame := self._frame()) is None:
             try:
@@ -342,7 +360,7 @@ class _Worker:
 
 
 class _Answer:
-    """A worker's frames about a call: the function started, and its outcome. A deadline without a frame ends it too."""
+    """Processes a worker's frames about one call: first `STARTED`, then the outcome. Also enforces the deadline."""
 
     def __init__(
         self,
@@ -359,7 +377,7 @@ class _Answer:
         self._waited = waited
 
     def heard(self, kind: bytes, content: bytes) -> None:
-        """Take in a frame."""
+        """Process a frame."""
         if self.ended.done():
             return
         if kind != STARTED:
@@ -389,7 +407,10 @@ class _Answer:
 
 
 def _dumps(arguments: Any) -> bytes:
-    """Pickle by reference where that is enough. A worker knows nothing of this process's ``__main__``."""
+    """Pickle with `pickle`, or by value with `cloudpickle` if the content refers to ``__main__``.
+
+    A worker does not have this process's ``__main__`` module.
+    """
     with contextlib.suppress(Exception):
         if b"__main__" not in (content := pickle.dumps(arguments)):
             return content

@@ -1,4 +1,4 @@
-"""What runs in a worker process: one call after the other, in its main thread, where signals and alarms work."""
+"""The main loop of a worker process. Calls run one at a time in the main thread, where signals and alarms work."""
 
 from __future__ import annotations
 
@@ -35,49 +35,61 @@ __all__ = [
 ]
 
 HEADER = struct.Struct("!cQ")
-"""Before each frame: its kind, and how many bytes follow. The pool's frames are of the kind `CALL`."""
+"""The header of a frame: its kind, and the length of its content in bytes. The pool sends frames of kind `CALL`."""
 CALL = b"C"
 STARTED, ENDED, ENDED_LAST, DIED = b"S", b"E", b"L", b"D"
-"""A worker's frames: the function starts; how it ended; the same, and the worker takes no further call; how a worker
-died, which the fork server sends in its place."""
+"""The kinds of a worker's frames:
+
+- `STARTED`: the function starts.
+- `ENDED`: the outcome; the worker is idle.
+- `ENDED_LAST`: the outcome; the worker exits.
+- `DIED`: a `Report` on how the worker died; sent by the fork server.
+"""
 
 EXIT_BROKEN = 70
-"""The exit status of a worker that lost its socket."""
+"""The exit status of a worker that failed outside of a call, for instance because it could not send the outcome."""
 STACK_SIGNAL = 41
-"""Makes a worker write down where it is: one of the real-time signals, which nobody else uses."""
+"""A real-time signal, otherwise unused, that makes a worker write its stack."""
 
 processes = 1
-"""How many processes share the calls of the function that runs here."""
+"""The maximum number of processes of this function's pool."""
 
 is_worker = False
-"""Whether this process is one that a reward function was sent to."""
+"""Whether this process is a worker process of a reward function."""
 
 context: Any = None
-"""What the caller sent along with the call that is at work, beside its arguments."""
+"""The context that the caller sent with the current call, in addition to its arguments."""
 
 _MAX_ANSWER_MB = 64
 _MAX_GROWTH_MB = 1024
-"""A worker that has grown by so much is replaced after its call, or by half of ``max_memory_mb`` if that is less."""
+"""A worker whose memory has grown by more than this is replaced after its call. Half of ``max_memory_mb`` applies
+instead if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker gets before its first call."""
+    """The data that a worker receives before its first call."""
 
     files: Mapping[str, str]
-    """Modules that were loaded from files, and cannot be imported by name: name -> path."""
+    """Modules loaded from files, which cannot be imported by name alone: name -> path."""
     function: bytes
-    """The function, pickled."""
+    """The pickled function."""
     processes: int
-    """How many processes share its calls."""
+    """The maximum number of processes of the pool."""
 
 
 def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> NoReturn:
-    """Answer calls until the pool closes its end."""
+    """Run calls until the pool closes its end of the socket, then exit.
+
+    Args:
+        channel: the worker's end of the socket pair.
+        stack_fd: the file that `faulthandler` writes stacks to.
+        max_memory_mb: the memory limit of the worker in 2^20 bytes, enforced by the fork server.
+    """
     faulthandler.enable(stack_fd, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stack_fd, all_threads=False)
     max_growth_mb = _MAX_GROWTH_MB if max_memory_mb is None else min(_MAX_GROWTH_MB, max_memory_mb / 2)
-    # Opened once: opening this file takes longer than all else between two calls.
+    # Opened once: opening this file takes longer than all other work between two calls.
     memory_fd = os.open("/proc/self/statm", os.O_RDONLY)
     pid, folder, had_streams, first_mb = os.getpid(), os.open(".", os.O_PATH), _settle_streams(), None
     function, failure = _load(_receive(channel))
@@ -87,8 +99,8 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
             _send(channel, STARTED, b"")
         outcome = failure or _call(function, arguments)
         if os.getpid() != pid:
-            os._exit(0)  # The function has forked, and its child came back here.
-        # What the function left behind must not meet the next sample: an alarm, a closed stream, another folder.
+            os._exit(0)  # The function forked, and this is the child process.
+        # Reset the state that the function may have changed: alarm, working directory, streams.
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.fchdir(folder)
         memory_mb = _memory_mb(memory_fd)
@@ -100,7 +112,7 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
 
 
 def unpack(answer: bytes) -> CallOutcome:
-    """Return the outcome that `_pack` wrote, in the pool's process."""
+    """Return the outcome that a worker serialised with `_pack`. Called in the pool's process."""
     content, seconds, error, remote = pickle.loads(answer)
     found = None
     try:
@@ -117,13 +129,13 @@ def unpack(answer: bytes) -> CallOutcome:
 
 
 def _pack(outcome: CallOutcome) -> bytes:
-    """Pickle an outcome. An exception is sent if it can be unpickled; its `RemoteError` is sent in any case."""
+    """Pickle an outcome. For an exception, always send its `RemoteError`; also send the original if it unpickles."""
     content, error, remote = None, outcome.error, None
     if outcome.exception is not None:
         remote = RemoteError.of(outcome.exception)
         try:
             content = _dumps(outcome.exception)
-            pickle.loads(content)  # many exceptions can be pickled, but not be created again from their arguments
+            pickle.loads(content)  # many exceptions can be pickled but not unpickled
         except Exception:
             content = None
     elif error is None:
@@ -146,10 +158,10 @@ def _lost(problem: str) -> RewardFunctionError:
 
 
 def _dumps(value: Any) -> bytes:
-    """Pickle by reference where that works, and by value what only this process knows, such as a lambda.
+    """Pickle with `pickle`, or by value with `cloudpickle` if that fails, such as for a lambda.
 
     Raises:
-        Exception: neither works.
+        Exception: the value cannot be pickled.
     """
     try:
         return pickle.dumps(value)
@@ -183,7 +195,7 @@ def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
 
 
 class _Files(importlib.abc.MetaPathFinder):
-    """Imports the modules that `load_function` made from files, under the names that it gave them."""
+    """Imports modules from files under the names that `load_function` gave them."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = files
@@ -196,7 +208,7 @@ class _Files(importlib.abc.MetaPathFinder):
 
 
 def _settle_streams() -> bool:
-    """Write out what was printed, and put back what was replaced; whether all three streams are still open."""
+    """Restore and flush stdout and stderr; return whether all three standard streams are still open."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     try:
         for fd, stream in enumerate((None, sys.stdout, sys.stderr)):
@@ -209,7 +221,7 @@ def _settle_streams() -> bool:
 
 
 def _memory_mb(statm_fd: int) -> float:
-    """Resident memory, from the open ``/proc/self/statm``."""
+    """Return the resident memory (in 2^20 bytes) from the open ``/proc/self/statm``."""
     return int(os.pread(statm_fd, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

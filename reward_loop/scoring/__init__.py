@@ -1,4 +1,4 @@
-"""The user's reward function: loaded, called, and its answer normalised."""
+"""Load and call the user's reward function, and normalise its return value."""
 
 from __future__ import annotations
 

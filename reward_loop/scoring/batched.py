@@ -1,4 +1,4 @@
-"""A reward function of several samples: it takes lists, and returns a list."""
+"""Batched reward functions: one call scores several samples. Arguments and return value are lists."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ FIELDS = {
     "ground_truths": "ground_truth",
     "extra_infos": "extra_info",
 }
-"""The lists that a function can take, by verl's names, and the field of each sample that they hold."""
+"""verl's names of the list arguments -> the `RewardSample` field that each list contains."""
 
 CONTEXT = ("reward_router_address", "reward_model_tokenizer")
-"""What it can take besides."""
+"""Other arguments that a batched function can declare."""
 
 _NAMED = 8
-"""How many samples of a call a message names."""
+"""The maximum number of sample uids that an error message lists."""
 
 
 class ListScoringFunction:
-    """A reward function that takes ``data_sources``, ``solution_strs``, ``ground_truths`` and ``extra_infos``.
+    """A batched reward function: it takes ``data_sources``, ``solution_strs``, ``ground_truths`` and ``extra_infos``.
 
-    Awaiting ``function(samples)`` gives a `RewardResult` for each of them, in order. The function returns a list, with
-    for each sample what a `ScoringFunction` may return, or an exception, as `asyncio.gather` does. One call has one
-    deadline and one thread; where it ends badly, all its samples have failed.
+    ``await function(samples)`` returns one `RewardResult` per sample, in order. The user's function returns a list of
+    the same length. Each item is a value that a `ScoringFunction` accepts, or an exception (as from
+    `asyncio.gather` with ``return_exceptions=True``). A call has one deadline and one thread. If the call fails, all
+    its samples fail.
     """
 
     def __init__(self, function: Any, *, reward_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Read the signature.
+        """Inspect the function's signature.
 
         Args:
-            function: as in `ScoringFunction`, but of lists.
+            function: as in `ScoringFunction`, but with list arguments.
             reward_kwargs: configured arguments of the function, or of its class.
-            options: those of `ScoringFunction`.
+            options: the keyword options of `ScoringFunction`.
 
         Raises:
-            FunctionLoadError: it cannot be called with what the reward loop provides.
-            ConfigError: its calls are to be cached; they are hardly ever equal.
+            FunctionLoadError: the function requires an argument that the reward loop does not provide.
+            ConfigError: the cache is enabled. Batched calls are almost never equal, so they are not cached.
         """
         if (given := options.get("options")) is not None and given.cache.enabled:
             raise ConfigError("reward_loop.cache.enabled: calls of a function of lists are not cached; leave it off")
         target = resolve(function, reward_kwargs, (*FIELDS, *CONTEXT))
-        # As a function of one sample, which carries the others.
+        # Wrapped as a function of one sample; the real samples are in its extra_info["samples"].
         call = functools.partial(_call, target)
         carry_mark(target.call, to=call)
         of_one = replace(
@@ -75,17 +76,17 @@ class ListScoringFunction:
 
     @property
     def name(self) -> str:
-        """Function and file, for messages."""
+        """The function's name and file, for messages."""
         return self._function.name
 
     @property
     def is_async(self) -> bool:
-        """Whether it is awaited on the loop."""
+        """Whether the function is awaited on the event loop."""
         return self._function.is_async
 
     @property
     def in_processes(self) -> bool:
-        """Whether it runs in processes of its own."""
+        """Whether the function runs in worker processes."""
         return self._function.in_processes
 
     @property
@@ -99,18 +100,18 @@ class ListScoringFunction:
 
     @property
     def limits(self) -> Limits:
-        """The limits and the budget of its calls."""
+        """The limits and the budget of the function's calls."""
         return self._function.limits
 
     def close(self) -> None:
-        """End the processes of the function, and close its own limits."""
+        """Stop the function's worker processes, and close the limits that it created itself."""
         self._function.close()
 
     async def __call__(self, samples: Sequence[RewardSample], **context: Any) -> list[RewardResult]:
-        """Score samples in one call; those that are broken fail without it.
+        """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it.
 
         Args:
-            samples: what to score.
+            samples: the samples to score.
             context: ``reward_router_address`` and ``reward_model_tokenizer``, passed to the function.
         """
         sound = [sample for sample in samples if sample.error is None]
@@ -153,7 +154,7 @@ class ListScoringFunction:
 def _call(
     target: Target, *, extra_info: Mapping[str, Any], reward_router_address: str | None, reward_model_tokenizer: Any
 ) -> Any:
-    """Call the function of lists with the samples that a single one carries."""
+    """Call the batched function with the samples in ``extra_info["samples"]``."""
     samples = extra_info["samples"]
     passes = target.passes
     arguments = dict(target.reward_kwargs)
@@ -174,5 +175,5 @@ async def _when_ready(returned: Awaitable[Any]) -> dict[str, Any]:
 
 
 def _packed(returned: Any) -> dict[str, Any]:
-    # Arrays and tensors become lists.
+    # Convert arrays and tensors to lists.
     return {"score": 0.0, "returned": returned.tolist() if hasattr(returned, "tolist") else returned}

@@ -1,4 +1,4 @@
-"""Equal calls are made once: while they are in flight, and, with a file, for ever."""
+"""A cache of scores. Equal calls in flight are merged into one; with a file, scores are also kept across runs."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 60.0
-"""Seconds to wait for another process that writes to the file."""
+"""Seconds to wait while another process writes to the file."""
 
 _FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class Cache:
-    """Scores by what they depend on: the function's code, what it holds, the configured version, and the arguments.
+    """A cache of scores, keyed by the function's code and captured state, the configured version, and the arguments.
 
-    A call whose arguments JSON cannot say is not cached. Neither are failures and samples without a score.
+    Not cached: calls whose arguments cannot be serialised to JSON, failed samples, and unscored samples.
 
     Args:
         config: the file and the version.
         target: the function.
 
     Raises:
-        ConfigError: the file cannot be opened; or there is a file and no version, and the function holds something of
-            which another run cannot tell whether it is the same.
+        ConfigError: the file cannot be opened; or a file is set without a version, and the function's state cannot be
+            compared across runs (`identity_of` raised `IdentityError`).
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
@@ -53,7 +53,7 @@ class Cache:
         self._store = None if config.path is None else _Store(Path(config.path))
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
-        """Return what a call is known by; ``None`` if it cannot be."""
+        """Return the cache key of a call, or ``None`` if its arguments cannot be serialised to JSON."""
         named = {name: _stands_for(value) for name, value in arguments.items() if name != "reward_router_address"}
         try:
             text = orjson.dumps(named, option=_FORMAT)
@@ -62,9 +62,9 @@ class Cache:
         return hashlib.sha256(self._basis + text).digest()
 
     async def once(self, key: bytes | None, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the call, or wait for an equal one that is in flight.
+        """Run the call, or wait for an equal call in flight.
 
-        It is in flight until its score is in the file, and is cancelled when all who wait for it are.
+        A call is in flight until its score is written to the file. It is cancelled when all its waiters are cancelled.
         """
         if key is None:
             return await call()
@@ -83,17 +83,17 @@ class Cache:
                 shared.task.cancel()
 
     def _forget(self, key: bytes, shared: _Shared) -> None:
-        if self._in_flight.get(key) is shared:  # and not one that was made since it was cancelled
+        if self._in_flight.get(key) is shared:  # not a newer call with the same key
             del self._in_flight[key]
 
     async def get(self, key: bytes | None) -> tuple[float, dict[str, Any]] | None:
-        """Return score and extra info of an earlier call."""
+        """Return the stored score and extra info of an equal call, or ``None``."""
         if key is None or self._store is None:
             return None
         return await self._store.get(key)
 
     async def put(self, key: bytes | None, score: float, extra_info: Mapping[str, Any]) -> None:
-        """Keep a score, if its extra info comes back from JSON as it was."""
+        """Store a score in the file, if the score and its extra info survive a JSON round trip unchanged."""
         if key is None or self._store is None:
             return
         value = [score, dict(extra_info)]
@@ -116,7 +116,7 @@ class _Shared:
 class _Store:
     """A table in a SQLite file, used from one thread. Other processes may use the file at the same time.
 
-    A disk that is full is told once, and costs what would have been kept, but no sample.
+    A failed write, such as on a full disk, is logged once; the score is not stored, and scoring continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class _Store:
             raise ConfigError(f"reward_loop.cache.path={path}: {error}") from error
 
     def _use_wal(self) -> None:
-        # Where another process is at the same, SQLite does not wait, whatever its timeout is.
+        # SQLite ignores its busy timeout when two processes switch to WAL mode at the same time, so retry here.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -154,7 +154,7 @@ class _Store:
             return None
         try:
             score, extra_info = orjson.loads(text)
-        except ValueError:  # it is spoilt; the next `put` replaces it
+        except ValueError:  # corrupt row; the next `put` replaces it
             return None
         return score, extra_info
 
@@ -198,6 +198,6 @@ def _identity(config: CacheConfig, target: Target) -> bytes:
 
 
 def _stands_for(value: Any) -> Any:
-    """What stands for an argument: a tokenizer by its model, everything else by itself."""
+    """Return ``name_or_path`` for an object that has one, such as a tokenizer; otherwise the value itself."""
     name = getattr(value, "name_or_path", None)
     return name if isinstance(name, str) else value

@@ -1,6 +1,7 @@
-"""Call the user's function for one sample. Every sample has exactly one result, whatever the function does.
+"""Call the user's function for one sample. Every sample gets exactly one result, also when the function fails.
 
-A sample takes this path; each step returns a `CallOutcome`, and only `__call__` makes a `RewardResult` of it:
+The call path of a sample. Each step returns a `CallOutcome`; only `__call__` and `_cached` convert it to a
+`RewardResult`:
 
     __call__ -> _cached, with a cache
       _call                      retries: `_call_again` makes the further attempts
@@ -48,7 +49,7 @@ __all__ = ["ScoringFunction"]
 
 
 class _Unset:
-    """The default of an argument that is taken from the options."""
+    """The type of the sentinel for "not given": the value is then taken from the options."""
 
     def __repr__(self) -> str:
         return "<as in RewardLoopConfig>"
@@ -58,13 +59,18 @@ _UNSET: Any = _Unset()
 
 
 class ScoringFunction:
-    """A reward function with its signature read, its deadline and its threads.
+    """Calls the user's reward function for single samples, with a deadline, retries, limits and a cache.
 
-    Awaiting ``function(sample)`` gives a `RewardResult`, whatever the user's code does: an exception, a deadline that
-    passes and an invalid return value are *failed* results. Only cancellation and Ctrl-C propagate.
+    ``await function(sample)`` returns a `RewardResult`. An exception in the user's code, a passed deadline and an
+    invalid return value become *failed* results. Cancellation, Ctrl-C and the errors listed at `__call__` propagate.
 
-    Async functions are awaited on the loop, sync ones run in daemon threads; where a sync function returns an
-    awaitable, that is awaited on the loop.
+    Async functions are awaited on the event loop. Sync functions run in daemon threads, or in worker processes; if a
+    sync function returns an awaitable, it is awaited on the event loop.
+
+    Example::
+
+        function = ScoringFunction(compute_score, timeout=60)
+        result = await function(RewardSample("2+2=4", ground_truth="4"))
     """
 
     def __init__(
@@ -81,26 +87,30 @@ class ScoringFunction:
         limit: str = DEFAULT,
         limits: Limits | None = None,
     ) -> None:
-        """Read the signature.
+        """Inspect the function's signature.
 
         Args:
-            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`, whose
-                signature has been read.
+            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`
+                returned by `resolve`.
             reward_kwargs: configured arguments of the function, or of its class.
-            timeout: seconds from the start of the function to its deadline (300); ``None`` for no deadline.
-            max_threads: how many calls of a sync function run at a time (64); the deadline of the others waits too.
-            isolation: where a sync function runs that is not marked with `isolated` (``"thread"``); see
+            timeout: seconds from the start of the function to its deadline (default 300); ``None`` for no deadline.
+            max_threads: the maximum number of concurrent calls of a sync function (default 64). The deadline of a
+                queued call does not start until the function starts.
+            isolation: where sync functions run that are not marked with `isolated` (default ``"thread"``); see
                 docs/reward-functions.md.
-            max_processes: as ``max_threads``, for functions in processes; by default the number of cores.
-            max_memory_mb: the memory of such a process and its child processes; one that exceeds it is killed.
-            options: all options, these five included; given instead of them.
-            limit: the name of the limit for each call; it has no effect unless it is configured.
-            limits: limits and budget that the function shares with others; the caller closes them. By default the
-                function creates its own from ``options``, and closes them.
+            max_processes: the maximum number of concurrent calls in worker processes; by default the number of cores.
+            max_memory_mb: the memory limit (in 2^20 bytes) of a worker process with its child processes; a process
+                that exceeds it is killed.
+            options: all options, including these five; cannot be combined with them.
+            limit: the name of the limit that each call acquires; ignored if no such limit is configured.
+            limits: limits and budget shared with other functions; the caller closes them. By default the function
+                creates its own from ``options``, and closes them.
 
         Raises:
-            FunctionLoadError: the function cannot be called with what the reward loop provides, or not in a process.
-            ConfigError: ``limit`` is the limit for retries, or an argument has no effect beside another one.
+            FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
+                in a process.
+            ConfigError: ``limit`` is the limit for retries, two arguments exclude each other, the cache file cannot be
+                opened, or the address of the limiter service is invalid.
         """
         if limit == RETRY:
             raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another limit")
@@ -139,22 +149,22 @@ class ScoringFunction:
 
     @property
     def name(self) -> str:
-        """Function and file, for messages."""
+        """The function's name and file, for messages."""
         return self._target.name
 
     @property
     def is_async(self) -> bool:
-        """Whether it is awaited on the loop."""
+        """Whether the function is awaited on the event loop."""
         return self._target.is_async
 
     @property
     def in_processes(self) -> bool:
-        """Whether it runs in processes of its own."""
+        """Whether the function runs in worker processes."""
         return isinstance(self._executor, WorkerProcesses)
 
     @property
     def requires(self) -> frozenset[str]:
-        """The fields of a sample that its signature names without a default."""
+        """The provided arguments that the function's signature declares without a default."""
         return self._target.requires
 
     @property
@@ -164,7 +174,7 @@ class ScoringFunction:
 
     @property
     def has_log(self) -> bool:
-        """Whether the user's class has a ``log`` for the rewards of a batch."""
+        """Whether the user's class has a ``log`` hook for the rewards of a batch."""
         return self._target.log is not None
 
     def __repr__(self) -> str:
@@ -174,18 +184,19 @@ class ScoringFunction:
         return f"ScoringFunction({self.name}, {where}, timeout={self.timeout})"
 
     def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
-        """Run further calls in processes, whatever was chosen before, unless the function's own mark says how.
+        """Run all further calls in worker processes. Values set by `isolated` on the function take precedence.
 
         Raises:
-            FunctionLoadError: it is async, or cannot be sent to a process.
+            FunctionLoadError: the function is async, or cannot be pickled.
         """
         self._close_processes()
         self._executor = in_processes(self._target, Isolation(max_processes, max_memory_mb))
 
     def close(self) -> None:
-        """End the processes of the function if none of them runs a call, and close its own limits.
+        """Stop the idle worker processes, and close the limits that the function created itself.
 
-        A later call starts other processes, and opens the limits again.
+        The fork server is stopped too if no call is in flight. A later call starts new processes and reopens the
+        limits.
         """
         self._close_processes()
         if self._owns_limits:
@@ -205,8 +216,8 @@ class ScoringFunction:
         """Score one sample.
 
         Raises:
-            JobServiceError: the service that keeps the limits of all workers cannot be reached.
-            ConfigError: the file of the cache cannot be used.
+            JobServiceError: the limiter service is unreachable.
+            ConfigError: the cache file cannot be read.
         """
         if sample.error is not None:
             return not_called(sample)
@@ -234,10 +245,10 @@ class ScoringFunction:
         return to_result(await cache.once(key, call), sample, self._target.name)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
-        """Apply the class's ``post_process_scores``; without one, the scores stay as they are.
+        """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
 
         Raises:
-            ScoringError: it raised, ran past the deadline, or did not return one finite number for each score.
+            ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
         """
         if self._target.post_process_scores is None:
             return scores
@@ -254,10 +265,10 @@ class ScoringFunction:
         return numbers
 
     async def log(self, **columns: Any) -> None:
-        """Call the class's ``log``, if it has one, with those of the columns that it names.
+        """Call the class's ``log``, if it has one, with the columns that it declares.
 
         Raises:
-            ScoringError: it raised, or ran past the deadline.
+            ScoringError: ``log`` raised, or ran past the deadline.
         """
         if self._target.log is None:
             return
@@ -265,10 +276,10 @@ class ScoringFunction:
         await self._hook(Invocation(self._target.log, (), named), f"log beside {self.name}")
 
     async def _hook(self, invocation: Invocation, method: str) -> Any:
-        """Call another method of the user's class, in a thread, and return its value.
+        """Call another method of the user's class in a thread, and return its value.
 
         Raises:
-            ScoringError: it raised, or ran past the deadline.
+            ScoringError: the method raised, or ran past the deadline.
         """
         try:
             outcome = await self._threads.run(invocation, self.timeout)
@@ -300,7 +311,7 @@ class ScoringFunction:
         started = time.monotonic()
         outcome = await self._attempt(arguments, traffic_class)
         if outcome.exception is not None and self._options.retry.max_attempts > 1 and is_transient(outcome.exception):
-            # In a coroutine of its own: the variables of the retries would take memory for every call in flight.
+            # A separate coroutine, so that calls in flight without a retry do not hold its variables in memory.
             outcome = await self._call_again(arguments, traffic_class, started, outcome)
         return outcome
 
@@ -322,7 +333,7 @@ class ScoringFunction:
         return outcome
 
     async def _attempt_again(self, arguments: dict[str, Any], traffic_class: str, last: CallOutcome) -> CallOutcome:
-        """Call the function once more, within the limit for retries."""
+        """Call the function once more, under the limit for retries."""
         if RETRY not in self.limits.max_waits:
             return await self._attempt(arguments, traffic_class)
         try:
@@ -338,10 +349,10 @@ class ScoringFunction:
             permit.leave()
 
     def _attempt(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, CallOutcome]:
-        """Call the function once, within the limit for every call."""
+        """Return the coroutine of one call, under the function's limit if one is configured."""
         self.limits.bind()
         scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop())
-        # Without a coroutine in between where nothing is limited: this path is the same for all calls in flight.
+        # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
         if self.limits.spent is None and self._limit not in self.limits.max_waits:
             return self._run(arguments, scope)
         return self._attempt_limited(arguments, scope)
@@ -368,13 +379,13 @@ class ScoringFunction:
         return outcome
 
     async def _run(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
-        """Run the function once. Exceptions of its own, a passed deadline and a crash are data."""
+        """Run the function once. Its exceptions, a passed deadline and a crash are returned as data."""
         asked, started = time.monotonic(), None
         token = current_scope.set(scope)
         abandoned = True
         try:
             if self._target.is_async:
-                # Not `LoopCalls.run`: one more coroutine costs time and memory for each call that is in flight.
+                # Not `LoopCalls.run`, which would add a coroutine to each call in flight.
                 call = self._loop_calls.start(self._target.call, arguments, self.timeout, scope.waited)
                 try:
                     outcome: CallOutcome = await call.future
@@ -394,7 +405,8 @@ class ScoringFunction:
         except RewardCrashedError as error:
             outcome = CallOutcome(None, None, 0.0 if started is None else time.monotonic() - started, error)
         except (OSError, RuntimeError) as error:
-            # Not the function's, whose exceptions are data: the system has no more descriptors, processes or threads.
+            # Not raised by the function, whose exceptions are data: the system is out of file descriptors, processes
+            # or threads.
             outcome = CallOutcome.without_call(
                 RewardCrashedError(f"could not be started: {type(error).__name__}: {error}")
             )
@@ -406,12 +418,12 @@ class ScoringFunction:
         waited = scope.waited(time.monotonic())
         if waited:
             outcome.waited = waited
-            if not isinstance(outcome.error, RewardTimeoutError):  # whose seconds are its deadline
+            if not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are already the deadline
                 outcome.seconds = max(0.0, outcome.seconds - waited)
         return outcome
 
     async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
-        """Run a sync function in a thread or a process; an awaitable that it returns is awaited on the loop."""
+        """Run a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
         if isinstance(self._executor, DaemonThreads):
             outcome = await self._executor.run(invocation, self.timeout, scope.waited)
         else:
@@ -431,12 +443,12 @@ async def _pause(seconds: float) -> None:
 
 
 def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample's extra info for a function to change as it likes."""
+    """Return a copy of a sample's extra info, which the function may modify."""
     return {key: _copy(value) for key, value in extra_info.items()}
 
 
 def _copy(value: Any) -> Any:
-    """Copy containers and numpy arrays; share other objects, which `copy.deepcopy` would be slow with, or refuse."""
+    """Copy containers and numpy arrays; share other objects, because `copy.deepcopy` is slow or fails for some."""
     kind = type(value)
     if kind is str or kind is int or kind is float or value is None:
         return value

@@ -1,4 +1,4 @@
-"""The deadlines of the calls of one event loop."""
+"""Deadlines for calls of reward functions: one timer per timeout value and event loop."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Deadlines", "Watched", "no_wait"]
 
 
 def no_wait(now: float) -> float:
-    """For calls that wait for nothing."""
+    """Return 0: the call never waits for a limit."""
     return 0.0
 
 
 class Watched:
-    """A call with a deadline: its future gets a `TimeoutError` when that has passed.
+    """A call with a deadline. When the deadline passes, the call's future gets a `TimeoutError`.
 
     Args:
-        future: what the call's caller waits for.
-        waited: how many seconds, up to the given `time.monotonic`, do not count towards the deadline.
-        started: when the call started, by `time.monotonic`; ``None`` until it does.
+        future: the future that the caller awaits.
+        waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the deadline.
+        started: the start of the call by `time.monotonic`; ``None`` until the call starts.
     """
 
     __slots__ = ("future", "started", "waited")
@@ -36,10 +36,10 @@ class Watched:
 
 
 class Deadlines:
-    """Watches calls. Those with the same timeout must start in the order in which they are watched.
+    """Expires calls at their deadlines, on one event loop.
 
-    So one timer, for the first of them, serves them all: a timer for each call would be a large part of what a call
-    costs.
+    Calls with the same timeout must start in the order of their `watch` calls. One timer, for the oldest call, then
+    serves all of them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -47,7 +47,7 @@ class Deadlines:
         self._calls: dict[float, OrderedDict[Watched, None]] = {}
 
     def watch(self, call: Watched, timeout: float) -> None:
-        """Watch a call until `forget`."""
+        """Watch a call until `forget` is called. ``timeout`` is in seconds from the start of the call."""
         calls = self._calls.get(timeout)
         if calls is None:
             calls = self._calls[timeout] = OrderedDict()
@@ -55,7 +55,7 @@ class Deadlines:
         calls[call] = None
 
     def forget(self, call: Watched, timeout: float) -> None:
-        """The call has ended."""
+        """Stop watching a call that has ended."""
         calls = self._calls.get(timeout)
         if calls is not None:
             calls.pop(call, None)
@@ -65,7 +65,7 @@ class Deadlines:
         now = time.monotonic()
         while calls:
             call = next(iter(calls))
-            # One that has not started has all of its time left.
+            # A call that has not started has its full timeout left.
             left = timeout if call.started is None else call.started + timeout - now
             if call.started is None or left > 0:
                 self._loop.call_later(left, self._look, timeout)

@@ -1,4 +1,4 @@
-"""Checks of a result before it reaches a trainer: outcome and score agree, and score and dense rewards are finite."""
+"""Validate a result before it reaches the trainer: outcome and score match; score and dense rewards are finite."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ __all__ = ["are_numbers", "check_result"]
 
 
 def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
-    """Return the result that a manager made for a sample, or a failed one if it is not valid.
+    """Return a manager's result for a sample, or a failed result if it is invalid.
 
-    Outcome and score must agree. A score must be finite; a manager may have added up several finite ones. Dense rewards
-    must be finite numbers, one for each token; the number of turns is checked by the trainer, where it is known. A
-    result without a score gets an exception, for the policy ``raise``, if the manager gave none.
+    Checks:
+
+    - The result has a score exactly if its outcome is *scored*.
+    - The score is finite in float32. A sum of several finite scores can overflow.
+    - Dense rewards are finite numbers, and token-level scores have one number per response token. The trainer checks
+      the number of turn-level scores.
+
+    An unscored or failed result without an exception gets one, for the policy ``raise``.
     """
     if result.score is None or result.outcome is not Outcome.SCORED:
         return _check_unscored(sample, result)
@@ -56,7 +61,7 @@ def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
 
 
 def are_numbers(parts: Any) -> bool:
-    """Return whether the parts of a reward are a list of finite numbers."""
+    """Return whether dense rewards are a sequence of finite numbers."""
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         return False
     return all(isinstance(part, Real) and is_finite(part) for part in parts)

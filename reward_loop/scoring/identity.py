@@ -1,4 +1,4 @@
-"""What makes two functions the same in different runs: their code, and what they hold."""
+"""A digest of a function's code and state, to recognise the same function in a later run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)
 
 
 class IdentityError(Exception):
-    """An object holds what cannot be taken apart, such as a lock; the message says where."""
+    """The state of an object cannot be serialised, for instance because it contains a lock. The message says where."""
 
 
 def identity_of(function: Any) -> bytes:
-    """Return a digest that is the same in every run, and another where the function would compute something else.
+    """Return a digest of a function that is stable across runs and changes with the function's code or state.
 
-    Part of it are the file and the bytecode of the function, and, unless it is found by name in its module, what it
-    captured, its defaults, the arguments of a `functools.partial` and the attributes of the object whose method it is.
-    Objects are taken apart as `pickle` does; one with a ``name_or_path``, such as a tokenizer, goes by that. What a
-    module holds is not looked at.
+    The digest covers the source file and the bytecode of the function, the arguments of a `functools.partial`, and the
+    attributes of the object for a bound method. For a function that cannot be found by name in its module, it also
+    covers captured variables and defaults. Objects are decomposed as by `pickle`; an object with a ``name_or_path``,
+    such as a tokenizer, is represented by that name. Module globals are not covered.
 
     Raises:
-        IdentityError: something that it holds cannot be taken apart.
+        IdentityError: some part of the function's state cannot be serialised.
     """
     try:
         return _Writer().write(function, "it").encode()
@@ -41,13 +41,13 @@ def identity_of(function: Any) -> bytes:
 
 
 class _Writer:
-    """Writes an object down as a string: itself, or a digest of its parts."""
+    """Converts an object to a string: the ``repr`` of a plain value, otherwise a digest of the object's parts."""
 
     def __init__(self) -> None:
         self._open: list[int] = []
-        """The objects that are being written: functions that call themselves, and objects that know their parents."""
+        """The ids of the objects being written, outermost first: detects recursive functions and reference cycles."""
         self._written: dict[int, tuple[Any, str]] = {}
-        """Objects by their id, which nobody else can get while they are kept here; and what was written."""
+        """id -> (object, its string). Holding the object prevents reuse of its id."""
 
     def write(self, value: Any, where: str) -> str:
         if type(value) in _PLAIN:
@@ -119,7 +119,7 @@ class _Writer:
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception as error:
             raise IdentityError(f"{where} is a {kind.__qualname__} ({error})") from error
-        if isinstance(reduced, str):  # it is found by name, as what `functools.lru_cache` makes of a function
+        if isinstance(reduced, str):  # pickled by name, such as a `functools.lru_cache` wrapper
             wrapped = self.write(getattr(value, "__wrapped__", None), where)
             return [getattr(value, "__module__", None), reduced, source_hash(value), wrapped]
         make, arguments, state, *items = (*reduced, None, None, None)[:5]
@@ -132,7 +132,7 @@ class _Writer:
 
 
 def _is_found(value: Any) -> bool:
-    """Whether it is what its module has by its name, so that the module's file says all about it."""
+    """Whether the module's attribute of this name is the object itself; the module's file then defines it fully."""
     found: Any = sys.modules.get(value.__module__ or "builtins")
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,4 @@
-"""Which functions run in processes of their own, and how."""
+"""Run sync reward functions in worker processes: the `isolated` decorator and its options."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MARK = "_reward_loop_isolation"
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How a function runs in processes of its own.
+    """Options for running a function in worker processes.
 
     Args:
-        max_processes: how many calls run at a time; by default as many as there are cores.
-        max_memory_mb: megabytes (2^20 bytes) that a process may use, with everything it started; by default no bound.
+        max_processes: the maximum number of concurrent calls; by default the number of cores.
+        max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes; by default none.
     """
 
     max_processes: int | None = None
@@ -45,9 +45,19 @@ def isolated(*, max_processes: int | None = None, max_memory_mb: int | None = No
 def isolated(
     function: F | None = None, /, *, max_processes: int | None = None, max_memory_mb: int | None = None
 ) -> F | Callable[[F], F]:
-    """Mark a sync reward function, or a class, to run in processes that can be killed, whatever the configuration.
+    """Mark a sync reward function or class to run in worker processes, which are killed at the deadline.
 
-    What it does not say is taken from the configuration. Written as ``@isolated`` or ``@isolated(max_memory_mb=512)``.
+    The mark overrides ``isolation`` in the configuration. Options that are not given come from the configuration.
+
+    Args:
+        function: the function or class, if used as ``@isolated`` without arguments.
+        max_processes: the maximum number of concurrent calls.
+        max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes.
+
+    Example::
+
+        @isolated(max_memory_mb=512)
+        def compute_score(solution_str, ground_truth): ...
     """
 
     def mark(function: F) -> F:
@@ -58,7 +68,10 @@ def isolated(
 
 
 class SplitSemaphore(threading.Semaphore):
-    """A semaphore for threads. Sent to a function's processes, it is split among them, at least one for each."""
+    """A `threading.Semaphore` that can be pickled: its count is divided among the function's worker processes.
+
+    Each process gets at least 1.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -73,15 +86,15 @@ def _split(count: int) -> SplitSemaphore:
 
 
 def is_isolated(target: Target) -> bool:
-    """Whether the function is marked."""
+    """Whether the function is marked with `isolated`."""
     return _mark_of(target.call) is not None
 
 
 def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
-    """Return the processes that the function runs in. Its mark, if there is one, counts more than ``options``.
+    """Return a process pool for the function. Values set by `isolated` take precedence over ``options``.
 
     Raises:
-        FunctionLoadError: it is async, or cannot be sent to a process.
+        FunctionLoadError: the function is async, or cannot be pickled.
     """
     if target.is_async:
         raise FunctionLoadError(
@@ -99,13 +112,13 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
 
 
 def carry_mark(function: Any, to: Any) -> None:
-    """Put the mark of a function, if it has one, on what calls it."""
+    """Copy the `isolated` mark of a function, if any, to its wrapper ``to``."""
     if (mark := _mark_of(function)) is not None:
         setattr(to, _MARK, mark)
 
 
 def _mark_of(function: Any) -> Isolation | None:
-    """The mark on the function, or on the class of which it is a method."""
+    """Return the mark of the function, or of the object whose method it is, also through `functools.partial`."""
     while True:
         mark = getattr(function, _MARK, None) or getattr(getattr(function, "__self__", None), _MARK, None)
         if mark is not None or not isinstance(function, functools.partial):

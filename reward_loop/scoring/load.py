@@ -1,4 +1,4 @@
-"""Find what the user names: a function or class in a file or in an importable module."""
+"""Load a function, class or other object by name, from a file or from an importable module."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ def load_function(path: str, name: str | None = None) -> Any:
     Args:
         path: a file (``reward.py``), ``pkg://module``, or one import path: ``reward.py:compute_score``,
             ``package.module:compute_score``.
-        name: what to take from it, where ``path`` does not say; ``compute_score`` if neither does. A dotted name
-            reaches attributes: ``judge.score``.
+        name: the function's name, if ``path`` does not contain it; by default ``compute_score``. A dotted name
+            selects an attribute: ``judge.score``.
 
     Returns:
         The object itself: a function, a callable object, or a class or instance with ``compute_score``.
 
     Raises:
-        FunctionLoadError: it cannot be found or imported, or is not callable.
+        FunctionLoadError: the function cannot be found or imported, or is not callable.
+
+    Example::
+
+        compute_score = load_function("rewards.py:compute_score")
     """
     loaded = load_object(path, name or (None if _split(path)[1] else "compute_score"))
     if not callable(loaded) and not callable(getattr(loaded, "compute_score", None)):
@@ -48,7 +52,11 @@ def load_function(path: str, name: str | None = None) -> Any:
 
 
 def load_object(path: str, name: str | None = None) -> Any:
-    """Load any object by the paths that `load_function` takes; here the name has no default."""
+    """Load any object. The arguments are those of `load_function`, but the name has no default.
+
+    Raises:
+        FunctionLoadError: no name is given, two different names are given, or the object cannot be found or imported.
+    """
     source, in_path = _split(path)
     if name and in_path and name != in_path:
         raise FunctionLoadError(f"{path!r} names {in_path!r}, and the name given beside it is {name!r}: leave one out")
@@ -69,8 +77,10 @@ def load_object(path: str, name: str | None = None) -> Any:
 
 
 def source_hash(function: Any) -> str | None:
-    """Hash the file that a function was loaded from, so that what an earlier version of it gave is not taken for what
-    this one would. Modules that the file imports are not part of it. ``None`` where there is no file."""
+    """Return the SHA-256 hex digest of the function's source file, or ``None`` if it has no file.
+
+    Modules that the file imports are not covered.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
@@ -79,12 +89,12 @@ def source_hash(function: Any) -> str | None:
 
 
 def file_modules() -> dict[str, str]:
-    """Return the modules that were loaded from files: name -> path. Another process cannot import them by name."""
+    """Return the modules loaded from files: name -> path. Another process cannot import them by name alone."""
     return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(_FILE_MODULE)}
 
 
 def _split(path: str) -> tuple[str, str | None]:
-    """Part ``source:name`` into its two halves, and drop the ``pkg://`` prefix."""
+    """Split ``source:name`` into source and name (``None`` without a colon); drop the prefix ``pkg://``."""
     source, colon, name = path.removeprefix("pkg://").partition(":")
     return (source, name) if colon else (source, None)
 
@@ -94,7 +104,7 @@ def _spec(path: str, name: str | None) -> str:
 
 
 def _callables(module: ModuleType) -> list[str]:
-    """Names of the callables that the module itself defines."""
+    """Return the names of the public callables that the module itself defines."""
     return [
         name
         for name, value in vars(module).items()
@@ -109,7 +119,7 @@ def _load_file(path: str) -> ModuleType:
     if not file.is_file():
         near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise FunctionLoadError(f"no such file: {path} (looked for {file}){did_you_mean(file.name, near)}")
-    # A stable name per file: the same file is one module, and dataclasses, pickle and inspect find it by name.
+    # A stable module name per file: a file is loaded once, and dataclasses, pickle and inspect find it by name.
     name = f"{_FILE_MODULE}{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     with _import_lock:
         if name in sys.modules:
@@ -153,7 +163,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _neighbour(error: BaseException, file: Path) -> str:
-    """Say how to import a file that lies beside the one being loaded."""
+    """Return a hint if the missing module is in the same folder as the file being loaded; otherwise ``""``."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and ((file.parent / f"{missing}.py").exists() or (file.parent / missing).is_dir()):
         return f"; {missing} lies beside it: add its folder to PYTHONPATH"

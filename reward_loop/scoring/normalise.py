@@ -1,4 +1,4 @@
-"""Turn what a reward function returned into a score and extra info, or say why it is no score."""
+"""Convert the return value of a reward function to a score and extra info."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from reward_loop.types import RESERVED_KEYS
 __all__ = ["is_finite", "normalise"]
 
 _MAX = (2 - 2**-23) * 2.0**127
-"""The greatest number in float32, in which trainers keep rewards: beyond it they would be infinite."""
+"""The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
 
 _ACCEPTED = "a number, a bool, a dict with `score`, a tuple (score, prompt, explanation), or None (unscored)"
 
 
 def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
-    """Return ``(score, extra_info)``; a score of ``None`` means *unscored*.
+    """Return ``(score, extra_info)`` of a reward function's return value; a score of ``None`` means *unscored*.
 
-    A number alone is also recorded as ``acc``, a dict keeps all its keys, ``score`` included, as in verl; a tuple
-    ``(score, prompt, explanation)`` is recorded as ``prompt`` and ``explanation``.
+    The extra info depends on the type, as in verl:
+
+    - A number or bool: ``{"acc": number}``.
+    - A dict: all its keys, including ``score``.
+    - A tuple ``(score, prompt, explanation)``: the keys ``prompt`` and ``explanation``.
+    - ``None``: empty.
 
     Raises:
-        InvalidScoreError: it is no score.
+        InvalidScoreError: the value has another type, a reserved key, or a score that is not a finite number.
     """
     if returned is None:
         return None, {}
-    if type(returned) is float and -_MAX <= returned <= _MAX:  # most are: what follows asks abstract classes
+    if type(returned) is float and -_MAX <= returned <= _MAX:  # fast path: skips the slow isinstance checks below
         return returned, {"acc": returned}
     try:
         if isinstance(returned, Mapping):
@@ -42,14 +46,14 @@ def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
         return _score(value, returned), {"acc": value}
     except InvalidScoreError:
         raise
-    except Exception as error:  # of a tensor on a device that is lost, say
+    except Exception as error:  # for instance a tensor on a failed device
         raise InvalidScoreError(
             f"returned a {type(returned).__name__} that cannot be read: {shorten(error)}"
         ) from error
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a number is finite as trainers keep it, in float32."""
+    """Whether a number is finite in float32."""
     return bool(-_MAX <= number <= _MAX)
 
 
@@ -74,7 +78,7 @@ def _from_mapping(returned: Mapping[str, Any]) -> tuple[float | None, dict[str, 
 
 
 def _scalar(value: Any) -> Any:
-    """Unpack a 0-d array, tensor or numpy scalar, of whichever library, into a Python number."""
+    """Convert a 0-d array, tensor or numpy scalar to a Python number; return other values unchanged."""
     if (
         type(value) not in (float, int, bool)
         and getattr(value, "shape", None) == ()

@@ -1,4 +1,4 @@
-"""Async calls of the user's function, on the event loop."""
+"""Run async reward functions on the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LoopCall", "LoopCalls"]
 
 
 class LoopCall(Watched):
-    """An async call in a task of its own. Its future gets the `CallOutcome`, or a `TimeoutError` at the deadline."""
+    """An async call in its own task. Its future gets the `CallOutcome`, or a `TimeoutError` at the deadline."""
 
     __slots__ = ("deadlines", "task", "timeout")
     deadlines: Deadlines
@@ -23,10 +23,11 @@ class LoopCall(Watched):
 
 
 class LoopCalls:
-    """Runs async calls, each in a task of its own, with a deadline from the start of the function.
+    """Runs async calls, each in its own task, with a deadline that starts with the function.
 
-    A task of its own, so that a function that swallows its cancellation (``except:`` around a retry) does not keep its
-    sample waiting. `asyncio.wait` would do the same, and make a sample a third dearer in time and memory.
+    The separate task ensures that a sample also ends at its deadline if the function swallows the cancellation, such
+    as by a bare ``except:`` around a retry. `asyncio.wait` would do the same, but a sample would take a third more
+    time and memory.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,13 @@ class LoopCalls:
     async def run(
         self, awaitable: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
     ) -> CallOutcome:
-        """Await what the user's code returned.
+        """Await an awaitable that the user's code returned, and return its outcome.
+
+        Args:
+            awaitable: the awaitable.
+            timeout: seconds from its start to its deadline, or ``None``.
+            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
+                deadline.
 
         Raises:
             TimeoutError: the deadline passed; the awaitable is cancelled.
@@ -55,7 +62,7 @@ class LoopCalls:
         timeout: float | None,
         waited: Callable[[float], float],
     ) -> LoopCall:
-        """Start a call. The caller awaits its future, and must call `leave` afterwards, also when it is cancelled."""
+        """Start a call. The caller awaits ``call.future``, and must then call `leave`, also after a cancellation."""
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
@@ -68,7 +75,7 @@ class LoopCalls:
         return call
 
     def leave(self, call: LoopCall) -> None:
-        """End the wait for a call; one that is still running is cancelled."""
+        """Stop watching a call, and cancel it if it still runs."""
         if call.timeout is not None:
             call.deadlines.forget(call, call.timeout)
         if not call.task.done():
@@ -78,7 +85,10 @@ class LoopCalls:
 
 
 async def _run(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any], call: Watched) -> None:
-    """Await the function. Its exceptions are data, except Ctrl-C; the outcome of an abandoned call is dropped."""
+    """Await the function, and set its outcome on the call's future, unless the caller has abandoned the call.
+
+    Exceptions become part of the outcome, except KeyboardInterrupt and GeneratorExit.
+    """
     call.started = time.monotonic()
     started = time.perf_counter()
     value: Any = None

@@ -1,4 +1,4 @@
-"""From the outcome of a call to the result of a sample."""
+"""Convert the outcome of a call to the result of a sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["failed", "failed_after", "not_called", "to_result"]
 
 
 def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardResult:
-    """Turn the outcome of a sample's call into its result.
+    """Return the result of a sample from the outcome of its call.
 
     Args:
-        call: the outcome, over all attempts.
+        call: the outcome, summed over all attempts.
         sample: the sample, for messages.
-        function: name and file of the function, for messages.
+        function: the function's name and file, for messages.
 
     Raises:
         JobServiceError: the call failed because the limiter service is unreachable, which stops the run.
@@ -85,17 +85,17 @@ def _without_value(call: CallOutcome, sample: RewardSample, function: str) -> Re
 
 
 def failed(problem: ScoringError, attempts: int = 1) -> RewardResult:
-    """Return the result of a sample that failed without a call of its own."""
+    """Return the result of a sample that failed outside of a call of the function."""
     return RewardResult(Outcome.FAILED, None, error=str(problem), attempts=attempts, exception=problem)
 
 
 def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
-    """Return the result of a sample whose call returned an invalid value; the times of the call are kept."""
+    """Return a failed result that replaces ``called``: the call returned an invalid value. Timings are kept."""
     return replace(
         called, outcome=Outcome.FAILED, score=None, extra_info={}, error=str(problem), exception=problem, policy=None
     )
 
 
 def not_called(sample: RewardSample) -> RewardResult:
-    """Return the result of a sample whose row is broken, so that the function is not called."""
+    """Return the failed result of a sample with an invalid row, for which the function is not called."""
     return failed(ScoringError(sample.error or "its row is broken", sample=sample), attempts=0)

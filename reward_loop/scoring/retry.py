@@ -1,4 +1,4 @@
-"""Calls that are made again."""
+"""Retries of calls that failed with a transient error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Retry:
-    """Makes a call again while it fails in a way that may pass: `tenacity`, with our conditions.
+    """Retries a call with exponential backoff while it fails with a transient error. Based on `tenacity`.
 
     Args:
-        config: how often, for how long, and with which pauses.
-        sleep: how a pause is made.
+        config: the maximum number of attempts, the maximum total time, and the backoff.
+        sleep: awaited for each pause, with its length in seconds.
     """
 
     def __init__(self, config: RetryConfig, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -36,16 +36,16 @@ class Retry:
         error_of: Callable[[T], BaseException | None],
         elapsed: float = 0.0,
     ) -> T:
-        """Make further attempts for as long as they fail in a way that may pass.
+        """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
         Args:
-            first: what the first attempt gave.
-            attempt: makes one more.
-            error_of: why an attempt failed, if it did.
-            elapsed: seconds that the first attempt took.
+            first: the result of the first attempt.
+            attempt: makes one more attempt.
+            error_of: returns the exception of a failed attempt, or ``None``.
+            elapsed: seconds that the first attempt took; they count towards ``config.max_seconds``.
 
         Returns:
-            What the last attempt gave, success or not.
+            The result of the last attempt, successful or not.
         """
 
         def passes(state: tenacity.RetryCallState) -> bool:
@@ -56,7 +56,7 @@ class Retry:
             error = error_of(_given(state))
             asked = None if error is None else retry_after(error)
             own = float(self._pause(state))
-            # Never earlier than asked, and not all at the same moment.
+            # Not before the Retry-After of the service, plus a random delay that spreads the retries.
             return own if asked is None else asked + min(own, self.config.initial_wait)
 
         async def make(attempts: Iterator[int]) -> T:

@@ -1,4 +1,4 @@
-"""Which arguments a reward function is called with: decided once, from its signature."""
+"""Inspect a reward function's signature once, to decide which arguments it receives."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ PROVIDED = (
     "reward_router_address",
     "reward_model_tokenizer",
 )
-"""What the reward loop can pass to a function, by these names."""
+"""The names of the arguments that the reward loop can pass to a function."""
 
 LOGGED = frozenset({"queries", "replies", "results", "scores", "latencies", "groups", "group_uids", "timestamps"})
-"""What is passed to the ``log`` of a class, by these names; ``results`` and ``group_uids`` are other names of
-``replies`` and ``groups``."""
+"""The names of the arguments that a class's ``log`` can declare. ``results`` is an alias of ``replies``, and
+``group_uids`` of ``groups``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A callable, and how to call it."""
+    """A callable with its inspected signature."""
 
     call: Callable[..., Any]
     name: str
     """For messages: ``compute_score (reward.py)``."""
     is_async: bool
     passes: frozenset[str]
-    """Those of the names provided that it is called with."""
+    """The provided arguments that are passed to the callable."""
     requires: frozenset[str]
-    """Those of them that its signature names without a default."""
+    """The subset of ``passes`` that the signature declares without a default."""
     reward_kwargs: Mapping[str, Any]
-    """The configured arguments that it is called with."""
+    """The configured arguments that are passed to the callable."""
     post_process_scores: Callable[[list[float]], list[float]] | None
     log: Callable[..., Any] | None = None
-    """The class's hook for logging, and not some other method of that name."""
+    """The class's ``log`` hook, if its parameters are among `LOGGED`."""
     logs: frozenset[str] = frozenset()
-    """Those of `LOGGED` that it is called with."""
+    """The names of `LOGGED` that ``log`` receives."""
     origin: Any = None
-    """What was resolved: the function, or the object; or a `functools.partial` of the class that was instantiated."""
+    """The function or object passed to `resolve`; for a class, a `functools.partial` with its constructor arguments."""
 
 
 def resolve(
@@ -57,15 +57,19 @@ def resolve(
 ) -> Target:
     """Inspect a function, a callable object, or a class or instance with ``compute_score``.
 
-    A class is instantiated, once, with those of ``reward_kwargs`` that its ``__init__`` names.
+    A class is instantiated once, with the ``reward_kwargs`` that its ``__init__`` declares.
 
     Args:
-        function: the function.
+        function: the function, object or class.
         reward_kwargs: configured arguments of the function, or of its class.
-        provided: what can be passed to it, by these names.
+        provided: the names of the arguments that can be passed.
+
+    Returns:
+        The callable, and the arguments that it receives.
 
     Raises:
-        FunctionLoadError: it cannot be called with what the reward loop provides.
+        FunctionLoadError: the function requires an argument that is not provided, does not accept one of
+            ``reward_kwargs``, or its signature cannot be read.
     """
     function, kwargs = _unwrap_verl(function, dict(reward_kwargs or {}))
     name = _name(function)
@@ -116,7 +120,10 @@ def resolve(
 
 
 def _log(instance: Any) -> tuple[Callable[..., Any] | None, frozenset[str]]:
-    """Return the instance's ``log`` with the names it takes; a ``log`` that takes others is none of ours."""
+    """Return the instance's ``log`` and the `LOGGED` names that it receives.
+
+    A ``log`` that declares none of these names, or requires other arguments, is ignored: ``(None, frozenset())``.
+    """
     log = getattr(instance, "log", None)
     if not callable(log):
         return None, frozenset()
@@ -132,7 +139,10 @@ def _log(instance: Any) -> tuple[Callable[..., Any] | None, frozenset[str]]:
 
 
 def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Take apart the partial in which verl binds a configured function, whose own signature says nothing."""
+    """Return the user's function and arguments from the `functools.partial` in which verl wraps them.
+
+    The wrapper accepts any arguments, so its signature is of no use. Other functions are returned unchanged.
+    """
     if (
         isinstance(function, functools.partial)
         and getattr(function.func, "__module__", "") == "verl.trainer.ppo.reward"
@@ -158,7 +168,7 @@ def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, 
 
 
 def _parameters(function: Any, name: str) -> tuple[dict[str, bool], bool]:
-    """Return the parameters, each with whether it has a default, and whether any keyword is taken."""
+    """Return the parameters (name -> whether it has a default), and whether the function takes ``**kwargs``."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -180,13 +190,13 @@ def _parameters(function: Any, name: str) -> tuple[dict[str, bool], bool]:
 
 
 def _bound_names(function: Any) -> set[str]:
-    """Return the arguments that the user has already bound by `functools.partial`; they are not passed again."""
+    """Return the arguments already bound by the user's `functools.partial`; they are not passed again."""
     return set(function.keywords) if isinstance(function, functools.partial) else set()
 
 
 def _is_async(function: Any) -> bool:
-    # A sync wrapper around an async function is called in a thread, and the awaitable it returns awaited on the loop:
-    # it may as well drive the coroutine itself, which must not happen on the loop.
+    # A sync wrapper around an async function counts as sync: it may run the coroutine itself, which would block the
+    # event loop. It is called in a thread, and if it returns an awaitable, that is awaited on the event loop.
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

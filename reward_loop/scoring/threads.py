@@ -1,4 +1,4 @@
-"""Threads for sync reward functions: never on the loop, never in the way of the interpreter's exit."""
+"""Daemon threads for sync reward functions. They block neither the event loop nor the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _IDLE_SECONDS = 10.0
 
 
 class DaemonThreads:
-    """At most ``max_threads`` calls at a time, each in a daemon thread.
+    """Runs at most ``max_threads`` calls at a time, each in a daemon thread.
 
-    A call that is given up, because its deadline passed or its task was cancelled, leaves its slot at once. Its thread
-    cannot be killed and runs on, as a daemon, so that a hung function blocks neither the others nor the exit. (The
-    threads of asyncio, concurrent.futures and anyio are all joined at exit.)
+    Invariants:
 
-    Calls are started in order. A thread that has ended one takes the next from the queue, and only one more thread is
-    woken at a time: calls that block still get a thread each, one after the other, while thousands of calls that do
-    little share a few. Calls that come in one turn of the loop are handed over together, and so are results: waking a
-    thread, and passing on the interpreter's lock, costs more than such a call.
+    - Calls start in order of submission.
+    - An abandoned call (deadline passed or task cancelled) releases its slot at once. Its thread cannot be killed and
+      runs on outside the pool, so a hung function blocks neither other calls nor the interpreter's exit. (asyncio,
+      concurrent.futures and anyio join their threads at exit.)
+    - At most one thread is being woken or started at a time. Blocking calls still get one thread each; thousands of
+      short calls share a few threads.
+    - All calls submitted in one event loop iteration are queued together, and results are delivered in batches:
+      waking a thread and switching the GIL costs more than a short call.
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -41,12 +43,12 @@ class DaemonThreads:
         _all.add(self)
 
     def _begin(self) -> None:
-        """Start from nothing, as in a fork of this process, where the threads are missing."""
+        """Set the initial state. Also called in a forked child process, which has no copies of the threads."""
         self._lock = threading.Lock()
-        # To wait and to notify. The lock is taken by itself: a KeyboardInterrupt in the condition's own `__enter__`,
-        # which is Python code, would leave it locked for ever.
+        # Used only to wait and notify. Always acquire `_lock` itself: a KeyboardInterrupt inside the condition's
+        # `__enter__`, which is Python code, could leave the lock held forever.
         self._changed = threading.Condition(self._lock)
-        # All of these under the lock.
+        # `_lock` guards `_queue`, `_threads`, `_idle` and `_coming`; only the event loop's thread uses `_home`.
         self._queue: deque[_Job] = deque()
         self._threads = 0
         self._idle = 0
@@ -62,9 +64,13 @@ class DaemonThreads:
         """Call the function in a thread as soon as one is free.
 
         Args:
-            function: what to call.
-            timeout: seconds from its start to its deadline.
-            waited: how many seconds up to the given `time.monotonic` do not count towards the deadline.
+            function: the function to call, without arguments.
+            timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
+            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
+                deadline.
+
+        Returns:
+            The function's return value. Its exceptions propagate.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -94,7 +100,7 @@ class DaemonThreads:
             self._call_for_help()
 
     def _leave(self, job: _Job) -> None:
-        """Nobody waits for the job any more. If it still runs, its thread is no longer one of ours."""
+        """Abandon a job that has not ended. If it is running, its thread no longer counts as part of the pool."""
         if job.ended:
             return
         with self._lock:
@@ -106,7 +112,7 @@ class DaemonThreads:
                 self._call_for_help()
 
     def _call_for_help(self) -> None:
-        """Let one more thread come, if there is work for it and none is on its way."""
+        """Wake or start one more thread, if calls are queued and no thread is being woken or started."""
         if not self._queue or self._coming:
             return
         if self._idle:
@@ -117,7 +123,7 @@ class DaemonThreads:
             self._threads += 1
             try:
                 threading.Thread(target=self._work, name="reward-function", daemon=True).start()
-            except RuntimeError as error:  # The system has no more threads for us; those that there are do the work.
+            except RuntimeError as error:  # No more threads available. Existing threads continue; without any, fail.
                 self._coming = False
                 self._threads -= 1
                 if not self._threads:
@@ -135,7 +141,7 @@ class DaemonThreads:
                 if job.given_up:
                     return
             job.home.report(job)
-            del job  # not kept alive until the next one comes
+            del job  # do not keep the job alive while waiting for the next one
 
     def _take(self) -> _Job | None:
         with self._lock:
@@ -191,7 +197,7 @@ class _Job(Watched):
 
 
 class _Home:
-    """A loop, what it is still to be told, and the deadlines of the calls that it waits for."""
+    """An event loop with its newly submitted jobs, its ended jobs to report, and the deadlines of its calls."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -201,11 +207,11 @@ class _Home:
         self.deadlines = Deadlines(loop)
 
     def report(self, job: _Job) -> None:
-        """Called in the job's thread. One wake-up of the loop serves all that ends until it comes."""
+        """Report an ended job, from the job's thread. One wake-up of the loop delivers all jobs ended by then."""
         self._ended.append(job)
         if not self._told:
             self._told = True
-            # The loop may be closed by the time that a hung function returns.
+            # The loop may be closed when a hung function returns.
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._collect)
 

@@ -1,4 +1,4 @@
-"""Scores from comparisons, for functions that see a whole group."""
+"""Scores from pairwise comparisons and rankings, for functions that score a whole group."""
 
 from __future__ import annotations
 
@@ -21,21 +21,29 @@ async def tournament(
     swap: bool = True,
     opponents: int | None = None,
 ) -> list[float | None]:
-    """Return how much of its comparisons each entry wins, from 0 to 1.
+    """Compare entries pairwise, and return each entry's win rate from 0 to 1.
 
     Args:
-        entries: what is compared, for instance the responses of a group.
-        compare: says how the first does against the second: 1 if it wins, 0 if it loses, 0.5 for a draw, or anything
-            between; ``None`` if the judge's verdict cannot be read.
-        swap: ask each pair in both orders, since judges favour a place: who wins in one order only has a draw.
-        opponents: how many others each entry meets, rounded up to an even number; by default all.
+        entries: the entries to compare, for instance the responses of a group.
+        compare: returns the result of the first entry against the second: 1 for a win, 0 for a loss, 0.5 for a draw,
+            or any number between; ``None`` if the judge's verdict cannot be parsed.
+        swap: compare each pair in both orders. This cancels the position bias of judges: an entry that wins in one
+            order only has a mean of 0.5 for the pair.
+        opponents: the number of opponents of each entry, rounded up to an even number; by default all others.
 
     Returns:
-        For each entry the mean of its results, or ``None`` if no verdict on it could be read.
+        For each entry the mean of its results, or ``None`` if none of its verdicts could be parsed.
 
     Raises:
-        ValueError: ``compare`` returned something else.
-        Exception: what ``compare`` raised; the other comparisons are cancelled.
+        ValueError: ``compare`` returned neither ``None`` nor a number from 0 to 1.
+        Exception: ``compare`` raised it; the other comparisons are cancelled.
+
+    Example::
+
+        async def better(first: str, second: str) -> float | None:
+            return await ask_judge(first, second)
+
+        scores = await tournament(responses, better, opponents=4)
     """
     pairs = _pairs(len(entries), opponents)
     orders = pairs + [(second, first) for first, second in pairs] if swap else pairs
@@ -53,13 +61,16 @@ async def tournament(
 
 
 def ranking(order: Sequence[int]) -> list[float]:
-    """Return the scores of entries that are ranked: evenly from 1 for the best to 0 for the last.
+    """Return evenly spaced scores for ranked entries: 1 for the best, 0 for the last.
 
     Args:
-        order: the places of the entries, counted from 0, the best first. A single one has the score 1.
+        order: the indices of the entries (from 0), best first. A single entry gets the score 1.
+
+    Returns:
+        The score of each entry, in order of the indices: ``ranking([2, 0, 1]) == [0.5, 0.0, 1.0]``.
 
     Raises:
-        ValueError: an entry is missing, or there twice.
+        ValueError: an entry is missing or occurs twice.
     """
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"a ranking names each of {len(order)} entries once, counted from 0; got {shorten(order)}")
@@ -70,7 +81,7 @@ def ranking(order: Sequence[int]) -> list[float]:
 
 
 def _pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
-    """Seat the entries in a circle: each meets its neighbours, up to a distance that gives it so many opponents."""
+    """Return the pairs to compare. In a circle of all entries, each meets its neighbours up to a fixed distance."""
     distances = count // 2 if opponents is None else min(count // 2, (opponents + 1) // 2)
     pairs = {frozenset((i, (i + step) % count)): None for step in range(1, distances + 1) for i in range(count)}
     return [(min(pair), max(pair)) for pair in pairs]
