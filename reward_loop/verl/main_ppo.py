@@ -203,7 +203,7 @@ def _main(config: DictConfig) -> None:
 
 
 def _interrupt_once(number: int, frame: object) -> NoReturn:
-    """Handles the first Ctrl-C, which stops the run. Ignores further ones, so that the shutdown can finish."""
+    """Stops the run at the first Ctrl-C, and ignores further ones, so that the shutdown can finish."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -38,8 +38,8 @@ trained    ``_train``: the rows have an advantage, or    none                   
            are masked                                                             mini-batch is full
 cleared    ``_finish_step``: the rows are deleted from   none                     nowhere
            TransferQueue
-evicted    ``_throw_out``: the group was filtered, or    none                     nowhere; a new prompt replaces it
-           failed without a trajectory
+evicted    ``_throw_out`` of a complete group: it was    none                     nowhere; a new prompt replaces it
+           filtered, or failed without a trajectory
 ========== ============================================= ======================== =============================
 
 A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
@@ -159,7 +159,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         prompts, trajectories = self._look()
         stale = [key for key in trajectories if _uid(key) not in prompts]
         if stale:
-            # The checkpoint was written before its own batch was cleared.
+            # The checkpoint was written before the batch of its step was cleared.
             tq.kv_clear(keys=stale, partition_id="train")
         again = [uid for uid, tag in prompts.items() if tag["status"] in ("pending", "running")]
         if again:
@@ -169,7 +169,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._progress.submit(again)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
+        """Trains, while a `Listener` receives the events of the agent loop workers."""
         with Listener(agent_loop_manager.agent_loop_workers, self._progress) as self._listener:
             super().fit(agent_loop_manager)
 

@@ -93,9 +93,9 @@ class RewardReplayBuffer(ReplayBuffer):
         A group is filtered out if two or more of its samples are not masked, and all of these have the same value of
         the metric.
 
-        verl would count a masked sample with the reward 0, and stop the run if it lacks another metric. A
-        group with a failed or unscored sample that is not masked and lacks the metric is kept. A group with a scored
-        sample that lacks it is left to verl, which stops the run.
+        verl would count a masked sample with the reward 0, and stop the run if a masked sample lacks another metric.
+        A group is kept if a failed or unscored sample of it is not masked and lacks the metric. If a scored sample
+        lacks the metric, the group is left to verl, which stops the run.
         """
         decided = self._dapo_classification_cache[partition_id]
         new = self.finished_keys[partition_id] - decided.keys()

@@ -173,7 +173,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
+        """Trains. The run stops when an agent loop worker dies."""
         self._agent_loop_workers = agent_loop_manager.agent_loop_workers
         self._deaths = [worker.until_death.remote() for worker in self._agent_loop_workers]
         super().fit(agent_loop_manager)
@@ -189,7 +189,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def _last_failure(self) -> str:
         asked = [worker.last_failure.remote() for worker in self._agent_loop_workers]
-        with suppress(RayError):  # GetTimeoutError is one
+        with suppress(RayError):  # includes GetTimeoutError
             for failure in ray.get(asked, timeout=ANSWER_S):
                 if failure:
                     return f"A rollout that failed is {failure}"

@@ -147,7 +147,7 @@ def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 def _select(value: Any, rows: list[int]) -> Any:
-    """Returns some rows of a model output. Outputs that are not by row (nested tensors) are returned unchanged."""
+    """Returns some rows of a model output that is a nested tensor. Other outputs have no rows and stay unchanged."""
     if not (isinstance(value, torch.Tensor) and value.is_nested):
         return value
     kept = value.unbind()

@@ -89,7 +89,7 @@ class RewardWorker:
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
-        watch()  # `reward-loop stuck` also lists idle workers
+        watch()  # so that `reward-loop stuck` also lists an idle worker
         self._failures = failure_bound(self._options, self._limits)
 
     async def compute_score(self, data: Any) -> Reward:
