@@ -15,8 +15,8 @@ Invariants:
 - Each row of a batch, padding rows included, is passed to ``_update`` exactly once. The masks of a row without an
   advantage are zero.
 - The learning-rate schedules move on once in a step, however many update calls the step makes.
-- ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished`` (the sets of `Progress`). They
-  change only under the lock of the `Listener`.
+- ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished`` (the sets of `Progress`). During
+  ``fit``, they change only under the lock of the `Listener`.
 - The prompt tags in TransferQueue are authoritative. A waiting trainer reads them when it has received no event for
   `RESYNC_S` seconds.
 
