@@ -1,4 +1,7 @@
-"""All that imports verl. It is imported late, and not here: its platform is chosen while it is imported."""
+"""The integration with verl.
+
+This module must not import verl: verl chooses its platform at import, so it is imported late.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""verl's agent loop, with trajectories published before their rewards are in.
+"""verl's agent loop, with trajectories published before their rewards arrive.
 
-verl holds a trajectory back until it is judged. Here it goes to TransferQueue as soon as it is generated, and the
-rewards of its group follow; so the trainer can put the rollout engine to sleep, and compute what needs no reward, while
-judges work. A session still lasts until its reward is in: verl's own prompt statuses keep their meaning.
+verl publishes a trajectory only when it has its reward. Here, the trajectory is written to TransferQueue as soon as it
+is generated, and the rewards of its group are written later. So, while judges work, the trainer can put the rollout
+engine to sleep and compute what needs no reward. A session still ends only when its reward has arrived, so verl's own
+prompt statuses keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from reward_loop.verl.progress import Event
 __all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
 
 GENERATED = "generated"
-"""Tags a prompt whose sessions have all been generated and published. It is no status: verl refuses those that it does
-not know."""
+"""The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
+because verl rejects unknown statuses."""
 
 NEWS_S = 30.0
-"""Seconds after which a worker answers although it has no news, so that no call is open for ever."""
+"""Seconds after which a call of ``news`` returns even if there is no event, so that no call stays open indefinitely."""
 
 Session = tuple[str, int]
-"""A prompt's uid, and the number of the session."""
+"""A prompt's uid, and the index of the session."""
 
 
 class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
-    """Publishes a training trajectory first, and its reward when it comes."""
+    """An agent loop worker that publishes a training trajectory first, and its reward later. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,12 +44,12 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         self._judging: dict[Session, asyncio.Task[None] | None] = {}
         self._unjudged: dict[str, set[int]] = {}
         self._rewards: dict[str, dict[str, dict[str, Any]]] = {}
-        """The rewards of each prompt that are in and not published, by key."""
+        """Prompt uid -> trajectory key -> its reward, for rewards that have arrived and are not published."""
         self._news: list[Event] = []
         self._told = asyncio.Event()
 
     async def news(self) -> list[Event]:
-        """What happened since the last call. Waits until there is something, or for `NEWS_S`."""
+        """Returns the events since the last call. Waits up to `NEWS_S` seconds for the first one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NEWS_S):
                 await self._told.wait()
@@ -57,7 +58,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         return news
 
     async def in_work(self) -> dict[str, str]:
-        """What the sessions of each prompt that has not ended are at."""
+        """Returns, for each unfinished prompt, which sessions are being generated or judged, as text."""
         judged: dict[str, list[int]] = defaultdict(list)
         for (uid, session), task in self._judging.items():
             if task is not None:
@@ -100,7 +101,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 self._tell(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
             raise
         finally:
-            # A session that failed before it published anything will publish nothing.
+            # A session that failed before it published its trajectory will not publish one.
             self._note_generated(*session)
             await self._note_published(*session)
             await self._note_judged(*session)
@@ -127,12 +128,12 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         session = (kwargs["uid"], kwargs["session_id"])
         if self.reward_loop_worker_handles is None:
-            return  # The trainer has the whole batch judged.
+            return  # The trainer sends the whole batch to the reward workers.
         if session in self._judging and outputs[-1].reward_score is None:
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
             self._tell(("judging", _name(session)))
         else:
-            # Only training is judged beside generation: the limits of a service share their turns by this.
+            # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
             await super()._compute_score(outputs, {**kwargs, "__validate__": True})
 
     def _note_generated(self, uid: str, session_id: int) -> None:
@@ -145,15 +146,20 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             self._tell(("published", uid))
 
     async def _note_judged(self, uid: str, session_id: int) -> None:
-        """Publishes the rewards of a prompt when the last of its sessions ends: nobody trains on a part of a group,
-        and each write costs several milliseconds."""
+        """Publishes the rewards of a prompt when the last of its sessions ends.
+
+        One write per group is enough, because the trainer uses only complete groups.
+        """
         if _is_last(self._unjudged, uid, session_id) and (rewards := self._rewards[uid]):
             fields = list_of_dict_to_tensordict(list(rewards.values()))
             await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
 
     async def _await_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
-        """Takes the reward when it comes. A trajectory that gets none, the run going on, is left out of training: it
-        has been published already, and its group is not to lose the others."""
+        """Waits for the reward of a session, and stores it.
+
+        If judging raises, the session is masked: its trajectory has been published already, and the other samples of
+        the group stay usable.
+        """
         final = outputs[-1]
         try:
             await judging
@@ -181,7 +187,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 def _is_last(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
-    """Takes a session out of a stage; whether it was the last one of its prompt."""
+    """Removes a session from a stage. Returns whether it was the last session of its prompt in this stage."""
     left = stage.get(uid, set())
     if session_id not in left:
         return False
@@ -190,12 +196,12 @@ def _is_last(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
 
 
 def _name(session: Session) -> str:
-    """As in the keys of its trajectories."""
+    """Returns ``{uid}_{session}``, the start of the keys of its trajectories."""
     return f"{session[0]}_{session[1]}"
 
 
 class PipelineAgentLoopManager(AgentLoopManagerTQ):
-    """Starts :class:`PipelineAgentLoopWorker`."""
+    """verl's agent loop manager, with :class:`PipelineAgentLoopWorker` as its workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What verl's trainer will take of the cluster, and how its platform names accelerators."""
+"""The resources of the cluster that verl's trainer will reserve, and the accelerators of verl's platform."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from reward_loop.serving.reservation import Others
 __all__ = ["accelerator", "groups_of_trainer"]
 
 _CPUS_OF_STANDALONE_ROLLOUT = 2
-"""verl's ``max_colocate_count`` for rollouts with accelerators of their own: processors for each accelerator."""
+"""verl's ``max_colocate_count`` for rollouts with their own accelerators: the CPUs reserved per accelerator."""
 
 
 def accelerator() -> Accelerator:
-    """The accelerators of verl's platform."""
+    """Returns the Ray resource and the environment variable for the accelerators of verl's platform."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
@@ -22,10 +22,10 @@ def accelerator() -> Accelerator:
 
 
 def groups_of_trainer(config: DictConfig) -> list[Others]:
-    """The placement groups that verl's trainer will create: verl waits without a deadline until they have room.
+    """Returns the placement groups that verl's trainer will create. verl waits for their resources without a timeout.
 
     Args:
-        config: verl's whole configuration, settled.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.settle`.
     """
     from verl.single_controller.ray import ResourcePoolManager
 

@@ -1,4 +1,4 @@
-"""A reward model on the GPUs that train. It is awake only while samples are judged, and the rollout sleeps then."""
+"""A reward model on the trainer's GPUs. It is awake only while samples are judged; the rollout sleeps then."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class ColocatedRewardModel:
-    """The reward model of a run whose trainer says when it wakes. What it has started is stopped at exit.
+    """A reward model that the trainer wakes up and puts to sleep. A context manager: the servers stop at exit.
 
     Args:
-        config: how it is served; the placement is ``colocated``.
-        workers: how many reward workers there will be.
+        config: the options of the servers; the placement must be ``colocated``.
+        workers: the number of reward workers.
     """
 
     def __init__(self, config: RewardModelConfig, workers: int) -> None:
@@ -45,10 +45,13 @@ class ColocatedRewardModel:
         self._stack.close()
 
     def start(self, groups: Sequence[PlacementGroup]) -> RouterAddress | str:
-        """Starts the servers on the GPUs of these placement groups, which must have room now, and puts them to sleep.
+        """Starts the servers on the GPUs of these placement groups, and puts them to sleep.
+
+        Args:
+            groups: placement groups with enough free GPU memory at this moment.
 
         Returns:
-            how reward workers reach the router.
+            The address of the router for the reward workers.
 
         Raises:
             ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
@@ -61,18 +64,18 @@ class ColocatedRewardModel:
 
     @contextmanager
     def awake(self, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Wakes the model, and puts it to sleep again.
+        """Wakes the model up for the block, and then puts it to sleep.
 
         Args:
-            metrics: the seconds of both are added to it.
+            metrics: the seconds of both operations are added here.
 
         Raises:
-            ServerError: a server did not wake, or did not go to sleep.
+            ServerError: a server did not wake up, or did not go to sleep.
         """
         metrics = {} if metrics is None else metrics
         with added_seconds("reward_loop/model_wake_s", metrics):
             self._model.wake()
-        # Where judging fails the run ends, and the servers with it.
+        # No `finally`: if judging fails, the run and its servers stop.
         yield
         with added_seconds("reward_loop/model_sleep_s", metrics):
             self._model.sleep()

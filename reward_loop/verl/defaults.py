@@ -1,4 +1,4 @@
-"""The defaults of all options, verl's and those of the reward loop, from the files that hold them."""
+"""The defaults of all reward options, read from the configuration files of verl and of the reward loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reward_loop.managers.rate_limited import RateLimitedConfig
 __all__ = ["CONFIG_DIR", "defaults", "verl_config_dir"]
 
 CONFIG_DIR = Path(__file__).parent / "config"
-"""Where the Hydra configuration of the reward loop lies."""
+"""The directory of the reward loop's Hydra configuration."""
 
 
 def verl_config_dir() -> Path:
-    """Where the installed verl keeps its Hydra configuration. Found without importing verl."""
+    """Returns the directory of verl's Hydra configuration, without importing verl."""
     spec = importlib.util.find_spec("verl")
     assert spec is not None
     assert spec.origin is not None
@@ -27,7 +27,7 @@ def verl_config_dir() -> Path:
 
 @functools.cache
 def defaults() -> DictConfig:
-    """The groups that say how rewards are made, with every option that is known there. Read-only."""
+    """Returns the option groups about rewards, with every known option and its default. Read-only."""
     directory = verl_config_dir()
     merged = OmegaConf.merge(
         OmegaConf.load(directory / "legacy_reward_impl.yaml"),

@@ -1,4 +1,4 @@
-"""The reward of a rollout where the user has a discriminative reward model and no function: the model's logit."""
+"""Rewards from a discriminative reward model without a reward function: the reward is the model's logit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["DiscriminativeRewardLoopManager", "compute_score"]
 
 
 class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
-    """Has the reward model score the conversation that a rollout ends, as verl's own reward loop does.
+    """Scores the conversation of a rollout with the reward model, as verl's own reward loop does.
 
-    The conversation is the row's ``raw_prompt`` and, as the assistant's turn, the response with its special tokens but
-    without the policy's end of sequence; the reward model's chat template is applied to it.
+    The conversation is the row's ``raw_prompt``, followed by the response as the assistant's turn. The response keeps
+    its special tokens, except the policy's end-of-sequence token. The reward model's chat template is applied to the
+    conversation.
     """
 
     async def to_sample(self, data: Any) -> RewardSample:
-        """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
+        """Returns the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
         sample = await super().to_sample(data)
         row = data if data.batch["responses"].ndim == 1 else data[-1]
         prompt = row.non_tensor_batch.get("raw_prompt")
@@ -31,7 +32,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
             return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
         try:
             text = await asyncio.to_thread(self._render, list(prompt), row.batch)
-        except Exception as error:  # a template is a program of the model's author
+        except Exception as error:  # a chat template is code from the model's author
             return replace(
                 sample, error=f"the reward model's chat template refused it: {type(error).__name__}: {error}"
             )
@@ -44,14 +45,14 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         text: str = self.reward_model_tokenizer.apply_chat_template(
             [*conversation, {"role": "assistant", "content": response}], add_generation_prompt=False, tokenize=False
         )
-        # The server's tokenizer puts it there again.
+        # The server's tokenizer adds the token again.
         return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
 
 
 async def compute_score(
     extra_info: dict[str, Any], reward_router_address: str, model: str | None = None
 ) -> dict[str, float]:
-    """Return the logit of ``extra_info["reward_model_input"]``; of several, the last, as in verl."""
+    """Returns the logit of ``extra_info["reward_model_input"]``; if there are several, the last one, as in verl."""
     logits = await classify(
         reward_router_address,
         extra_info["reward_model_input"],

@@ -1,4 +1,4 @@
-"""GDPO in verl's V1 trainer, which gives advantage estimators the sum of a sample's rewards and not the rewards."""
+"""GDPO in verl's V1 trainer, which passes only the sum of a sample's rewards to advantage estimators."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from reward_loop.errors import ConfigError
 __all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
 
 GDPO = "reward_loop_gdpo"
-"""verl's estimator ``gdpo``, with the rewards that `use_rewards` provides."""
+"""The name of verl's estimator ``gdpo`` with the rewards from `use_rewards`."""
 
 _rewards: ContextVar[Mapping[str, np.ndarray]] = ContextVar("gdpo_rewards")
 
 
 def switch_estimator(config: DictConfig) -> None:
-    """Turns ``algorithm.adv_estimator=gdpo`` into `GDPO`, in place. Other estimators stay."""
+    """Replaces ``algorithm.adv_estimator=gdpo`` by `GDPO`, in place. Other estimators stay unchanged."""
     if config.algorithm.adv_estimator == "gdpo":
         with open_dict(config):
             config.algorithm.adv_estimator = GDPO
@@ -32,16 +32,16 @@ def switch_estimator(config: DictConfig) -> None:
 def component_rewards(
     keys: Sequence[str], infos: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Each of the rewards ``names``, one number a row of a batch.
+    """Returns each named reward as a float32 array with one number per row of a batch.
 
     Args:
-        keys: the batch's rows.
-        infos: ``reward_extra_info`` by row, without padding. Rows of padding, and masked ones, count 0: no token of
-            theirs does.
-        names: ``algorithm.gdpo_reward_keys``.
+        keys: the keys of the batch's rows.
+        infos: ``reward_extra_info`` by key, without padding rows. Padding rows, and masked rows without the reward, get
+            0, which has no effect because their tokens are masked.
+        names: the value of ``algorithm.gdpo_reward_keys``.
 
     Raises:
-        ConfigError: a row lacks one of them.
+        ConfigError: an unmasked row lacks one of the rewards.
     """
     columns: dict[str, list[float]] = {name: [] for name in names}
     for key in keys:
@@ -61,7 +61,7 @@ def component_rewards(
 
 @contextmanager
 def use_rewards(rewards: Mapping[str, np.ndarray]) -> Iterator[None]:
-    """Within it, `GDPO` normalises these rewards, in the order of the batch's rows."""
+    """Provides these rewards, in the order of the batch's rows, to the estimator `GDPO` within the block."""
     token = _rewards.set(rewards)
     try:
         yield
@@ -73,7 +73,7 @@ def use_rewards(rewards: Mapping[str, np.ndarray]) -> Iterator[None]:
 def _advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: Any = None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # verl puts each reward at the last token, and sums over tokens again: which token is the last one does not matter.
+    # verl writes each reward to the last token, and then sums over tokens, so the position does not matter.
     batch = {"prompts": response_mask[:, :0], "attention_mask": torch.ones_like(response_mask, dtype=torch.long)}
     return compute_gdpo_outcome_advantage(
         token_level_rewards, response_mask, index, config=config, non_tensor_batch=dict(_rewards.get()), batch=batch

@@ -1,4 +1,4 @@
-"""Where rollouts wait for judges in verl's mode ``separate_async``. Plain objects: no verl."""
+"""The queue of rollouts that wait for judges in verl's mode ``separate_async``. Does not import verl."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _MEANS = {
     "reward_queue/staleness_mean": ("reward_queue/size",),
     "reward_queue/all_staleness_mean": ("reward_queue/size", "reward_queue/judging"),
 }
-"""Metric -> those that say over how many rollouts it is a mean."""
+"""Name of a mean -> the metrics whose sum is the number of rollouts in that mean."""
 
 
 class Places:
-    """Room in the queue for the rollouts of a prompt, kept from before they are generated."""
+    """The places in the queue that are reserved for the rollouts of a prompt, before they are generated."""
 
     def __init__(self, count: int) -> None:
         self.left = count
-        """How many have not been used."""
+        """The number of places that have not been used."""
         self.judged = False
-        """Whether a rollout of the prompt was given to a judge."""
+        """Whether judging of any rollout of the prompt has started."""
 
 
 class JudgingQueue:
-    """A `RewardQueue` whose room is taken before a rollout is generated, and out of which a number is judged at a time.
+    """A `RewardQueue` with places reserved before generation, and a bound on the rollouts that are judged concurrently.
 
     Args:
-        capacity: how many rollouts may be generated and wait, all together.
-        in_flight: how many are judged at a time; ``None`` for any number.
+        capacity: the largest number of rollouts that are being generated or wait for a judge.
+        in_flight: the largest number of rollouts that are judged at the same time; ``None`` for no bound.
     """
 
     def __init__(self, capacity: int, in_flight: int | None) -> None:
@@ -46,7 +46,7 @@ class JudgingQueue:
 
     @asynccontextmanager
     async def places(self, count: int) -> AsyncIterator[Places]:
-        """Waits until a prompt's rollouts have room; what is not used of it is given back at the end."""
+        """Waits until the queue has ``count`` free places, and reserves them. Releases the unused ones at the end."""
         await self.queue.reserve(count)
         places = Places(count)
         try:
@@ -57,17 +57,17 @@ class JudgingQueue:
 
     @asynccontextmanager
     async def turn(self, places: Places, *, step: int) -> AsyncIterator[None]:
-        """Puts a rollout into its place, and waits until it is to be judged; it is being judged inside the block.
+        """Puts a rollout into the queue, and waits for its turn. The body of the block must judge the rollout.
 
         Args:
-            places: those of its prompt.
-            step: the version of the weights that generated it.
+            places: the places of its prompt; one of them is used.
+            step: the version of the weights that generated the rollout.
         """
         places.left -= 1
         entry = self.queue.put_reserved(object(), step=step)
         taken = False
         try:
-            # Both serve in order, so that everybody takes the entry that is their own.
+            # The semaphore and the queue are both first in, first out, so each caller takes its own entry.
             async with self._turns:
                 await self.queue.get()
                 taken = True
@@ -81,11 +81,11 @@ class JudgingQueue:
                 self.queue.withdraw(entry)
 
     def metrics(self, current_step: int, updates_per_step: int = 1) -> dict[str, float]:
-        """Metrics for a logger: of the queue, and of all rollouts that have no reward yet.
+        """Returns the metrics of the queue, and of all generated rollouts that have no reward yet, by name.
 
         Args:
             current_step: the version of the current weights.
-            updates_per_step: how many updates lie between two versions of the weights. Staleness counts updates.
+            updates_per_step: the number of updates between two versions of the weights. Staleness counts updates.
         """
         everything = Staleness.of([*self.queue.steps, *(entry.step for entry in self._judging)], current_step)
         queue = self.queue.metrics(current_step)
@@ -101,8 +101,10 @@ class JudgingQueue:
 
 
 def merge_metrics(queues: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several queues as those of one. ``largest_size`` becomes a bound: the sum of what was largest in
-    each, though not at the same time."""
+    """Merges the metrics of several queues into those of one queue.
+
+    ``largest_size`` becomes an upper bound: the sum of the largest sizes, which may occur at different times.
+    """
     merged = {}
     for name in queues[0]:
         values = [metrics[name] for metrics in queues]

@@ -1,6 +1,6 @@
 """``python -m reward_loop.verl.main_ppo <verl options>``: verl's PPO trainer, with rewards from the reward loop.
 
-The options are verl's, and those of ``reward_loop/verl/config``. ``--config-name cpu`` runs without a GPU.
+The options are those of verl and of ``reward_loop/verl/config``. ``--config-name cpu`` runs without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reward_loop.verl.resolve import reward_loop_options, settle
 from reward_loop.verl.reward_model import reward_model_options, scores_by_model
 
 VERL_VERSION = "0.9.1"
-"""The verl that this is made for, and tested with."""
+"""The supported and tested version of verl."""
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -40,26 +40,29 @@ CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray gives up after 30 s otherwise, which a busy laptop may need.
+    # Ray's default timeout is 30 s, which can be too short on a busy laptop.
     "RAY_raylet_start_wait_time_s": "300",
-    # Ray runs workers at nice 15 otherwise, and everything else on the machine goes first.
+    # By default, Ray runs workers at nice 15, so all other processes of the machine have priority.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_CLIENT_ZMQ_IO_THREADS": "1",
     "TQ_NUM_THREADS": "1",
 }
-"""Set for a run on a CPU, unless the user has set them."""
+"""Environment variables for a run on a CPU. Values that the user has set take precedence."""
 
 
 def run(config: DictConfig) -> None:
-    """Trains as configured.
+    """Checks the configuration, and runs the training.
+
+    Args:
+        config: the composed Hydra configuration; changed in place.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
     if config.trainer.device == "cpu":
-        # Before the user's function is loaded: its file may import verl, which then chooses its platform.
+        # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     settle(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
@@ -85,7 +88,7 @@ def run(config: DictConfig) -> None:
 
 
 def _train(config: DictConfig) -> None:
-    # verl chooses its platform while it is imported, so it is imported no sooner.
+    # verl chooses its platform at import, so import it only here.
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -106,9 +109,9 @@ def _train(config: DictConfig) -> None:
 
 
 def _check_function(config: DictConfig) -> None:
-    """Loads the user's function here, so that a mistake shows at once and not after minutes of start-up.
+    """Loads the user's function, so that an error appears before the minutes of start-up.
 
-    A class is not made an instance of: it may load a model, and that is the workers' business.
+    Classes are not instantiated here, because the constructor may load a model.
     """
     options = reward_loop_options(config)
     custom = config.reward.custom_reward_function
@@ -145,12 +148,12 @@ def _check_manager(config: DictConfig) -> None:
 
 
 def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
-    """Fills in the options of a CPU run that the user has not set."""
+    """Sets the options of a CPU run that the user has not set."""
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if config.trainer.v1.trainer_mode == "separate_async":
         bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
         if config.trainer.v1.separate_async.parameter_sync_step > 1 and not bypass:
-            # verl saves the old policy by `.cpu()`, which copies nothing there: it would follow the new one.
+            # verl saves the old policy with `.cpu()`, which makes no copy on a CPU: it would change with the new one.
             raise ConfigError(
                 "trainer.v1.separate_async.parameter_sync_step > 1 gives wrong old log-probabilities on a CPU: set it "
                 "to 1, or algorithm.rollout_correction.bypass_mode=True"
@@ -160,10 +163,10 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
         if rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "ray"
             rollout.checkpoint_engine.custom_backend_module = "reward_loop.verl.cpu.checkpoint"
-    # Logical devices and processors: verl's actors ask for them, and it waits without a word when there are too few.
+    # Logical GPUs and CPUs of Ray: verl's actors request them, and verl waits silently if there are too few.
     if config.ray_kwargs.ray_init.num_gpus is None:
         config.ray_kwargs.ray_init.num_gpus = ranks
-    # Two processes less to start.
+    # Without the dashboard, Ray starts two processes fewer.
     with open_dict(config.ray_kwargs.ray_init):
         config.ray_kwargs.ray_init.setdefault("include_dashboard", False)
     if config.ray_kwargs.ray_init.num_cpus is None:
@@ -172,8 +175,10 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
 
 @contextmanager
 def _preloaded(config: DictConfig) -> Iterator[None]:
-    """Has the workers of a Ray of our own forked from a process that has imported for them, unless the user has an
-    executable for them."""
+    """Makes Ray fork its workers from a process with preloaded modules.
+
+    Has no effect outside Linux, for an existing Ray cluster, or if the user has set ``py_executable``.
+    """
     ray_init = config.ray_kwargs.ray_init
     joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
     if sys.platform != "linux" or joins or OmegaConf.select(ray_init, "runtime_env.py_executable"):
@@ -198,13 +203,13 @@ def _main(config: DictConfig) -> None:
 
 
 def _interrupt_once(number: int, frame: object) -> NoReturn:
-    """Ctrl-C stops the run; pressed again, it must not break off what stops the processes."""
+    """Stops the run at the first Ctrl-C, and ignores further ones, so that the shutdown can finish."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _stop(message: str, status: int) -> NoReturn:
-    """Ends Ray first: what its processes still have to say would bury the message."""
+    """Prints an error message and exits. Shuts Ray down first, so that its logs do not follow the message."""
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     print(f"\n{message}", file=sys.stderr)
@@ -212,7 +217,7 @@ def _stop(message: str, status: int) -> NoReturn:
 
 
 def _warn_of_another_verl(package: Path) -> None:
-    """Says so where verl is not the one that this rests on: it uses names that are not verl's public interface."""
+    """Warns if verl's version is not `VERL_VERSION`: the reward loop uses private names of verl."""
     installed = (package / "version" / "version").read_text().strip()
     if installed != VERL_VERSION:
         print(
@@ -223,11 +228,11 @@ def _warn_of_another_verl(package: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command ``python -m reward_loop.verl.main_ppo``."""
     verl_config = verl_config_dir()
     _warn_of_another_verl(verl_config.parents[1])
     searchpath = f"hydra.searchpath=[file://{verl_config},file://{CONFIG_DIR}]"
-    # Beside the first override: Hydra takes its flags before or after the overrides, not between them.
+    # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
     sys.argv.insert(next(first, len(sys.argv)), searchpath)
     _main()

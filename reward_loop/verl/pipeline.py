@@ -1,8 +1,49 @@
-"""The trainer mode ``reward_pipeline``: training goes on while rewards are still being judged.
+"""The trainer mode ``reward_pipeline``: training overlaps with the computation of rewards.
 
-*Mini-batch pipeline*: the trainer updates on the groups whose rewards are in, while the others are judged. *One-step
-off-policy*: the rollout of the next step runs while the rewards of this one come in; every update then trains on what
-the weights before the last update generated. Each works alone or with the other.
+*Mini-batch pipeline*: the trainer updates on the groups whose rewards have arrived, while the other groups are still
+being judged. *One-step off-policy*: the rollout of step k+1 runs while the rewards of step k arrive; from the second
+step on, each step trains on rollouts that are one step old. Each overlap works alone or together with the other.
+
+Invariants:
+
+- The rollout engine does not generate while the trainer computes. A step first waits until every submitted prompt,
+  including the prompts of the next step, is generated; then the engine sleeps until the new weights are sent.
+- A step trains on the ``train_batch_size`` oldest prompts of ``_submitted``.
+- Old and reference log-probabilities and values are computed for the whole batch, before the first update of the step.
+- A group (all rollouts of one prompt) is never split: its advantages are computed in one call, when all its rewards
+  have arrived.
+- Each row of a batch, padding rows included, is passed to ``_update`` exactly once. The masks of a row without an
+  advantage are zero.
+- The learning-rate schedules move on once in a step, however many update calls the step makes.
+- ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished`` (the sets of `Progress`). During
+  ``fit``, they change only under the lock of the `Listener`.
+- The prompt tags in TransferQueue are authoritative. A waiting trainer reads them when it has received no event for
+  `RESYNC_S` seconds.
+
+States of a prompt:
+
+========== ============================================= ======================== =============================
+State      Begins with                                   In the `Progress` sets   Kept in
+========== ============================================= ======================== =============================
+generating ``_submit_up_to``, or a resumed checkpoint    generating, unpublished, ``_submitted``
+                                                         unfinished
+generated  event ``generated``: all sessions are         unpublished, unfinished  ``_submitted``
+           generated or have failed
+published  event ``published``: the trajectories are in  unfinished               ``_submitted``; from the end of
+           TransferQueue                                                          generation, ``_Batch.groups``
+complete   event ``over``: all sessions have ended,      none                     ``_submitted`` or
+           rewards included; the prompt's status is                               ``_Batch.groups``
+           ``finished`` or ``failure``
+trained    ``_train``: the rows have an advantage, or    none                     ``_Batch.rows``, until a
+           are masked                                                             mini-batch is full
+cleared    ``_finish_step``: the rows are deleted from   none                     nowhere
+           TransferQueue
+evicted    ``_throw_out`` of a complete group: it was    none                     nowhere; a new prompt replaces it
+           filtered, or failed without a trajectory
+========== ============================================= ======================== =============================
+
+A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
+trainer's GPUs is the exception: sessions end without rewards, and ``_finish_generation`` has the whole batch judged.
 """
 
 from __future__ import annotations
@@ -44,59 +85,59 @@ __all__ = ["AGENT_LOOP_MANAGER", "MINI_BATCH_ESTIMATORS", "RewardPipelineTrainer
 logger = logging.getLogger(__name__)
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop.PipelineAgentLoopManager"
-"""What publishes trajectories before their rewards are in."""
+"""The agent loop manager that publishes trajectories before their rewards arrive."""
 
 MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
-"""Estimators that look at nothing outside a sample's group. The others whiten over the whole batch, or count in it, as
-``gpg`` does its scores that are not zero."""
+"""Advantage estimators that use only the samples of one group. The others whiten advantages over the whole batch, or
+count over it: ``gpg`` counts the non-zero scores."""
 
 RESYNC_S = 2.0
-"""Seconds without news after which the trainer looks at TransferQueue's tags, which are the truth."""
+"""Seconds without an event after which the trainer reads the tags in TransferQueue, which are authoritative."""
 
 REPORT_S = 60.0
-"""Seconds of waiting after which the log says for what."""
+"""Seconds between two log lines that report what the trainer waits for."""
 
 
 @dataclass
 class _Batch:
-    """The batch of a step, once it is generated."""
+    """The batch of a training step, after its generation."""
 
     uids: list[str]
-    """Its prompts."""
+    """The uids of its prompts."""
     whole: KVBatchMeta
-    """All rows, padding included."""
+    """All rows, including padding rows."""
     groups: dict[str, list[int]]
-    """The groups that were not trained on: prompt -> its rows."""
+    """The groups that have not been trained on: prompt uid -> positions of its rows in `whole`."""
     padding: list[int]
     rows: list[int] = field(default_factory=list)
-    """Rows that have their advantage, and wait for a mini-batch to be full."""
+    """Rows that have an advantage or are masked, and wait until their mini-batch is full."""
     metrics: MetricsAggregator = field(default_factory=MetricsAggregator)
     updates: int = 0
-    """How often the workers were asked to train."""
+    """The number of update calls to the workers."""
     learnable: bool = False
-    """Whether any row has a score to learn from."""
+    """Whether any row has an advantage."""
     nothing: NothingToLearnError | None = None
 
 
 @register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
-    """verl's synchronous, colocated trainer, in the order of a `Schedule`."""
+    """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `Schedule`."""
 
     def __init__(self, config: DictConfig) -> None:
         self.options = pipeline_options(config)
         with open_dict(config):
-            # verl compares the name: buffer and loader are to be the synchronous ones.
+            # verl chooses the replay buffer and the data loader by this name: use those of the mode `sync`.
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
-        config.trainer.v1.trainer_mode = PIPELINE_MODE  # as the loggers write it down
+        config.trainer.v1.trainer_mode = PIPELINE_MODE  # the name that loggers record
         self._progress = Progress()
         self._submitted: list[str] = []
-        """The prompts that were handed to the rollout and not trained on, oldest first."""
+        """The uids of the submitted prompts that are not in a batch yet, oldest first."""
         self._schedule = self._make_schedule()
         self._actions: Iterator[Action] | None = None
         self._batch: _Batch | None = None
         self._seconds: dict[str, float] = {}
-        # Validation waits in verl's buffer.
+        # During validation, the trainer waits in verl's replay buffer and not in `_wait`.
         self.replay_buffer.checks.append(lambda: self._listener.raise_error())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
@@ -110,7 +151,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         if self.options.one_step_off_policy:
-            # Any name but "sync" makes verl keep prompts in flight in its checkpoints.
+            # With any other name than "sync", verl saves the prompts in flight in its checkpoints.
             self.trainer_mode = PIPELINE_MODE
 
     def _load_checkpoint(self) -> None:
@@ -118,17 +159,17 @@ class RewardPipelineTrainer(PPOTrainerSync):
         prompts, trajectories = self._look()
         stale = [key for key in trajectories if _uid(key) not in prompts]
         if stale:
-            # The checkpoint was written before its own batch was cleared.
+            # The checkpoint was written before the batch of its step was cleared.
             tq.kv_clear(keys=stale, partition_id="train")
         again = [uid for uid, tag in prompts.items() if tag["status"] in ("pending", "running")]
         if again:
-            # They are generated once more, so that what they were tagged with is no longer true.
+            # verl generates these prompts again, so the tag is no longer valid.
             tq.kv_batch_put(keys=again, partition_id="train", tags=[{GENERATED: False} for _ in again])
         self._submitted = list(prompts)
         self._progress.submit(again)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
+        """Trains, while a `Listener` receives the events of the agent loop workers."""
         with Listener(agent_loop_manager.agent_loop_workers, self._progress) as self._listener:
             super().fit(agent_loop_manager)
 
@@ -148,20 +189,20 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     @property
     def _mini_batch_groups(self) -> int:
-        """How many groups make a mini-batch, of the actor and of the critic."""
+        """The number of groups in a mini-batch: the least common multiple of the actor's and the critic's sizes."""
         sizes = [self.config.actor_rollout_ref.actor.ppo_mini_batch_size]
         if self.use_critic:
             sizes.append(self.config.critic.ppo_mini_batch_size)
         return math.lcm(*sizes)
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """One training step: what the schedule says, to the last update."""
+        """Runs the actions of the schedule, up to the last update of one training step."""
         self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
         self._batch = None
         with self._listener.lock:
             self._progress.start_step()
         if self._actions is None:
-            # verl ends after the last epoch, too.
+            # verl also stops after the last epoch.
             last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
             self._actions = self._schedule.actions(
                 last_step - self.global_steps + 1,
@@ -192,7 +233,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return self._finish_step(self._batch, metrics)
 
     def _ready(self, step: int) -> int:
-        """How many mini-batches of the step have all their rewards, those that were trained on included."""
+        """The number of mini-batches of the step that have all their rewards, including those already trained on."""
         if self._batch is None:
             return 0
         left, total = len(self._batch.groups), self._schedule.mini_batches
@@ -203,7 +244,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return min(total - 1, (trained + complete) // self._mini_batch_groups)
 
     def _complete_groups(self, batch: _Batch) -> list[str]:
-        """The prompts that can be trained on next, in order: all their rewards have arrived."""
+        """The uids of the groups that can be trained on next, in order: all their rewards have arrived."""
         unfinished = self._progress.unfinished
         if self.options.order == "submission":
             return list(takewhile(lambda uid: uid not in unfinished, batch.groups))
@@ -213,7 +254,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return lambda: self._ready(self.global_steps) >= count
 
     def _submit_up_to(self, count: int) -> None:
-        """Hands prompts to the rollout until so many are there."""
+        """Submits new prompts to the rollout until ``_submitted`` has ``count`` prompts."""
         missing = count - len(self._submitted)
         if missing <= 0:
             return
@@ -225,13 +266,14 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submit_batch_to_rollout(batch)
 
     def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
-        """Waits until all that was submitted is generated; the rollout engine sleeps from then on."""
+        """Waits until all submitted prompts are generated, puts the rollout engine to sleep, and returns the batch."""
         count = len(self._submitted)
         size = self.config.data.train_batch_size
         refills = Refills(self.options.max_refills)
         unpublished, unfinished = self._progress.unpublished, self._progress.unfinished
-        # Where nothing else is wanted from the new rollouts, writing them to TransferQueue goes on while others are
-        # trained on. Teachers are part of a session, and which groups failed is known when the last one has ended.
+        # Prompts of the next step need not be published yet: they are written to TransferQueue during training. There
+        # are two exceptions. A teacher model runs between generation and publishing. And a group that failed is known
+        # only when its last session has ended.
         generating = unpublished if self._replaces or self.use_teacher_policy else self._progress.generating
         if self._replaces and self._throw_out(metrics, refills):
             self._submit_up_to(count)
@@ -241,11 +283,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
             if not self._replaces:
                 break
             if self._filters:
-                # Which groups are kept is known when they are judged, and the engine must be awake to replace them.
+                # The filter needs the rewards, and the engine must be awake to generate replacements.
                 with self._timed("rewards", timing_raw, "wait_reward"):
                     self._wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
             else:
-                # That a group failed is known when it has ended, a moment after the last of its rollouts.
+                # The status of a failed group is written shortly after its last rollout.
                 _, trajectories = self._look()
                 empty = set(self._submitted) - {_uid(key) for key in trajectories}
                 with self._timed("generation", timing_raw, "gen"):
@@ -260,7 +302,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._wait("rollouts", lambda: unpublished.isdisjoint(uids))
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
-            # By a model on these GPUs: nothing else can go on meanwhile.
+            # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
             with self._timed("rewards", timing_raw, "wait_reward"):
                 self._compute_reward_colocate(trajectories, metrics)
             self._seconds["judging"] = self._seconds["rewards"]
@@ -276,18 +318,21 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return _Batch(uids, whole, groups, padding)
 
     def _throw_out(self, metrics: dict, refills: Refills) -> bool:
-        """Throws out groups that verl's buffer would: filtered, or failed without a trajectory. Says whether it did.
+        """Evicts the groups that verl's replay buffer would evict: filtered, or failed without a trajectory.
+
+        Returns:
+            Whether any group was evicted.
 
         Raises:
-            RewardLoopError: groups failed, and what replaced them, again and again; or so many were filtered that more
-                batches than allowed would be generated.
+            RewardLoopError: groups failed and their replacements failed too, more than ``max_refills`` times in a row;
+                or replacing the filtered groups would exceed ``max_num_gen_batches``.
         """
         buffer = self.replay_buffer
         buffer._sync_metadata_from_transfer_queue()
         reasons = buffer._terminal_eviction_reasons(self.global_steps, "train")
         thrown, stale, _, why = buffer._evict_terminal_groups(self.global_steps, "train", reasons)
         if thrown:
-            self._look_at_workers()  # whether all that replace them would fail, too
+            self._look_at_workers()  # raises if the run must stop: the replacements would fail too
         _accumulate_eviction_metrics(metrics, why, stale)
         self._submitted = [uid for uid in self._submitted if uid not in thrown]
         with self._listener.lock:
@@ -303,7 +348,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return bool(thrown)
 
     def _bound_generation(self, filtered: int) -> None:
-        """Ends a run that generates batch after batch, and filters them."""
+        """Raises if replacing the filtered groups would exceed ``algorithm.filter_groups.max_num_gen_batches``."""
         options, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         most = options.get("max_num_gen_batches", 0)
         if most > 0 and size + filtered > most * size:
@@ -320,7 +365,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
     def _prepare(self, batch: _Batch, metrics: dict, timing_raw: dict) -> None:
-        """The passes that need no reward, over the whole batch."""
+        """Computes what needs no reward, for the whole batch: old and reference log-probabilities, values."""
         with marked_timer("old_log_prob", timing_raw, color="blue"):
             self._compute_old_log_prob(copy(batch.whole), metrics=metrics)
         if self.use_reference_policy:
@@ -331,11 +376,15 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 self._compute_values(copy(batch.whole), metrics=metrics)
 
     def _train(self, batch: _Batch, count: int | None, timing_raw: dict) -> None:
-        """Advantages of the next ``count`` complete groups, or of all that are left; updates on the mini-batches that
-        are full then.
+        """Computes the advantages of complete groups, and updates on the mini-batches that are full after that.
 
-        Groups may have more rows than ``n``, or fewer. As in verl, a mini-batch is a number of rows. The workers make
-        no optimizer step for a mini-batch whose rows are all masked.
+        A group may have more or fewer rows than ``n``. As in verl, a mini-batch is a fixed number of rows, not of
+        groups. The workers make no optimizer step for a mini-batch whose rows are all masked.
+
+        Args:
+            batch: the batch of the step.
+            count: the number of groups; ``None`` for all groups that are left, and the padding rows.
+            timing_raw: verl's timings; the seconds are added.
         """
         rows = self._rows_of(batch, self._complete_groups(batch)[:count])
         padding = batch.padding if count is None else []
@@ -360,11 +409,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     @property
     def _by_submission(self) -> bool:
-        """Whether which rows make a mini-batch must not depend on the order in which rewards arrive."""
+        """Whether mini-batches must not depend on the order in which rewards arrive."""
         return self._schedule.mini_batch_pipeline and self.options.order == "submission"
 
     def _rows_of(self, batch: _Batch, uids: list[str]) -> list[int]:
-        """Takes the rows of groups out of the batch."""
+        """Removes these groups from the batch, and returns their rows."""
         rows = [row for uid in uids for row in batch.groups.pop(uid)]
         if not self._by_submission:
             return sorted(rows)
@@ -372,10 +421,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return sorted(rows, key=lambda row: (place[_uid(batch.whole.keys[row])], batch.whole.keys[row]))
 
     def _full_mini_batches(self, batch: _Batch) -> list[list[int]]:
-        """Takes the rows of full mini-batches out of those that wait: a list for each call of the workers.
+        """Removes the rows of full mini-batches from ``batch.rows``, and returns one list of rows per update call.
 
-        One call is cheaper than several. In the order of submission each mini-batch has a call of its own: how rows are
-        dealt out to ranks, and what ``ppo_epochs`` repeats, would depend on the other mini-batches of a call.
+        One call is cheaper than several. With ``order=submission``, each mini-batch has its own call: otherwise the
+        assignment of rows to ranks, and the rows that ``ppo_epochs`` repeats, would depend on the other mini-batches
+        in the call.
         """
         multiple = self._get_required_batch_multiple(self._data_parallel_size())
         full = len(batch.rows) // multiple * multiple
@@ -384,12 +434,14 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return [now[first : first + size] for first in range(0, full, size)] if full else []
 
     def _mask(self, batch: _Batch, rows: list[int]) -> None:
-        """Leaves rows out of the loss."""
+        """Excludes rows from the loss: sets their masks and advantages to zero."""
         zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
 
     def _balanced(self, batch: _Batch, rows: list[int]) -> KVBatchMeta:
-        """Rows, dealt out to the ranks evenly. The whole batch is, and stays in that order: it says which rows make a
-        mini-batch."""
+        """Returns rows in an order that gives each rank about the same number of tokens.
+
+        The whole batch is balanced already, and keeps its order, which decides the rows of each mini-batch.
+        """
         if len(rows) == len(batch.whole.keys) and not self._by_submission:
             return select(batch.whole, sorted(rows))
         part = select(batch.whole, rows)
@@ -443,7 +495,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
 
     def _staleness(self, batch: KVBatchMeta) -> list[int]:
-        """Of each trajectory, how many updates the weights had seen between its generation and this step."""
+        """Returns, for each trajectory, how many training steps older its weights are than those of this step."""
         versions = [tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding")]
         return [self.global_steps - 1 - version for version in versions]
 
@@ -451,16 +503,16 @@ class RewardPipelineTrainer(PPOTrainerSync):
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
     def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
-        """The tags of the prompts and of the trajectories that are in TransferQueue."""
+        """Returns the tags of the prompts, and the tags of the trajectories, that are in TransferQueue."""
         items = (tq.kv_list("train") or {}).get("train", {})
         prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
         return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
     def _wait(self, what: str, arrived: Callable[[], bool]) -> None:
-        """Waits until ``arrived`` says yes.
+        """Waits until ``arrived`` returns true.
 
         Raises:
-            RewardLoopError: an agent loop worker died, or nothing happened for ``stall_timeout_s``.
+            RewardLoopError: an agent loop worker died, or there was no event for ``stall_timeout_s`` seconds.
         """
         events = self._progress.events
         began = last_news = last_report = time.monotonic()
@@ -489,7 +541,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             raise RewardLoopError(f"{error}. Missing:\n  {self._listener.at_work_on(missing)}") from error
 
     def _resync(self) -> None:
-        """Takes from TransferQueue's tags what no worker told."""
+        """Reads the prompt tags in TransferQueue, and records events that the workers have not reported."""
         prompts, _ = self._look()
         with self._listener.lock:
             for uid, tag in prompts.items():
@@ -500,7 +552,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     @contextmanager
     def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:
-        """Adds the seconds to a part of the step, and to verl's timing of that name."""
+        """Adds the seconds of the block to ``part`` of the step, and to verl's timing ``name``."""
         began = time.monotonic()
         with added_seconds(name, timing_raw):
             try:
@@ -510,5 +562,5 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
 
 def _uid(key: str) -> str:
-    """The prompt of a trajectory's key, ``{uid}_{session}_{index}``."""
+    """Returns the prompt's uid from a trajectory's key, ``{uid}_{session}_{index}``."""
     return key.split("_")[0]

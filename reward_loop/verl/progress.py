@@ -1,4 +1,4 @@
-"""How far the rollouts are, and where the seconds of a training step went. Plain objects: no verl, no clock."""
+"""The progress of rollouts and rewards, and the seconds of a training step by part. No verl, no clock."""
 
 from __future__ import annotations
 
@@ -9,31 +9,39 @@ from typing import Literal
 __all__ = ["Event", "Losses", "Progress", "Refills", "StepTimes"]
 
 Event = tuple[Literal["judging", "judged", "generated", "published", "over", "failed"], str]
-"""What happened, and to what: the judging of a session (``{uid}_{number}``) began, or ended; all sessions of a prompt
-(its uid) are generated; their trajectories are in TransferQueue; or they have ended, rewards included. Or a session
-failed and has no trajectory, and why."""
+"""The kind of an event, and its subject:
+
+- ``judging``, ``judged``: judging of the session ``{uid}_{number}`` began or ended;
+- ``generated``: all sessions of the prompt ``uid`` are generated;
+- ``published``: the trajectories of the prompt are in TransferQueue;
+- ``over``: all sessions of the prompt have ended, rewards included;
+- ``failed``: a session failed without a trajectory; the subject is the session and the error.
+"""
 
 
 class Progress:
-    """What is known of the prompts that were handed to the rollout and not trained on."""
+    """The progress of the prompts that have been submitted to the rollout.
+
+    ``generating`` is a subset of ``unpublished``, and ``unpublished`` of ``unfinished``.
+    """
 
     def __init__(self) -> None:
         self.generating: set[str] = set()
-        """Prompts with sessions that are being generated."""
+        """Uids of prompts with sessions that are being generated."""
         self.unpublished: set[str] = set()
-        """Prompts with sessions whose trajectories are not in TransferQueue, and may still come."""
+        """Uids of prompts with sessions whose trajectories are still to be written to TransferQueue."""
         self.unfinished: set[str] = set()
-        """Prompts that lack a rollout or a reward."""
+        """Uids of prompts that lack a rollout or a reward."""
         self.events = 0
-        """How many things have happened."""
+        """The number of events so far."""
         self.most_pending = 0
-        """The most rewards that were out at a time since the last `start_step`."""
+        """The largest number of rewards pending at the same time since the last `start_step`."""
         self.failure = ""
-        """The latest session that failed and has no trajectory, and why."""
+        """The latest session that failed without a trajectory, and its error."""
         self._out: dict[str, float] = {}
-        """Sessions whose rewards have not arrived, and the time at which each reward was requested."""
+        """Session with a pending reward -> the time of the request."""
         self._arrived: list[tuple[float, float]] = []
-        """The rewards that arrived since the last `start_step`: the time of the request and of the arrival."""
+        """The times of the request and of the arrival, for each reward that arrived since the last `start_step`."""
 
     @property
     def _stages(self) -> tuple[set[str], ...]:
@@ -41,11 +49,11 @@ class Progress:
 
     @property
     def pending(self) -> int:
-        """Rewards that are out."""
+        """The number of pending rewards."""
         return len(self._out)
 
     def submit(self, uids: Iterable[str]) -> None:
-        """Prompts were handed to the rollout."""
+        """Records that prompts were submitted to the rollout."""
         for uid in uids:
             for stage in self._stages:
                 stage.add(uid)
@@ -72,14 +80,14 @@ class Progress:
         self._arrived = []
 
     def judging_s(self) -> float:
-        """Seconds of judging for the rewards that arrived since the step began, if
-        all of them had been requested at once.
+        """Estimates how many seconds judging takes alone, for the rewards that arrived since the step began.
 
-        A reward counts in the step in which it arrives, with all the seconds since its request, those before the step
-        included. Judging takes as long as the slowest of these rewards, or longer if judges return a limited number of
-        rewards a second. That rate is taken from the shortest time in which half of the rewards arrived. The result is
-        at most the time during which at least one of these rewards was pending. Times in which judges are idle, or
-        only a few of them work, do not count.
+        The estimate assumes that all these rewards are requested at once. A reward counts in the step in which it
+        arrives, with all the seconds since its request, including those before the step. Judging takes as long as the
+        slowest of these rewards, or longer if judges return a limited number of rewards a second. That rate is taken
+        from the shortest time in which half of the rewards arrived. The result is at most the time during which at
+        least one of these rewards was pending. Times in which judges are idle, or only a few of them work, do not
+        count.
         """
         if not self._arrived:
             return 0.0
@@ -92,21 +100,21 @@ class Progress:
         return min(_union_s(self._arrived), max(longest, fastest * len(arrivals) / half))
 
     def oldest(self, now: float) -> float:
-        """For how many seconds a reward has been out, at the most."""
+        """Returns the age of the oldest pending reward, in seconds; 0 if there is none."""
         return max((now - since for since in self._out.values()), default=0.0)
 
     def forget(self, uids: Iterable[str]) -> None:
-        """Prompts were thrown away."""
+        """Removes prompts that were evicted."""
         for uid in uids:
             for stage in self._stages:
                 stage.discard(uid)
 
 
 class Refills:
-    """Counts how often in a row groups that failed were replaced, and all that replaced them failed, too.
+    """Counts how many times in a row failed groups were replaced and all replacements failed too.
 
     Args:
-        bound: how often that may happen; ``None`` for any number.
+        bound: the largest allowed count; ``None`` for no bound.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -114,15 +122,15 @@ class Refills:
         self._kept = 0
         self._in_a_row = 0
         self.filtered = 0
-        """How many groups were thrown out although their rollouts did not fail."""
+        """The number of groups that were evicted although their rollouts did not fail."""
 
     def exhausted(self, *, failed: int, filtered: int, kept: int) -> bool:
-        """Whether it has happened too often.
+        """Records one round of evictions, and returns whether the count exceeds the bound.
 
         Args:
-            failed: how many groups are thrown out now because they failed.
-            filtered: how many for another reason: their rollouts did not fail.
-            kept: how many there are besides.
+            failed: the number of groups evicted now because they failed.
+            filtered: the number of groups evicted now for another reason.
+            kept: the number of groups that remain.
         """
         again = failed > 0 and not filtered and kept <= self._kept
         self._in_a_row = self._in_a_row + 1 if again else 0
@@ -132,24 +140,24 @@ class Refills:
 
 
 class Losses:
-    """Counts groups that failed and were replaced, one after the other, where some are always under way.
+    """Counts the groups that failed in a row, for a trainer that always has groups in flight.
 
     Args:
-        bound: how many may fail before one ends well; ``None`` for any number.
+        bound: how many groups may fail in a row; ``None`` for no bound.
     """
 
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self._ended_well: frozenset[str] = frozenset()
         self.in_a_row = 0
-        """How many have failed since the last one that ended well."""
+        """The number of groups that failed since the last success."""
 
     def exhausted(self, failed: int, ended_well: Iterable[str]) -> bool:
-        """Whether too many have failed.
+        """Records failures and successes, and returns whether too many groups failed in a row.
 
         Args:
-            failed: how many are thrown out now because they failed.
-            ended_well: all that did not fail, and are still there.
+            failed: the number of groups evicted now because they failed.
+            ended_well: the uids of all successful groups that are still in the replay buffer.
         """
         well = frozenset(ended_well)
         if well - self._ended_well:
@@ -160,7 +168,7 @@ class Losses:
 
 
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """The seconds that lie in at least one of the intervals."""
+    """Returns the length of the union of the intervals, in seconds."""
     total, covered_until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_until))
@@ -170,28 +178,29 @@ def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the seconds of a training step went. They add up to the step, but for what verl does between the parts."""
+    """The seconds of a training step by part. Generation, waiting and training add up to the step."""
 
     step: float
-    """The whole step, with the synchronisation of weights, and without checkpoint and validation."""
+    """The whole step, with the weight synchronisation, without checkpoint and validation."""
     generation: float
-    """The trainer waited for rollouts."""
+    """Waiting for rollouts."""
     waiting: float
-    """All rollouts that it needed were there, and it waited for rewards."""
+    """Waiting for rewards, while no rollout is missing."""
     training: float
-    """Everything between the rollouts and the next step's, the wait excluded: log-probabilities, values, advantages,
-    updates, and the synchronisation of weights."""
+    """The rest of the step: log-probabilities, values, advantages, updates, and the weight synchronisation."""
     judging: float
-    """The judging of the rewards that arrived in the step, by itself; see `Progress.judging_s`."""
+    """Judging alone, for the rewards that arrived in the step; see `Progress.judging_s`."""
 
     @property
     def floor(self) -> float:
-        """Seconds that the step would have taken with all its judging hidden: generation and training, or judging,
-        whichever is longer. Judging that began before the step may be longer than the step; the floor never is."""
+        """The seconds of the step if all judging were hidden: the larger of generation + training, and judging.
+
+        Judging that began before the step may be longer than the step; it counts at most as long as the step.
+        """
         return max(self.generation + self.training, min(self.judging, self.step))
 
     def metrics(self) -> dict[str, float]:
-        """The names and values for verl's logger."""
+        """Returns the metrics for verl's logger, by name."""
         return {
             "reward_pipeline/generation_s": self.generation,
             "reward_pipeline/judging_s": self.judging,

@@ -1,6 +1,6 @@
 """verl's replay buffer with a bounded wait, a polling interval, and a filter of groups that ignores masked samples.
 
-verl waits indefinitely for rollouts and their rewards, and replaces groups that failed indefinitely.
+verl waits indefinitely for rollouts and their rewards, and replaces failed groups indefinitely.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from reward_loop.types import Outcome
 __all__ = ["RewardReplayBuffer", "extend"]
 
 NAMED_PROMPTS = 5
-"""How many prompts an error message names."""
+"""The largest number of prompts that an error message names."""
 
 
 class RewardReplayBuffer(ReplayBuffer):
     """Overrides of verl's replay buffer. Mixed in before the class of a buffer by :func:`extend`.
 
     Args:
-        buffer: the buffer whose state is taken over.
-        poll_interval_s: seconds between two polls. verl's ``poll_interval`` keeps its value: in the mode
-            ``separate_async``, verl compares it with the time of a wait to decide whether the trainer was idle.
-        stall_timeout_s: the wait ends with an error when, for this many seconds of it, no prompt started or ended and
-            no rollout with its reward arrived; ``None`` waits indefinitely.
+        buffer: the buffer whose attributes the new one copies.
+        poll_interval_s: seconds between two polls. verl's ``poll_interval`` keeps its value outside of a wait: in the
+            mode ``separate_async``, verl compares it with the time of a wait to decide whether the trainer was idle.
+        stall_timeout_s: the wait fails after this many seconds in which no prompt started or ended, and no rollout
+            with its reward arrived; ``None`` waits indefinitely.
         stall_option: the name of ``stall_timeout_s`` for messages.
         post_process: applies ``post_process_scores`` to the trajectories of finished groups; called before groups are
             filtered by their rewards.
@@ -49,9 +49,9 @@ class RewardReplayBuffer(ReplayBuffer):
     ) -> None:
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
-        """Called at every poll. An error that one of them raises ends the wait."""
+        """Functions that are called at every poll. An exception from one of them ends the wait."""
         self.check_failed_groups: Callable[[Collection[str], Collection[str]], None] | None = None
-        """Called with the failed and the finished groups of training before groups are evicted."""
+        """Called with the uids of the failed and of the finished groups before training groups are evicted."""
         self._poll_interval_s = poll_interval_s
         self._stall_timeout_s = stall_timeout_s
         self._stall_option = stall_option
@@ -88,12 +88,14 @@ class RewardReplayBuffer(ReplayBuffer):
         return super()._dapo_filtered_keys(partition_id)
 
     def _classify_groups(self, partition_id: str, metric: str) -> None:
-        """Decides which finished groups are filtered: those with two or more samples that are not masked, all of which
-        have the same value of the metric.
+        """Decides which finished groups are filtered out.
 
-        verl would count the reward 0 of a masked sample, and stop the run if a masked sample lacks another metric. A
-        group with a failed or unscored sample that is not masked and lacks the metric is kept. A group with a scored
-        sample that lacks it is left to verl, which stops the run.
+        A group is filtered out if two or more of its samples are not masked, and all of these have the same value of
+        the metric.
+
+        verl would count a masked sample with the reward 0, and stop the run if a masked sample lacks another metric.
+        A group is kept if a failed or unscored sample of it is not masked and lacks the metric. If a scored sample
+        lacks the metric, the group is left to verl, which stops the run.
         """
         decided = self._dapo_classification_cache[partition_id]
         new = self.finished_keys[partition_id] - decided.keys()
@@ -127,7 +129,7 @@ class RewardReplayBuffer(ReplayBuffer):
             decided[uid] = scores[0] if alike else None
 
     def _waiting(self, partition_id: str) -> frozenset[str]:
-        """The prompts that lack a rollout or a reward."""
+        """Returns the uids of the prompts that lack a rollout or a reward."""
         return frozenset(self.pending_keys[partition_id] | self.running_keys[partition_id])
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
@@ -147,11 +149,11 @@ class RewardReplayBuffer(ReplayBuffer):
 
 
 def extend(buffer: Any, **options: Any) -> RewardReplayBuffer:
-    """A buffer of verl's, or of the user's own subclass, with the overrides of `RewardReplayBuffer`.
+    """Returns a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
 
     Args:
         buffer: a new buffer.
-        options: as `RewardReplayBuffer` takes them.
+        **options: the keyword arguments of `RewardReplayBuffer`.
 
     Raises:
         ConfigError: the class of ``trainer.v1.sampler.custom_sampler`` is not a subclass of verl's ReplayBuffer.

@@ -1,7 +1,7 @@
-"""The bridge between the options that verl users write and those that take effect.
+"""Moves the options that verl users write to the options that take effect, and checks them.
 
 verl 0.9.1 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
-take effect: each moves to its successor under ``reward.*``. One that contradicts its successor, or that nobody knows,
+take effect: each moves to its successor under ``reward.*``. An unknown option, or one that contradicts its successor,
 is an error.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["reward_loop_options", "settle", "without_reward"]
 logger = logging.getLogger(__name__)
 
 VERL_GRAD_CLIP = 1.0
-"""verl's default of ``grad_clip``, which says nothing of what the user wants."""
+"""verl's default of ``grad_clip``. A value equal to it causes no warning: the user may not have set it."""
 
 _MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -66,26 +66,26 @@ _OPEN = {
     "reward_loop.components",
     "reward_loop.limits",
 }
-"""Groups whose keys are the user's own."""
+"""Option groups with arbitrary keys, which the user chooses."""
 
 _UNUSED = {
     "reward_model.model.external_lib": "import what the model needs in the module of your reward function",
 }
-"""Old keys without a successor, and what to do instead."""
+"""Old key without a successor -> what to do instead."""
 
 _GRAD_CLIPS = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
 }
-"""Keys that verl's V1 trainer accepts and ignores -> those that take effect."""
+"""Key that verl's V1 trainer accepts and ignores -> the key that takes effect."""
 
 
 def settle(config: DictConfig, given: Collection[str] = ()) -> None:
-    """Moves the keys that users write to where they take effect, in place, and checks them.
+    """Moves old keys to their successors, in place, and checks the configuration.
 
     Args:
         config: the composed configuration.
-        given: the overrides of the command line. They go before what a file says, whichever name a file uses.
+        given: the overrides of the command line. They take precedence over files, for old and new names of a key.
 
     Raises:
         ConfigError: a key is unknown, contradicts another, or cannot take effect; the message names the keys.
@@ -117,14 +117,14 @@ def settle(config: DictConfig, given: Collection[str] = ()) -> None:
 
 
 def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
-    """The ``reward_loop`` group, and what the configured manager makes of options that verl has for it."""
+    """Returns the options of the ``reward_loop`` group, combined with verl's options for the configured manager."""
     name = config.reward.reward_manager.name
     cls = get_manager(name) if name in manager_names() else RewardLoopManagerBase
     return cls.read_options(config)
 
 
 def without_reward(config: DictConfig) -> DictConfig:
-    """A copy for verl's trainer with verl's own reward workers and servers switched off: ours do their work."""
+    """Returns a copy of the configuration with verl's own reward workers and servers disabled, for verl's trainer."""
     config = OmegaConf.create(OmegaConf.to_container(config))
     with open_dict(config):
         config.reward.num_workers = 0
@@ -133,12 +133,12 @@ def without_reward(config: DictConfig) -> DictConfig:
         config.reward.custom_reward_function.path = None
         config.reward.reward_manager.source = "register"
         config.reward.reward_manager.name = "naive"
-        config.reward_loop.job = None  # a secret, which verl's loggers would write down
+        config.reward_loop.job = None  # a secret, which verl's loggers would record
     return config
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    names = list(known)  # `in` says no to mandatory values ("???")
+    names = list(known)  # `in` is false for mandatory values ("???")
     for key in given:
         path = f"{where}.{key}"
         if key not in names:
@@ -155,7 +155,7 @@ def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden:
     if value is None:
         return
     current, default = _select(config, new), _select(known, new)
-    # Where only one of the two is on the command line, that one counts.
+    # If only one of the two is on the command line, that one takes effect.
     if new in overridden and old not in overridden:
         return
     decided = old in overridden and new not in overridden
@@ -165,7 +165,7 @@ def _move(config: DictConfig, old: str, new: str, known: DictConfig, overridden:
 
 
 def _warn_of_grad_clips(config: DictConfig) -> None:
-    """Warns where gradients are not clipped at the norm that the user gave."""
+    """Warns if gradients are not clipped at the norm that the user has set."""
     for ignored, effective in _GRAD_CLIPS.items():
         value, clipped_at = _select(config, ignored), _select(config, effective)
         if value is not None and clipped_at is not None and value not in (VERL_GRAD_CLIP, clipped_at):
@@ -176,7 +176,7 @@ def _warn_of_grad_clips(config: DictConfig) -> None:
 
 
 def _choose_pipeline(config: DictConfig) -> None:
-    """Takes ``mini_batch_pipeline`` at the top level, as the users of verl's recipe write it."""
+    """Translates the top-level option ``mini_batch_pipeline`` of verl's recipe into the mode ``reward_pipeline``."""
     mode, wanted = config.trainer.v1.trainer_mode, config.pop("mini_batch_pipeline")
     if wanted is not False:
         if mode not in ("sync", PIPELINE_MODE):
@@ -189,7 +189,7 @@ def _choose_pipeline(config: DictConfig) -> None:
 
 
 def _select(config: DictConfig, key: str) -> Any:
-    # Mandatory values that nobody gave ("???") count as not given.
+    # A missing mandatory value ("???") becomes None.
     return OmegaConf.select(config, key, throw_on_missing=False)
 
 

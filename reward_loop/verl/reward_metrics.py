@@ -1,7 +1,7 @@
-"""The metrics of rewards: of a training step, and of a validation.
+"""The metrics of the rewards of a training step, and of a validation.
 
-verl joins the metrics of a step's parts by rules that look for words such as "sum", "min" and "max" anywhere in a
-name, and takes means of counts. So the metrics here are computed once a step, from all its samples.
+verl merges the metrics of a step's parts by words such as "sum", "min" and "max" anywhere in a name, and averages
+counts. So the metrics here are computed once per step, from all its samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Info = Mapping[str, Any]
 """The ``reward_extra_info`` of a trajectory."""
 
 _MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
-"""What the reward loop itself measures of every sample."""
+"""Keys of the values that the reward loop measures for every sample."""
 
 
 def session_of(key: str) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def session_of(key: str) -> tuple[str, int]:
 
 
 def final_outputs(keys: Iterable[str]) -> list[str]:
-    """The key of each session's last output: a sample counts once, however many outputs it has."""
+    """Returns the key of each session's last output, so that a sample with several outputs counts once."""
     last: dict[str, tuple[int, str]] = {}
     for key in keys:
         session, index = session_of(key)
@@ -63,16 +63,16 @@ def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 @dataclass
 class StepRewards:
-    """The rewards of a training step, of all its parts."""
+    """The rewards of all parts of a training step."""
 
     infos: dict[str, Info] = field(default_factory=dict)
-    """The ``reward_extra_info`` of the trajectories that reached the computation of advantages, by key."""
+    """The ``reward_extra_info`` by key, for the trajectories that reached the computation of advantages."""
     raw_scores: dict[str, float] = field(default_factory=dict)
-    """Their scores before ``post_process_scores``."""
+    """The scores of these trajectories before ``post_process_scores``, by key."""
     trained: set[str] = field(default_factory=set)
-    """The trajectories that have an advantage: neither masked, nor without a baseline."""
+    """The keys of the trajectories that have an advantage: they are not masked, and have a baseline."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Metrics in seconds, which are added up."""
+    """Metrics in seconds, summed over the parts."""
 
     def add(self, infos: Mapping[str, Info], raw_scores: Mapping[str, float]) -> None:
         """Adds the trajectories of a part."""
@@ -80,9 +80,9 @@ class StepRewards:
         self.raw_scores.update(raw_scores)
 
     def metrics(self) -> dict[str, float]:
-        """Outcomes, means of the numbers that the function returned, seconds and attempts, for verl's logger.
+        """Returns the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
 
-        Keys may differ between samples: a mean is over those that have the key.
+        Keys may differ between samples: a mean covers the samples that have the key.
         """
         final = final_outputs(self.infos)
         outcomes = Counter(self.infos[key].get("reward_outcome") for key in final)
@@ -107,25 +107,28 @@ class StepRewards:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, largest and smallest of some values, under verl's names."""
+    """Returns the mean, maximum and minimum of some values, under verl's names."""
     if not values:
         return {}
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def is_number(value: Any) -> bool:
-    """Whether a mean can be taken of such a value."""
+    """Returns whether the value is a number, so that it can be averaged."""
     return isinstance(value, int | float | np.number)
 
 
 def is_scored(info: Info) -> bool:
-    """Whether the sample has a score. One whose agent loop set the score has no outcome."""
+    """Returns whether the sample has a score. A sample without an outcome got its score from the agent loop."""
     return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Columns whose means can be taken: other values become ``None``. verl takes the mean of everything that is not a
-    text, and would stop at lists and dicts. It counts votes by the texts of ``pred``."""
+    """Replaces all values that are not numbers with ``None``, except strings in the column ``pred``.
+
+    verl averages everything that is not a string, and would fail on lists and dicts. It uses the strings of ``pred``
+    for majority votes.
+    """
     return {
         name: [value if is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
         for name, values in columns.items()
@@ -133,7 +136,7 @@ def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def unmasked(scores: Sequence[Any], masked: Sequence[Any] | None) -> list[Any]:
-    """The scores, with ``None`` for masked samples."""
+    """Returns the scores, with ``None`` for masked samples."""
     masked = [False] * len(scores) if masked is None else masked
     return [None if is_masked else score for score, is_masked in zip(scores, masked, strict=True)]
 
@@ -150,20 +153,20 @@ def validation_metrics(
     turns: Sequence[Any],
     sizes: Mapping[Prompt, int] | None,
 ) -> dict[str, float]:
-    """verl's validation metrics, with means over the samples that are not masked and have the value.
+    """Returns verl's validation metrics, with means over the samples that are not masked and have the value.
 
-    verl takes the mean of each prompt first, and puts the number of values into the name: where some samples of a
-    prompt have no score, ``mean@3`` and ``mean@4`` are means over different prompts, and neither is the mean over the
-    samples. Here, ``mean@N`` is the mean over all samples of the prompts that were to have ``N`` rollouts. Metrics of
-    verl for sizes that its bootstrap does not have for ``N`` are left out.
+    verl averages over each prompt first, and puts the number of values into the name. If some samples of a prompt have
+    no score, ``mean@3`` and ``mean@4`` are means over different prompts, and neither is the mean over all samples.
+    Here, ``mean@N`` is the mean over all samples of the prompts with ``N`` requested rollouts. verl's metrics for sizes
+    that its bootstrap does not use for ``N`` are left out.
 
     Args:
         verls: verl's function that computes the metrics.
-        data_sources: of each sample.
-        uids: the prompt of each sample.
-        columns: what verl collected for each sample, ``reward`` and the keys of ``reward_extra_info``.
+        data_sources: the data source of each sample.
+        uids: the uid of each sample's prompt.
+        columns: the values that verl collected for each sample: ``reward`` and the keys of ``reward_extra_info``.
         turns: the number of turns of each sample.
-        sizes: how many rollouts each prompt was to have. Rollouts that failed count as ``acc`` 0, as in verl.
+        sizes: the number of requested rollouts of each prompt. Failed rollouts count as ``acc`` 0, as in verl.
     """
     prompts = [(str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True)]
     there = Counter(prompts)
@@ -172,7 +175,7 @@ def validation_metrics(
     numbers["reward"] = unmasked(numbers["reward"], columns.get("reward_masked"))
     acc = numbers.get("acc") or [None] * len(prompts)
     without_acc = Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
-    # verl takes a sample without `acc` for a rollout that failed, and counts 0 for it.
+    # verl treats a sample without `acc` as a failed rollout, and counts 0 for it.
     expected = {prompt: size - without_acc[prompt] for prompt, size in sizes.items()}
     metrics = verls(data_sources, uids, numbers, turns, expected_acc_counts=expected)
     failed_rollouts = {prompt: size - there[prompt] for prompt, size in sizes.items()}
@@ -211,7 +214,7 @@ def _means(
 
 
 def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
-    """verl's metrics without its means, and without those of sizes that only prompts with masked samples have."""
+    """Returns verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
     largest = _largest(sizes)
     kept = {}
     for metric, value in metrics.items():
@@ -222,7 +225,7 @@ def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int])
             continue
         kind, size = found[4], int(found[5])
         whole = {n for (of, _), n in sizes.items() if of == source}
-        # verl's bootstrap draws 2, 4, 8 and so on of the values of a prompt, and all of them.
+        # verl's bootstrap draws 2, 4, 8, ... values of a prompt, and all of them.
         drawn = kind != "std" and size & (size - 1) == 0 and size < largest[source]
         if kind != "mean" and (size in whole or drawn):
             section = found[1] if size == largest[source] else "aux"
@@ -231,7 +234,7 @@ def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int])
 
 
 def _largest(sizes: Mapping[Prompt, int]) -> dict[str, int]:
-    """The largest number of rollouts of a prompt, by data source."""
+    """Returns the largest number of rollouts of a prompt, by data source."""
     largest: dict[str, int] = {}
     for (source, _), size in sizes.items():
         largest[source] = max(size, largest.get(source, 0))

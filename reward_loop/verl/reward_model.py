@@ -1,4 +1,4 @@
-"""How the reward model is served: what verl's options and our own say of it."""
+"""Combines verl's options and the reward loop's options for the reward model's servers, and checks them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SERVER_OPTIONS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_model_len": "max_model_len",
 }
-"""verl's ``rollout.*`` -> ours. They take effect as they are, verl's defaults included."""
+"""verl's option ``rollout.*`` -> ours. Values are passed on unchanged, including verl's defaults."""
 
 _ENGINE_ARGS = {
     "vllm": {
@@ -44,23 +44,23 @@ _ENGINE_ARGS = {
         "seed": "random_seed",
     },
 }
-"""verl's ``rollout.*`` -> an option of the engine's command line. All are passed on, verl's defaults included."""
+"""verl's option ``rollout.*`` -> an option of the engine's command line. verl's defaults are also passed on."""
 
 _NEGATED = {
     "vllm": {"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager"},
     "sglang": frozenset[str](),
 }
-"""Switches that the engine may turn on by itself: ``False`` needs its own option, ``--no-...``."""
+"""Switches that the engine may turn on by default: ``False`` must be passed as the option ``--no-...``."""
 
 _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
-"""What may be said of the embedded engine."""
+"""Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
 
 
 def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
-    """How the reward model is served, or ``None`` if there is none.
+    """Returns the options of the reward model's servers, or ``None`` if there is no reward model.
 
     Raises:
-        ConfigError: an option is malformed, contradicts another, or asks for what there is not.
+        ConfigError: an option is malformed, contradicts another, or needs more GPUs than there are.
     """
     model = config.reward.reward_model
     if not model.enable:
@@ -80,7 +80,7 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
-    """verl's options of an inference engine, as ours. verl's defaults count: without them, the engine's would."""
+    """Returns verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
     given = {}
     for name, argument in _ENGINE_ARGS[rollout.name].items():
         value = rollout[name]
@@ -98,7 +98,7 @@ def _engine_options(rollout: DictConfig) -> dict[str, Any]:
 
 
 def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """As many replicas as the pool of GPUs has room for, as in verl."""
+    """Returns the options for a separate GPU pool: as many replicas as fit into it, as in verl."""
     for name in ("replicas", "placement"):
         if name in options:
             raise ConfigError(
@@ -110,7 +110,7 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
-    """On the trainer's GPUs: as many replicas as there is room for, unless their number is given, and all can sleep."""
+    """Returns the options for servers on the trainer's GPUs: sleep mode on, and by default as many replicas as fit."""
     if served.engine == "external":
         raise ConfigError(
             "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
@@ -149,17 +149,17 @@ def _takes_gpus(config: RewardModelConfig) -> bool:
 
 
 def scores_by_model(config: DictConfig) -> bool:
-    """Whether the reward is the logit of the reward model, since there is no function and no manager of the user's."""
+    """Returns whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
     manager = config.reward.reward_manager
     own = manager.source != "register" or ":" in manager.name or manager.name == "composite"
     return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
 
 
 def check_reward_model(config: DictConfig) -> None:
-    """Refuses options of the reward model that cannot take effect.
+    """Rejects options of the reward model that cannot take effect.
 
     Raises:
-        ConfigError: one is missing, has no effect, or contradicts another; the message names it and the mend.
+        ConfigError: an option is missing, has no effect, or contradicts another; the message names it and the fix.
     """
     model, manager = config.reward.reward_model, config.reward.reward_manager.name
     if model.enable and not model.model_path:
@@ -189,10 +189,10 @@ def check_reward_model(config: DictConfig) -> None:
 
 
 def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
-    """Refuses what needs rewards while the model sleeps, or the model's GPUs while it is awake.
+    """Rejects options that need rewards while the reward model sleeps, or its GPUs while it is awake.
 
     Raises:
-        ConfigError: an option contradicts it; the message names it and what to set instead.
+        ConfigError: there is such an option; the message names it and what to set instead.
     """
     mode = config.trainer.v1.trainer_mode
     off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
@@ -224,7 +224,7 @@ def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
 
 
 def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", engine: str = "") -> Iterator[str]:
-    """The options of verl's reward model servers that were set, and that ours do not have."""
+    """Yields the options of verl's reward model servers that the user has set and our servers do not have."""
     for key in model:
         path = f"{prefix}{key}"
         if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):

@@ -1,6 +1,6 @@
-"""How reward functions reach the router: at a loopback address of their own node, and without a key.
+"""The loopback address at which reward functions reach the router, on every node. They need no key.
 
-The router runs on one node. Where reward workers run on others as well, a tunnel leads from each of them to the router
+The router runs on one node. If reward workers also run on other nodes, a tunnel connects each of those to the router
 (:mod:`reward_loop.serving.tunnels`).
 """
 
@@ -27,15 +27,15 @@ class RouterAddress:
     address: str
     """``host:port`` on the router's node."""
     node: str
-    """The id of that node."""
+    """The Ray id of the router's node."""
     exit: str | None = None
-    """``host:port`` of the tunnel's exit, for other nodes."""
+    """``host:port`` of the tunnel's exit, for other nodes; ``None`` without a tunnel."""
     key: str = field(default="", repr=False)
     """The key of the tunnel."""
 
 
 def worker_nodes(count: int) -> list[str]:
-    """The id of the node on which each reward worker runs: this node first, then the others in turn."""
+    """Returns the Ray node id for each of ``count`` reward workers: this node first, then the others in turn."""
     here = ray.get_runtime_context().get_node_id()
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
     nodes = sorted(alive, key=lambda node: node != here)
@@ -44,15 +44,15 @@ def worker_nodes(count: int) -> list[str]:
 
 @contextmanager
 def router_address(address: str, served: RewardModelConfig, workers: int) -> Iterator[RouterAddress | str]:
-    """Opens a router on this node to the reward workers on other nodes, if there are any.
+    """Makes a router on this node reachable for reward workers on other nodes, if there are any.
 
     Args:
         address: the router's ``host:port``.
         served: how the reward model is served.
-        workers: how many reward workers there will be.
+        workers: the number of reward workers.
 
     Yields:
-        what :func:`address_on_this_node` takes. An address that the user has chosen (`host`) is left as it is.
+        The argument of :func:`address_on_this_node`. If the user has set `host`, this is ``address`` itself.
 
     Raises:
         ServerStartError: the tunnel's exit could not be opened.
@@ -73,10 +73,10 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
 
 @contextmanager
 def address_on_this_node(router: RouterAddress | str | None) -> Iterator[str | None]:
-    """The ``host:port`` at which this process reaches the router.
+    """Yields the ``host:port`` at which this process reaches the router; ``None`` if ``router`` is ``None``.
 
     Raises:
-        ServerStartError: the router is on another node, and there is no way to it.
+        ServerStartError: the router is on another node, and has no tunnel.
     """
     if not isinstance(router, RouterAddress):
         yield router

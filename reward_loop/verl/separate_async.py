@@ -1,8 +1,8 @@
 """verl's trainer mode ``separate_async`` with a bounded queue between generation and judging.
 
-verl starts all rollouts that it is given at once, and hands each to its judge when it is generated. Here, a prompt's
-rollouts begin when there is room for them in the queue, and leave it for the judges in the order in which they were
-generated. What waits has been handed to the rollout, so that verl counts it in its bounds on staleness.
+verl starts all submitted rollouts at once, and judges each as soon as it is generated. Here, the rollouts of a prompt
+start only when the queue has room for them, and are judged in the order in which they were generated. Rollouts in the
+queue count as submitted, so verl's bounds on staleness include them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.separate_async.QueueAgentLoopManager"
-"""What puts a queue between generation and judging."""
+"""The agent loop manager that puts a queue between generation and judging."""
 
 ANSWER_S = 60.0
-"""Seconds that an agent loop worker has to say how full its queue is."""
+"""Timeout in seconds for the answers of agent loop workers."""
 
 
 class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
-    """Holds its share of the queue."""
+    """An agent loop worker with its share of the queue. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,19 +48,19 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._places: dict[str, Places] = {}
         self._step = 0
-        """The training step that will take the next rollouts."""
+        """The next training step."""
         self._failure = ""
 
     async def last_failure(self) -> str:
-        """The latest session that failed, and why."""
+        """Returns the latest session that failed and its error, or an empty string."""
         return self._failure
 
     async def start_step(self, step: int) -> None:
-        """Takes note of the training step that will take the next rollouts."""
+        """Sets the number of the next training step."""
         self._step = step
 
     async def queue_metrics(self, step: int) -> dict[str, float]:
-        """The queue's metrics since the last call.
+        """Returns the queue's metrics since the last call.
 
         Args:
             step: the version of the current weights. ``parameter_sync_step`` updates lie between two versions.
@@ -70,7 +70,7 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         return metrics
 
     async def until_death(self) -> None:
-        """Never returns: who waits for it learns of the worker's death."""
+        """Never returns. A pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
@@ -95,12 +95,12 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         places = self._places.get(kwargs["uid"])
         if places is None:
-            # Only training is judged beside generation: the limits of a service share their turns by this.
+            # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
             return await super()._compute_score(outputs, {**kwargs, "__validate__": True})
         if outputs[-1].reward_score is not None:
             return await super()._compute_score(outputs, kwargs)
         async with self._queue.turn(places, step=_version(outputs, kwargs)):
-            # A manager that waits for all rollouts of a prompt must get all of them.
+            # A manager that waits for all rollouts of a prompt must receive either all of them or none.
             half_judged = self._by_group and places.judged
             if self._will_be_evicted(int(kwargs["global_steps"])) and not half_judged:
                 _leave_unscored(outputs[-1])
@@ -110,7 +110,7 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         return None
 
     def _will_be_evicted(self, prompt_step: int) -> bool:
-        """Whether verl's replay buffer is sure to evict the rollouts of a prompt that was drawn in this step."""
+        """Returns whether verl's replay buffer will evict the rollouts of a prompt of step ``prompt_step``."""
         sampler = self.config.trainer.v1.sampler
         threshold = sampler.max_off_policy_threshold
         return (
@@ -121,7 +121,7 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 def _leave_unscored(output: Any) -> None:
-    """Ends a rollout without judging it. It is masked, in case the replay buffer keeps it."""
+    """Marks a rollout as unscored without judging it. It is masked, in case the replay buffer keeps it."""
     output.reward_score = 0.0
     output.extra_fields["reward_extra_info"] = {
         "reward_outcome": str(Outcome.UNSCORED),
@@ -131,13 +131,16 @@ def _leave_unscored(output: Any) -> None:
 
 
 def _version(outputs: list[Any], kwargs: dict) -> int:
-    """The oldest weights that generated a rollout; where the server does not say, those of when it was asked for."""
+    """Returns the oldest version of the weights that generated a rollout.
+
+    If the server does not report versions, returns the version at submission.
+    """
     versions = [output.extra_fields.get("min_global_steps") for output in outputs]
     return min((version for version in versions if version is not None), default=int(kwargs["global_steps"]) - 1)
 
 
 class QueueAgentLoopManager(AgentLoopManagerTQ):
-    """Starts :class:`QueueAgentLoopWorker`."""
+    """verl's agent loop manager, with :class:`QueueAgentLoopWorker` as its workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +148,7 @@ class QueueAgentLoopManager(AgentLoopManagerTQ):
 
 
 class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
-    """verl's trainer for separate devices. It logs the queue's metrics, and ends a run that cannot go on."""
+    """verl's trainer for separate devices. It also logs the queue's metrics, and stops a run that cannot continue."""
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
@@ -155,7 +158,11 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
     def on_init_end(self) -> None:
-        """Refuses what the queue cannot do, which is known when the reward workers have loaded their manager."""
+        """Checks the options of the queue against the reward manager, which the reward workers have loaded by now.
+
+        Raises:
+            ConfigError: ``in_flight`` is set, and the manager waits for all rollouts of a prompt.
+        """
         (client,) = self.get_reward_handles()
         in_flight = reward_queue_options(self.config).in_flight
         if client.by_group and in_flight is not None:
@@ -166,13 +173,13 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
+        """Trains. The run stops when an agent loop worker dies."""
         self._agent_loop_workers = agent_loop_manager.agent_loop_workers
         self._deaths = [worker.until_death.remote() for worker in self._agent_loop_workers]
         super().fit(agent_loop_manager)
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
-        """Ends a run whose groups, and those that replace them, fail one after the other."""
+        """Raises if too many groups, replacements included, failed in a row."""
         if self._losses.exhausted(len(failed), finished):
             raise RewardLoopError(
                 f"{self._losses.in_a_row} groups failed one after the other, and what replaced them, too "
@@ -182,7 +189,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def _last_failure(self) -> str:
         asked = [worker.last_failure.remote() for worker in self._agent_loop_workers]
-        with suppress(RayError):  # GetTimeoutError is one
+        with suppress(RayError):  # includes GetTimeoutError
             for failure in ray.get(asked, timeout=ANSWER_S):
                 if failure:
                     return f"A rollout that failed is {failure}"
@@ -195,14 +202,14 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             raise RewardLoopError(f"{who} is lost, and its rollouts with it")
 
     def on_step_end(self) -> None:
-        """Sends new weights to the rollout, and tells the agent loop workers which step will train next."""
+        """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
         for worker in self._agent_loop_workers:
             worker.start_step.remote(self.global_steps + 1)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
-        # The rollout has the weights of this step by now.
+        # The rollout has the weights of this step now.
         answers = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
         try:
             metrics.update(merge_metrics(ray.get(answers, timeout=ANSWER_S)))

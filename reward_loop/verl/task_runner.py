@@ -1,4 +1,4 @@
-"""The process that holds verl's trainer, and with it the reward model's servers."""
+"""The Ray actor that runs verl's trainer and the reward model's servers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["TaskRunner"]
 
 @ray.remote
 class TaskRunner(TaskRunnerV1.__ray_actor_class__):
-    """verl's V1 task runner, with the reward loop in its trainer and the reward model behind it."""
+    """verl's V1 task runner, with the reward loop and the reward model."""
 
     def run(self, config: DictConfig) -> None:
-        """Starts the reward model, or lets the trainer do so, trains, and stops the reward model whatever happens."""
+        """Starts the reward model, trains, and stops the reward model, also after an error.
+
+        A colocated reward model is started by the trainer.
+        """
         import transfer_queue as tq
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
@@ -60,7 +63,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
             elif model is not None:
                 gpus = None
                 if model.placement == "ray":
-                    # verl's trainer takes its GPUs later, and waits without a deadline until whole nodes are free.
+                    # verl's trainer reserves its GPUs later, and waits without a timeout until whole nodes are free.
                     gpus = GpuReservation(
                         groups_of_trainer(config), accelerator=accelerator(), timeout_s=model.placement_timeout_s
                     )
@@ -87,6 +90,6 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
 
 
 def _address_of_node() -> str:
-    """The address under which all workers reach this process: of the loopback where there is no other node."""
+    """Returns the address at which all workers reach this process: the loopback address if there is only one node."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

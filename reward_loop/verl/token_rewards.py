@@ -1,4 +1,4 @@
-"""Where in a response its reward goes: at the end, or in parts at turns and tokens."""
+"""The distribution of a reward over the tokens of a response: at the end, or in parts at turns and tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["has_parts", "misfit", "place"]
 
 
 def has_parts(info: Mapping[str, Any]) -> bool:
-    """Whether a function said where parts of its reward go."""
+    """Returns whether a function returned ``turn_level_scores`` or ``token_level_scores``."""
     return any(info.get(name) is not None for name in PART_KEYS)
 
 
 def misfit(response_mask: torch.Tensor, info: Mapping[str, Any]) -> str | None:
-    """Why the parts of a reward cannot be placed, or ``None``: they are no numbers, or not one for each token or turn.
+    """Returns why the parts of a reward cannot be placed, or ``None`` if they can.
 
-    The arguments are those of `place`.
+    Parts must be finite numbers, one for each token or turn. The arguments are those of `place`.
     """
     for name, where in _places(response_mask).items():
         parts = info.get(name)
@@ -37,19 +37,19 @@ def misfit(response_mask: torch.Tensor, info: Mapping[str, Any]) -> str | None:
 
 
 def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -> torch.Tensor:
-    """The reward of each token of a response.
+    """Returns the reward of each token of a response.
 
     Args:
-        reward: what they add up to; what the parts leave goes to the last token.
-        response_mask: of shape (tokens,): 1 where the policy wrote the token, 0 where a tool or the user did. A turn is
-            a run of ones, and its reward goes to its last token.
-        info: what the function returned; see `PART_KEYS`.
+        reward: the sum of the rewards of all tokens. The difference to the sum of the parts goes to the last token.
+        response_mask: shape (tokens,): 1 for tokens of the policy, 0 for tokens of a tool or the user. A turn is a run
+            of ones; its reward goes to its last token.
+        info: the values that the function returned; see `PART_KEYS`.
 
     Returns:
         A float32 tensor of shape (tokens,).
 
     Raises:
-        ValueError: there is not one finite number for each token, or turn.
+        ValueError: the parts are not one finite number for each token or turn.
     """
     if problem := misfit(response_mask, info):
         raise ValueError(problem)
@@ -62,7 +62,7 @@ def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -
 
 
 def _places(response_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The positions of the tokens, and of the last tokens of turns, by the key for their parts."""
+    """Returns the token positions for each key of `PART_KEYS`: all tokens, and the last token of each turn."""
     after = torch.cat([response_mask[1:], response_mask.new_zeros(1)])
     ends = ((response_mask > 0) & (after == 0)).nonzero().flatten()
     return {"token_level_scores": torch.arange(len(response_mask)), "turn_level_scores": ends}

@@ -1,4 +1,4 @@
-"""Rows of a batch, and what is written to TransferQueue about them."""
+"""Helpers for the rows of a batch in TransferQueue: select rows, write zeros."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from transfer_queue import KVBatchMeta
 __all__ = ["MASKS", "copy", "select", "zero"]
 
 MASKS = ("response_mask", "loss_mask")
-"""What says which tokens of a response count."""
+"""The fields that mark which tokens of a response are trained on."""
 
 
 def copy(batch: KVBatchMeta) -> KVBatchMeta:
-    """The same rows. verl adds to the ``extra_info`` of what it is given, and remembers fields that only some have."""
+    """Returns a copy of the batch metadata.
+
+    verl changes the ``extra_info`` of its argument, and caches field names that only some rows have.
+    """
     return select(batch, range(len(batch.keys)))
 
 
 def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
-    """Some rows of a batch, in this order."""
+    """Returns the rows at these positions of a batch, in this order."""
     return KVBatchMeta(
         partition_id=batch.partition_id,
         keys=[batch.keys[i] for i in positions],
@@ -31,7 +34,7 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
 
 
 def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:
-    """Writes zeros, one for each token of the response, to fields of some rows."""
+    """Writes zeros to fields of some rows, one for each token of the response."""
     if not keys:
         return
     keys = list(keys)

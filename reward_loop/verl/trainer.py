@@ -1,4 +1,4 @@
-"""verl's V1 trainer with rewards from the reward loop, in whatever mode it runs."""
+"""verl's V1 trainer with rewards from the reward loop, for every trainer mode."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GROUP_ESTIMATORS = frozenset(
         *("reinforce_plus_plus_baseline", GDPO),
     }
 )
-"""verl's advantage estimators whose baseline is the group's mean or the like."""
+"""verl's advantage estimators that compute a sample's baseline from its group."""
 
 RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
@@ -66,16 +66,16 @@ AGENT_OUTPUT = frozenset({"prompts", "responses", "input_ids", "position_ids", "
 NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
     ("loss_mask", "rollout_log_probs", "rm_scores", "multi_modal_inputs", "teacher_ids", "teacher_logprobs")
 )
-"""Columns that an agent loop writes; all others come from the data set. Only `AGENT_OUTPUT` of them is fetched: images
-and routed experts are large."""
+"""Columns that an agent loop writes; all other columns come from the data set. Of these, only `AGENT_OUTPUT` is
+fetched, because images and routed experts are large."""
 
 
 class NothingToLearnError(RewardLoopError):
-    """Every sample that an update was to learn from is without a score."""
+    """No sample of an update has a score to learn from."""
 
 
 class _RewardLoop:
-    """What verl's trainer asks of its reward loop manager."""
+    """The part of verl's reward loop manager that verl's trainer uses."""
 
     def __init__(self, workers: RewardWorkers, inside_rollout: bool) -> None:
         self.workers = workers
@@ -83,7 +83,10 @@ class _RewardLoop:
 
 
 class _WithGroupSize:
-    """A data loader whose rows know how many rollouts they will have, for managers that wait for all of them."""
+    """A data loader that adds the column ``group_size``, the number of rollouts of each row.
+
+    Reward managers that score whole groups need it.
+    """
 
     def __init__(self, loader: Any, n: int) -> None:
         self._loader = loader
@@ -98,7 +101,7 @@ class _WithGroupSize:
 
 
 def _group_sizes(batch: Any, n: int) -> list[int]:
-    """How many rollouts each row of a batch will have: ``n``, or what verl's column ``__rollout_n__`` says."""
+    """Returns the number of rollouts of each row: verl's column ``__rollout_n__`` if it exists, else ``n``."""
     sizes = batch.get("__rollout_n__", None)
     return [n] * len(batch["raw_prompt"]) if sizes is None else [int(size) for size in sizes]
 
@@ -107,9 +110,9 @@ class RewardLoopTrainer(PPOTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
     Args:
-        config: verl's whole configuration, settled.
-        reward_router_address: how reward workers reach the router before the reward models.
-        colocated: instead of it, the reward model on this trainer's GPUs.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.settle`.
+        reward_router_address: the address of the router in front of the reward models, if there is one.
+        colocated: the reward model on this trainer's GPUs, which the trainer starts itself.
     """
 
     def __init__(
@@ -125,11 +128,11 @@ class RewardLoopTrainer(PPOTrainer):
         self._rewards = StepRewards()
         """The rewards of the current step."""
         self._part: Any = None
-        """The rows whose advantages were computed last."""
+        """The rows of the latest call of `_compute_advantage`."""
         config = without_reward(config)
         switch_estimator(config)
         super().__init__(config)
-        # verl replaces failed groups indefinitely, even if all replacements will fail.
+        # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
         self.replay_buffer.checks.append(self._look_at_workers)
 
     def _build_replay_buffer(self) -> Any:
@@ -149,11 +152,11 @@ class RewardLoopTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         if self._colocated is None:
-            # First, so that they load while the policy does.
+            # Start them first: they load while the policy loads.
             self.reward_workers = RewardWorkers(self._full_config, self._reward_router_address)
         super()._setup()
         if self._colocated is not None:
-            # The rollout sleeps now: the GPUs have the room that they will have for judging.
+            # The rollout sleeps now, so the free GPU memory is the same as during judging.
             pool = self.resource_pool_manager.get_resource_pool(Role.RewardModel)
             address = self._colocated.start(pool.get_placement_groups(device_name=self.config.trainer.device))
             self.reward_workers = RewardWorkers(self._full_config, address)
@@ -172,14 +175,17 @@ class RewardLoopTrainer(PPOTrainer):
         return batch
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains. At the end, ends the agent loop workers: rollouts for later steps may still be with judges, which
-        would fail when the limits of the job end with this process."""
+        """Trains, and then stops the agent loop workers.
+
+        Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
+        this process.
+        """
         super().fit(agent_loop_manager)
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
-        """One training step. Metrics of rewards are computed at its end, from the samples of all its parts."""
+        """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
         with self._told_by_workers():
             batch = super().step(metrics, timing_raw)
@@ -187,8 +193,11 @@ class RewardLoopTrainer(PPOTrainer):
         return batch
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-        """verl's local update. One whose samples all lack a score is left out, unless it is the last of a step in which
-        no sample has a score."""
+        """Runs one of verl's local updates. An update is skipped if none of its samples has a score.
+
+        Raises:
+            NothingToLearnError: this is the last update of the step, and no sample of the whole step has a score.
+        """
         try:
             return super()._step_once(metrics, timing_raw, sample_batch_size)
         except NothingToLearnError as error:
@@ -218,7 +227,7 @@ class RewardLoopTrainer(PPOTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Writes rollouts to a file; a masked sample of a validation has no score there."""
+        """Writes rollouts to a file, with ``None`` as the score of masked samples."""
         infos = dict(reward_extra_infos_dict)
         scores = unmasked(scores, infos.get("reward_masked"))
         if "reward" in infos:
@@ -227,11 +236,11 @@ class RewardLoopTrainer(PPOTrainer):
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
-        # verl counts masked samples as 0 here.
+        # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards(batch.partition_id))
 
     def _trained_rewards(self, partition_id: str) -> dict[str, float]:
-        """verl's metrics of scores and rewards, over the samples that are trained on."""
+        """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""
         keys = final_outputs(self._rewards.trained)
         if not keys:
             return {}
@@ -255,12 +264,14 @@ class RewardLoopTrainer(PPOTrainer):
         if self._full_config.trainer.v1.trainer_mode == "sync":
             self.reward_workers.raise_fatal_error()
         else:
-            self.reward_workers.ask_for_fatal_error()  # samples of other prompts may be out
+            self.reward_workers.ask_for_fatal_error()  # samples of other prompts may be in flight
 
     @contextmanager
     def _told_by_workers(self) -> Iterator[None]:
-        """Raises what the reward workers say must stop the run. verl turns the failure of every group into an error of
-        its own that says nothing about the reward, and leaves out groups that failed."""
+        """Raises the fatal error of a reward worker, if there is one, when the block ends or fails.
+
+        verl drops groups that failed; when all failed, it raises an error that does not mention the reward.
+        """
         try:
             yield
         except Exception as error:
@@ -271,10 +282,10 @@ class RewardLoopTrainer(PPOTrainer):
         self._ask_workers()
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Scores the whole batch after the rollout: with ``use_reward_loop=False``, or by a model on these GPUs."""
+        """Scores the whole batch after the rollout: if ``use_reward_loop=False``, or with a colocated reward model."""
         keys, rows = _session_rows(batch)
         if self._colocated is not None:
-            # verl would take the mean of seconds over the parts of a step.
+            # Not in `metrics`: verl would average these seconds over the parts of a step, not add them.
             with self._colocated.awake(None if metrics is None else self._rewards.seconds):
                 rewards = self.reward_workers.finish_batch(self.reward_workers.start_batch(rows))
             _write_rewards(batch, keys, rewards)
@@ -296,7 +307,7 @@ class RewardLoopTrainer(PPOTrainer):
                 rewards = self.reward_workers.finish_batch(pending)
             _write_rewards(batch, keys, rewards)
         infos, raw_scores = _reward_infos(batch)
-        changed = self._reject_parts(batch, infos)  # before the scores of a group are compared
+        changed = self._reject_parts(batch, infos)  # before `post_process_scores` compares the scores of a group
         if self._post_processes:
             with self._apart_from_advantage("post_process"):
                 self._post_process(batch)
@@ -330,8 +341,10 @@ class RewardLoopTrainer(PPOTrainer):
         return copy(batch)
 
     def _advantage_fields(self) -> list[str]:
-        """What verl writes beside the masks when it computes the advantage. Rows without one need zeros there: verl
-        reads the fields that all rows have."""
+        """Returns the fields that verl writes with the advantage, apart from the masks.
+
+        Rows without an advantage need zeros in these fields, because verl reads only fields that all rows have.
+        """
         fields = ["advantages", "returns"]
         if self.config.algorithm.use_kl_in_reward:
             fields.append("token_level_rewards")
@@ -347,7 +360,7 @@ class RewardLoopTrainer(PPOTrainer):
 
     @contextmanager
     def _apart_from_advantage(self, name: str) -> Iterator[None]:
-        """Counts the seconds of the block as verl's timing ``name``, and not as ``adv``, which is being timed."""
+        """Adds the seconds of the block to verl's timing ``name``, and subtracts them from the timing ``adv``."""
         seconds: dict[str, float] = {}
         with added_seconds(name, seconds):
             yield
@@ -355,8 +368,10 @@ class RewardLoopTrainer(PPOTrainer):
         self.timing_raw["adv"] = self.timing_raw.get("adv", 0.0) - seconds[name]
 
     def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
-        """Turns the rewards whose parts do not fit turns or tokens into those of failed samples, for all outputs of the
-        session. Returns whether there were any."""
+        """Turns samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
+
+        All outputs of such a session get the new reward. Returns whether there was any.
+        """
         keys = _keys_with_parts(infos)
         if not keys:
             return False
@@ -371,8 +386,10 @@ class RewardLoopTrainer(PPOTrainer):
         return bool(rejected)
 
     def _post_process(self, batch: Any) -> None:
-        """Replaces the rewards of the groups by what the function's ``post_process_scores`` returns. Does nothing for
-        groups that have been post-processed, and if the function has no such method."""
+        """Replaces the rewards of each group with the results of the function's ``post_process_scores``.
+
+        Groups that have been post-processed already stay as they are. Does nothing if the function has no such method.
+        """
         if not self._post_processes:
             return
         keys, groups = _groups(batch)
@@ -385,13 +402,16 @@ class RewardLoopTrainer(PPOTrainer):
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
-    """The trainer of a mode, with rewards from the reward loop."""
+    """Returns a subclass of a mode's trainer that takes its rewards from the reward loop."""
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
 
 
 def _session_rows(batch: Any) -> tuple[list[str], list[DataProto]]:
-    """The rollouts of a batch as the agent loop hands them to a reward worker: one ``DataProto`` a session, a row an
-    output. Returns the key of each session's last output beside it."""
+    """Returns the rollouts of a batch in the form in which the agent loop sends them to a reward worker.
+
+    Returns:
+        The key of each session's last output; and a ``DataProto`` for each session, with one row per output.
+    """
     sessions: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for position, key in enumerate(batch.keys):
         session, index = session_of(key)
@@ -412,8 +432,8 @@ def _session_rows(batch: Any) -> tuple[list[str], list[DataProto]]:
 
 
 def _reward_columns(batch: Any) -> list[str]:
-    """The columns that a reward worker receives: the data set's, and some of the agent loop's."""
-    # TransferQueue names the columns of a row in its answer to a write, of tags that do not change here.
+    """Returns the columns that a reward worker receives: those of the data set, and `AGENT_OUTPUT`."""
+    # TransferQueue returns the names of the columns after a write. This write changes nothing.
     written = tq.kv_batch_put(keys=batch.keys[:1], partition_id=batch.partition_id, tags=batch.tags[:1])
     return [name for name in written.fields if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS]
 
@@ -438,8 +458,11 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
 
 
 def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
-    """The rewards of a batch by group, members in order of their session, and the key of each one's last output.
-    Groups that have been post-processed are left out."""
+    """Returns the groups of a batch that have not been post-processed.
+
+    Returns:
+        For each group, the keys of its sessions' last outputs, and their rewards, both in the order of the sessions.
+    """
     rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     members: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for key in final_outputs(rows):
@@ -463,17 +486,17 @@ def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
 def _write_rewards(
     batch: Any, keys: Sequence[str], rewards: Sequence[Reward], raw_scores: Mapping[str, float] | None = None
 ) -> None:
-    """Puts the rewards of some sessions into TransferQueue: at the last token of all their outputs, as verl does.
+    """Writes the rewards of some sessions to TransferQueue: at the last token of all their outputs, as verl does.
 
     Args:
-        batch: has all outputs of the sessions; rows of other sessions stay as they are.
-        keys: an output of each session.
-        rewards: of each session.
-        raw_scores: the scores before ``post_process_scores``, where the rewards are its results.
+        batch: a batch with all outputs of the sessions; rows of other sessions stay as they are.
+        keys: the key of one output of each session.
+        rewards: the reward of each session.
+        raw_scores: the scores before ``post_process_scores``, by key, if the rewards are its results.
     """
     by_session = {session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
     raw = {session_of(key)[0]: {RAW_SCORE: score} for key, score in (raw_scores or {}).items()}
-    # Padding rows were made from copies of others, and carry their fields.
+    # Padding rows are copies of other rows: skip them.
     rows = [
         key
         for key, tag in zip(batch.keys, batch.tags, strict=True)
@@ -500,8 +523,10 @@ def _write_rewards(
 
 
 def _reward_infos(batch: Any) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """``reward_extra_info`` of each trajectory of a batch, without padding, and its score before
-    ``post_process_scores``."""
+    """Returns ``reward_extra_info``, and the score before ``post_process_scores``, by key of the trajectory.
+
+    Padding rows are left out.
+    """
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     if not keys:
         return {}, {}
@@ -516,7 +541,7 @@ def _reward_infos(batch: Any) -> tuple[dict[str, dict[str, Any]], dict[str, floa
 
 
 def _place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
-    """Spreads the rewards of trajectories whose function said so over turns and tokens."""
+    """Distributes rewards over turns and tokens where the function returned scores for them."""
     keys = _keys_with_parts(infos)
     if not keys:
         return
@@ -528,14 +553,17 @@ def _place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _keys_with_parts(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The last outputs of the sessions whose function said where parts of the reward go, masked ones left out."""
+    """Returns the last outputs of unmasked sessions with ``turn_level_scores`` or ``token_level_scores``."""
     last = {session_of(key)[0]: key for key in sorted(infos, key=session_of)}
     return [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
 
 
 def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
-    """The trajectories that are the last of their group, all others being masked. verl takes 0 as the baseline of a
-    group of one, so that the raw score would become the advantage."""
+    """Returns the trajectories of sessions that are the only unmasked one of their group.
+
+    verl uses the baseline 0 for a group of one, so their raw score would become the advantage. Groups that had one
+    session from the start are not returned.
+    """
     members: dict[str, set[str]] = defaultdict(set)
     left: dict[str, set[str]] = defaultdict(set)
     for key in keys:

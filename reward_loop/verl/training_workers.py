@@ -1,6 +1,6 @@
-"""verl's training workers, with masked rows left out of every loss.
+"""verl's training workers, with masked rows removed from every loss.
 
-verl multiplies the loss of a masked row by zero, and keeps the row elsewhere:
+verl multiplies the loss of a masked row by zero, but the row still has an effect:
 
 - *In the denominator.* verl divides the losses ``seq-mean-*`` by the configured number of rows, and some losses by the
   rows or the longest response of a micro-batch. Here, the rows without a token in ``loss_mask`` are removed before
@@ -8,10 +8,11 @@ verl multiplies the loss of a masked row by zero, and keeps the row elsewhere:
 - *In the optimizer.* A gradient of zero still moves the weights: AdamW adds its momentum and the weight decay. Here, a
   mini-batch in which no row of any rank has a token in ``response_mask`` makes no optimizer step.
 
-verl's own rejection sampling clears ``response_mask`` only: rows that it rejects stay in the denominator, as in verl.
+verl's own rejection sampling clears only ``response_mask``: rows that it rejects stay in the denominator, as in verl.
 
-The workers of the mode ``reward_pipeline`` also keep the learning-rate schedule. verl moves the schedule on at the end
-of every update call; that mode makes several calls in a training step, and a schedule counts training steps.
+The workers of the mode ``reward_pipeline`` also advance the learning-rate schedule only when the trainer asks for it.
+verl advances the schedule at the end of every update call; that mode makes several calls in a training step, but a
+schedule counts training steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ step."""
 
 
 class MaskingTrainingWorker(TrainingWorker):
-    """Trains on the rows that are not masked. The critic, and the part of the actor's worker that trains."""
+    """Trains on the rows that are not masked. Used as the critic, and as the training part of the actor's worker."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Callable[..., Any]) -> None:
@@ -45,13 +46,13 @@ class MaskingTrainingWorker(TrainingWorker):
         """Trains on a batch in mini-batches, as verl does."""
         output = super().train_mini_batch(data)
         if output is not None:
-            # verl takes this metric out of every update, also where all mini-batches were skipped.
+            # verl reads this metric after every update, even if all mini-batches were skipped.
             tu.get(output, "metrics").setdefault("mfu", [0.0])
         return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: Any) -> Any:
-        """One optimizer step on a mini-batch, or none if all its rows are masked on all ranks."""
+        """Makes one optimizer step on a mini-batch, or none if all its rows are masked on all ranks."""
         rows, tokens = self._learnable(data)
         if not (rows and tokens):
             return self._skip(data)
@@ -63,7 +64,7 @@ class MaskingTrainingWorker(TrainingWorker):
         return output
 
     def _learnable(self, data: Any) -> tuple[int, int]:
-        """The number of rows that are not masked, and of tokens that the loss counts, over all data-parallel ranks."""
+        """Returns the numbers of unmasked rows and of tokens in ``response_mask``, over all data-parallel ranks."""
         rows = len(_unmasked(data["loss_mask"]))
         counts = torch.tensor([rows, int(_values(data["response_mask"]).sum())], device=self.device_name)
         # With dynamic context parallelism, every rank has the whole batch.
@@ -81,37 +82,37 @@ class MaskingTrainingWorker(TrainingWorker):
 
 
 class PipelineTrainingWorker(MaskingTrainingWorker):
-    """Trains without moving the learning-rate schedule on."""
+    """Trains without advancing the learning-rate schedule."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: Any) -> Any:
-        """One optimizer step."""
+        """Makes one optimizer step."""
         tu.assign_non_tensor(data, update_lr_scheduler=False)
         return super().train_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lr_scheduler_step(self) -> float:
-        """Moves the schedule on by one training step; returns the learning rate of the next one."""
+        """Advances the schedule by one training step; returns the learning rate of the next step."""
         return self.engine.lr_scheduler_step()
 
 
 class PipelineActorWorker(ActorRolloutRefWorker):
-    """verl's actor, rollout and reference policy."""
+    """verl's worker for actor, rollout and reference policy, with :class:`PipelineTrainingWorker` as the actor."""
 
     actor_worker_cls = PipelineTrainingWorker
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lr_scheduler_step(self) -> float:
-        """Moves the actor's schedule on by one training step; returns the learning rate of the next one."""
+        """Advances the actor's schedule by one training step; returns the learning rate of the next step."""
         return self.actor.lr_scheduler_step()
 
 
 def masking(worker: Any) -> Any:
-    """A class of verl's workers whose training leaves masked rows out.
+    """Returns a subclass of one of verl's worker classes that excludes masked rows from training.
 
     Args:
-        worker: a `TrainingWorker`, or a class that has one as its actor. Other classes, and those that leave masked
-            rows out already, are returned as they are.
+        worker: a `TrainingWorker` class, or a worker class with such an ``actor_worker_cls``. Other classes, and
+            classes that already exclude masked rows, are returned unchanged.
     """
     if issubclass(worker, MaskingTrainingWorker):
         return worker
@@ -126,14 +127,14 @@ def masking(worker: Any) -> Any:
 
 
 def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Calls a loss of verl's without the rows of a micro-batch that are masked.
+    """Calls one of verl's loss functions without the masked rows of a micro-batch.
 
-    The loss is called with all rows where none is masked; where all are, so that every rank has a backward pass; and
-    where it is called to process logits, before there are outputs by row.
+    The loss receives all rows in three cases: no row is masked; all rows are masked, since every rank needs a backward
+    pass; or the call only processes logits and has no outputs by row yet.
 
     Args:
         loss: a loss function of verl's engines.
-        **arguments: its keyword arguments, of which ``model_output`` and ``data`` are by row.
+        **arguments: its keyword arguments. ``model_output`` and ``data`` have one entry per row.
     """
     output, data = arguments.get("model_output"), arguments.get("data")
     if output is None or data is None or "loss_mask" not in data.keys():  # noqa: SIM118
@@ -146,7 +147,7 @@ def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 def _select(value: Any, rows: list[int]) -> Any:
-    """Some rows of an output of the model, if it is by row."""
+    """Returns some rows of a model output that is a nested tensor. Other outputs have no rows and stay unchanged."""
     if not (isinstance(value, torch.Tensor) and value.is_nested):
         return value
     kept = value.unbind()
@@ -154,7 +155,7 @@ def _select(value: Any, rows: list[int]) -> Any:
 
 
 def _unmasked(mask: torch.Tensor) -> list[int]:
-    """The rows with a token that counts, of a mask of shape (rows, tokens)."""
+    """Returns the indices of rows with a non-zero entry, in a mask of shape (rows, tokens)."""
     padded = mask.to_padded_tensor(0) if mask.is_nested else mask
     return padded.any(dim=1).nonzero().flatten().tolist()
 

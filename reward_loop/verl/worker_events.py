@@ -1,4 +1,4 @@
-"""The trainer's ear: what the agent loop workers say of their prompts, as soon as they say it."""
+"""Receives the events of the agent loop workers in the trainer, without polling."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from reward_loop.verl.progress import Progress
 __all__ = ["Listener"]
 
 WAKE_UP_S = 1.0
-"""Seconds after which the listening thread looks whether it should end."""
+"""Seconds after which the listener thread checks whether it must stop."""
 
 ANSWER_S = 5.0
-"""Seconds that a worker has to say what it is at, for an error message."""
+"""Timeout in seconds for a worker's report of its sessions, for an error message."""
 
 NAMED_PROMPTS = 5
 """How many prompts of each worker an error message names."""
 
 
 class Listener:
-    """Keeps a `Progress` up to date, in a thread of its own. A context manager.
+    """Updates a `Progress` from the events of the agent loop workers, in a thread. A context manager.
 
-    It keeps one call of ``news`` open at every worker, so that nothing is polled.
+    Each worker has one open call of ``news``, which returns as soon as there is an event.
+
+    Args:
+        workers: the handles of the agent loop workers.
+        progress: changed only while `lock` is held.
     """
 
     def __init__(self, workers: Sequence[Any], progress: Progress) -> None:
@@ -51,10 +55,13 @@ class Listener:
         self._thread.join(2 * WAKE_UP_S)
 
     def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
-        """Waits until ``arrived``, which is asked after every piece of news; returns what it said last.
+        """Waits until ``arrived`` returns true, or for ``timeout`` seconds; checks it after every event.
+
+        Returns:
+            The last result of ``arrived``.
 
         Raises:
-            RewardLoopError: a worker is lost.
+            RewardLoopError: a worker has died.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or arrived(), timeout)
@@ -62,21 +69,21 @@ class Listener:
             return arrived()
 
     def raise_error(self) -> None:
-        """Raises what ends the run.
+        """Raises the error of a worker that has died, if there is one.
 
         Raises:
-            RewardLoopError: a worker is lost.
+            RewardLoopError: a worker has died.
         """
         if self._error is not None:
             raise self._error
 
     @property
     def lock(self) -> threading.Condition:
-        """Held while the progress is changed or gone through."""
+        """The lock to hold while the progress is changed or iterated over."""
         return self._changed
 
     def at_work_on(self, uids: Collection[str]) -> str:
-        """Which worker is at which sessions of these prompts, for an error message; asks all of them."""
+        """Returns which worker has which sessions of these prompts, as text for an error message. Calls all workers."""
         asked = [worker.in_work.remote() for worker in self._workers]
         known: set[str] = set()
         lines = []

@@ -1,4 +1,4 @@
-"""Reward workers: Ray actors, on all nodes, that score verl's rollouts."""
+"""Reward workers: Ray actors on all nodes that score verl's rollouts."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ __all__ = ["RewardClient", "RewardWorker", "RewardWorkers"]
 logger = logging.getLogger(__name__)
 
 GC_THRESHOLD = 200_000
-"""New objects until the garbage collector looks at them. A sample in flight is about 40 of them, so Python's 700 are 20
-samples: thousands in flight would be looked at again and again, for garbage that there is not."""
+"""The number of new objects that triggers a garbage collection. A sample in flight has about 40 objects, so Python's
+default of 700 would trigger a collection every 20 samples, although samples in flight are not garbage."""
 
 MAX_TASK_RETRIES = 3
-"""How many deaths of its worker a sample survives: it is scored again each time, and then counts as failed."""
+"""How many times a sample is scored again after its worker died. After that, the sample has failed."""
 
 BUSY_S = 5.0
-"""Seconds in which a worker that samples are out to may say how it is."""
+"""Timeout in seconds for the status of a worker that has samples in flight."""
 
 LOOK_S = 2.0
-"""Seconds between two looks at whether the run must stop, while the trainer waits for rewards."""
+"""Seconds between two polls for fatal errors, while the trainer waits for rewards."""
 
 
 def settle_gc() -> None:
-    """Keep the garbage collector from stopping the event loop, in a process whose work is rewards.
+    """Reduces the pauses of the event loop that the garbage collector causes in a reward worker.
 
-    What is loaded by now stays: torch and verl are more than a million objects, which a full collection would look at
-    for half a second. Samples in flight are alive, too, and are looked at less often.
+    Objects that exist now are excluded from collections: torch and verl create more than a million objects, which a
+    full collection would scan for half a second. New objects, such as samples in flight, are scanned less often; see
+    `GC_THRESHOLD`.
     """
     gc.collect()
     gc.freeze()
@@ -69,7 +70,12 @@ def settle_gc() -> None:
 
 
 class RewardWorker:
-    """Scores samples through one reward manager. A Ray actor with asynchronous methods."""
+    """Scores samples with one reward manager. A Ray actor with asynchronous methods.
+
+    Args:
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.settle`.
+        router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+    """
 
     def __init__(self, config: DictConfig, router: RouterAddress | str | None) -> None:
         self._options = reward_loop_options(config)
@@ -83,11 +89,14 @@ class RewardWorker:
         self._fatal: str | None = None
         settle_gc()
         self._records = records(self._options.log_dir) if self._options.log_dir else None
-        watch()  # so that an idle worker answers `reward-loop stuck` too
+        watch()  # so that `reward-loop stuck` also lists an idle worker
         self._failures = failure_bound(self._options, self._limits)
 
     async def compute_score(self, data: Any) -> Reward:
-        """The reward of one rollout.
+        """Scores one rollout.
+
+        Args:
+            data: a ``DataProto`` with one row per output of the rollout.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
@@ -101,21 +110,25 @@ class RewardWorker:
             raise
 
     async def stop_run(self, message: str) -> None:
-        """Takes down that the run must stop, for somebody who has no place to say so."""
+        """Stores a fatal error of another process: the next `fatal_error` returns it."""
         self._fatal = self._fatal or message
 
     async def fatal_error(self) -> str | None:
-        """Why the run must stop, if it must. Also says that the worker is up."""
+        """Returns why the run must stop, or ``None``. Also used as a health check."""
         if self._fatal is None and self._options.job:
             self._fatal = await self._limits.why_stopped()
         return self._fatal
 
     async def has_post_process(self) -> bool:
-        """Whether the user's class has ``post_process_scores``."""
+        """Returns whether the user's class has ``post_process_scores``."""
         return self._post_process is not None
 
     async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
-        """The rewards of a group after the user's ``post_process_scores``.
+        """Applies the user's ``post_process_scores`` to the rewards of one group.
+
+        Args:
+            rewards: the rewards of the group's samples.
+            names: the name of each sample, for messages.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
@@ -128,12 +141,12 @@ class RewardWorker:
             raise
 
     async def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
-        """The rewards of samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit: failed samples.
+        """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
 
         Args:
-            rewards: what the samples got.
-            problems: what is wrong with each, naming the sample.
-            accepted: the number of samples whose parts fit, for the bound on failures.
+            rewards: the rewards of these samples.
+            problems: the problem of each sample, with the name of the sample.
+            accepted: the number of samples whose scores fit; they count in the bound on the share of failures.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
@@ -143,7 +156,7 @@ class RewardWorker:
         try:
             return [
                 fail_reward(
-                    # What the function returned beside the score goes, as with any failed sample.
+                    # Drop the other values that the function returned, as for every failed sample.
                     Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
                     InvalidScoreError(problem),
                     self._rejections,
@@ -156,11 +169,11 @@ class RewardWorker:
             raise
 
     async def needs_group(self) -> bool:
-        """Whether one worker must see all samples of a prompt. Also says that the worker is up."""
+        """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
         return getattr(self._manager, "needs_group", False)
 
     async def _run_foreign(self, data: Any) -> Reward:
-        """Runs a manager that was written for verl: outcomes, deadline and policies are added around it."""
+        """Runs a manager that was written for verl, and adds the outcome, the timeout and the failure policy."""
         name = type(self._manager).__name__
         row = last_row(data)
         sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
@@ -213,7 +226,7 @@ def _build_manager(config: DictConfig, reward_router_address: str | None, limits
     }
     if scores_by_model(config):
         return DiscriminativeRewardLoopManager(config, compute_score=_model_scoring(config, limits), **keywords)
-    function = _user_function(config)  # its module may register the manager
+    function = _user_function(config)  # importing its module may register the manager
     manager = config.reward.reward_manager
     if manager.source == "importlib":
         cls: Any = load_object(manager.module.path, manager.name)
@@ -238,12 +251,12 @@ def _build_manager(config: DictConfig, reward_router_address: str | None, limits
 
 
 def _reserved(info: dict[str, Any]) -> dict[str, Any]:
-    """What the reward loop itself wrote of a sample."""
+    """Returns only the keys that the reward loop itself adds."""
     return {name: value for name, value in info.items() if name in RESERVED_KEYS}
 
 
 def _post_processing(manager: Any) -> ScoringFunction | None:
-    """The manager's function, if it has ``post_process_scores``."""
+    """Returns the manager's function if it has ``post_process_scores``, else ``None``."""
     function = getattr(manager, "function", None)
     return function if isinstance(function, ScoringFunction) and function.has_post_process else None
 
@@ -289,7 +302,7 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
     sandbox = config.reward.sandbox_fusion
     if not sandbox.url:
         return {}
-    # Each worker gets its share, so that the bound holds for the whole job.
+    # Divide the limit among the workers: it holds for the whole job.
     share = max(1, sandbox.max_concurrent // config.reward.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
@@ -299,10 +312,11 @@ def _sandbox_kwargs(config: DictConfig) -> dict[str, Any]:
 
 
 class RewardClient:
-    """Stands where verl's agent loop expects the handle of a reward worker: ``client.compute_score.remote(data)``.
+    """Distributes samples among the reward workers.
 
-    Deals the samples out to the workers in turn, or those of a prompt to the same one. A sample whose worker keeps
-    dying is a failed sample.
+    verl's agent loop uses it like the handle of one reward worker: ``await client.compute_score.remote(data)``. Samples
+    go to the workers in turn; with ``by_group``, all samples of a prompt go to the same worker. A sample whose worker
+    dies repeatedly has failed.
     """
 
     def __init__(self, workers: Sequence[Any], config: DictConfig) -> None:
@@ -312,7 +326,7 @@ class RewardClient:
         self.by_group = False
 
     def worker_for(self, data: Any) -> Any:
-        """The worker whose turn it is; with `by_group`, in every process the same one for all samples of a prompt."""
+        """Returns the next worker in turn; with ``by_group``, the worker of the prompt, the same in every process."""
         if self.by_group:
             uid = str(data.non_tensor_batch["uid"][-1])
             return self._workers[zlib.crc32(uid.encode()) % len(self._workers)]
@@ -321,11 +335,11 @@ class RewardClient:
 
     @property
     def compute_score(self) -> RewardClient:
-        """The method whose ``remote`` verl calls."""
+        """The client itself: verl calls ``compute_score.remote``."""
         return self
 
     def remote(self, data: Any) -> Coroutine[Any, Any, Reward]:
-        """An awaitable of the reward of ``data``, one rollout as a ``DataProto``."""
+        """Returns a coroutine that scores ``data``, one rollout as a ``DataProto``."""
         return self._score(data)
 
     async def _score(self, data: Any) -> Reward:
@@ -336,12 +350,12 @@ class RewardClient:
             try:
                 return self.died(error)
             except RewardFunctionError as failure:
-                # The trainer is elsewhere; it asks the workers why the run must stop.
+                # The trainer runs in another process and reads fatal errors from the workers.
                 await worker.stop_run.remote(f"{type(failure).__name__}: {failure}")
                 raise
 
     def died(self, error: RayActorError) -> Reward:
-        """The reward of a sample whose worker kept dying.
+        """Returns the reward of a sample whose worker died too often.
 
         Raises:
             RewardFunctionError: the policy is ``raise``.
@@ -356,18 +370,19 @@ class RewardClient:
 
 
 class RewardWorkers:
-    """Starts the reward workers, one after the other on all nodes, and lets them be used.
+    """Starts the reward workers, distributed over all nodes, and scores batches with them.
 
-    Ray restarts a worker that dies, elsewhere if its node is gone, and sends it again what it had not answered.
+    Ray restarts a worker that dies, on another node if its node is lost, and sends its unanswered calls again, up to
+    `MAX_TASK_RETRIES` times each.
 
     Args:
-        config: verl's whole configuration, settled.
-        router: how the workers reach the router before the reward models.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.settle`.
+        router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
     """
 
     def __init__(self, config: DictConfig, router: RouterAddress | str | None) -> None:
         actor = ray.remote(RewardWorker)
-        # Held here: an argument of more than 100 KB that nobody holds is gone when Ray restarts a worker.
+        # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
         self._config = ray.put(config)
         self.handles = [
             actor.options(
@@ -388,12 +403,12 @@ class RewardWorkers:
         """Waits until every worker has loaded the tokenizer and the user's function.
 
         Raises:
-            RewardLoopError: one could not.
+            RewardLoopError: a worker failed to start, or did not start in time.
         """
         self.client.by_group = any(self._ask_all("needs_group", "worker_start_timeout_s"))
 
     def raise_fatal_error(self) -> None:
-        """Raises what a worker said must stop the run.
+        """Raises the fatal error of a worker, if there is one. Waits for the answers of all workers.
 
         Raises:
             RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
@@ -403,22 +418,26 @@ class RewardWorkers:
                 raise RewardLoopError(message)
 
     def look_for_fatal_error(self) -> None:
-        """As `raise_fatal_error`, but waits for nobody: it takes the answers to what an earlier call asked, and asks
-        again after `LOOK_S`. A worker that does not answer may be at work.
+        """Raises the fatal error of a worker, like `raise_fatal_error`, but without waiting.
+
+        Reads the answers to requests of earlier calls, and sends new requests every `LOOK_S` seconds. A worker that
+        does not answer may be busy.
 
         Raises:
-            RewardLoopError: a worker said that the run must stop.
+            RewardLoopError: a worker reported that the run must stop.
         """
         self._take_answers(0)
         if not self._asked and time.monotonic() - self._asked_at > LOOK_S:
             self._ask()
 
     def ask_for_fatal_error(self) -> None:
-        """As `raise_fatal_error`, while samples are out: a worker that does not answer within `BUSY_S` is at work, as
-        one whose manager blocks the event loop is until its samples are done. Its answer is taken later.
+        """Raises the fatal error of a worker, like `raise_fatal_error`, while samples are in flight.
+
+        Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
+        loop until its samples are scored. Its answer is read by a later call.
 
         Raises:
-            RewardLoopError: a worker said that the run must stop.
+            RewardLoopError: a worker reported that the run must stop.
         """
         self._take_answers(0)
         self._ask()
@@ -439,20 +458,20 @@ class RewardWorkers:
             return
         answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=timeout)
         for answer in answered:
-            with contextlib.suppress(RayActorError):  # it is restarted, or its samples fail
+            with contextlib.suppress(RayActorError):  # Ray restarts the worker, or its samples fail
                 if (message := ray.get(answer)) is not None:
                     raise RewardLoopError(message)
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
-        """Deals ``rows``, one ``DataProto`` a rollout, out to the workers; returns what :meth:`finish_batch` takes."""
+        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`."""
         return [self.client.worker_for(row).compute_score.remote(row) for row in rows]
 
     def finish_batch(self, pending: list[Any]) -> list[Reward]:
-        """Waits for the rewards of a batch, in the order of its rows.
+        """Waits for the rewards of a batch, and returns them in the order of its rows.
 
         Raises:
-            RewardLoopError: the run must stop; no reward came for longer than the function's deadline allows; a worker
-                gives no sign of life.
+            RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
+                retries; or a worker does not respond.
         """
         self._wait_for(pending)
         rewards = []
@@ -464,8 +483,11 @@ class RewardWorkers:
         return rewards
 
     def _wait_for(self, pending: list[Any]) -> None:
-        """Waits until all rewards are there. Whoever waits for a thread or for a limit does so while another sample is
-        in work, so that one of them ends within a function's deadline, and the time in which it may be tried again."""
+        """Waits until all rewards have arrived.
+
+        A sample waits for a thread or a permit only while another sample runs. So at least one sample ends within the
+        timeout of the function plus ``retry.max_seconds``; if none does, the wait fails.
+        """
         options = self.client.options
         left, last_news = list(pending), time.monotonic()
         while left:
@@ -474,7 +496,7 @@ class RewardWorkers:
             if done:
                 last_news += quiet
             elif left:
-                self.raise_fatal_error()  # also asks for a sign of life
+                self.raise_fatal_error()  # also checks that all workers respond
                 if options.timeout is not None and quiet > options.timeout + options.retry.max_seconds:
                     raise RewardLoopError(
                         f"{len(left)} of {len(pending)} rewards are missing, and none came for {quiet:.0f} s, although "
@@ -483,14 +505,18 @@ class RewardWorkers:
                     )
 
     def have_post_process(self) -> bool:
-        """Whether the user's class has ``post_process_scores``."""
+        """Returns whether the user's class has ``post_process_scores``."""
         return any(self._ask_all("has_post_process"))
 
     def post_process(self, groups: list[list[Reward]], names: list[list[str]]) -> list[list[Reward]]:
-        """The rewards of groups after the user's ``post_process_scores``, all by the instance of one worker.
+        """Applies the user's ``post_process_scores`` to groups, all in the same worker.
+
+        Args:
+            groups: the rewards of each group.
+            names: the names of the samples of each group, for messages.
 
         Raises:
-            RewardLoopError: the run must stop, or that worker keeps dying.
+            RewardLoopError: the run must stop, or the worker died too often.
         """
         worker = self.handles[0]
         pending = [worker.post_process.remote(rewards, of) for rewards, of in zip(groups, names, strict=True)]
@@ -501,12 +527,11 @@ class RewardWorkers:
             raise RewardLoopError(f"a reward worker kept dying in post_process_scores: {error}") from error
 
     def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
-        """The rewards of samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit; see
-        `RewardWorker.reject`.
+        """Turns samples with misfitting scores into failed samples; see `RewardWorker.reject`.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed; or the worker
-                keeps dying.
+                died too often.
         """
         pending = self.handles[0].reject.remote(rewards, problems, accepted)
         self._wait_for([pending])
@@ -523,11 +548,11 @@ class RewardWorkers:
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
-        """The answers of all workers to a question.
+        """Calls a method of all workers, and returns the results.
 
         Args:
-            question: the worker's method.
-            option: the option that bounds the wait.
+            question: the name of the method.
+            option: the name of the option with the timeout.
 
         Raises:
             RewardLoopError: a worker did not start, or did not answer in time.

@@ -1,6 +1,7 @@
-"""verl's checkpoint engine for a CPU: weights go from the trainer to stand-alone rollouts through Ray's object store.
+"""A checkpoint engine for CPUs: sends weights from the trainer to stand-alone rollouts through Ray's object store.
 
-verl's own backends need RDMA or a GPU. This one is ``actor_rollout_ref.rollout.checkpoint_engine.backend=ray``.
+verl's own backends need RDMA or a GPU. Select this one with
+``actor_rollout_ref.rollout.checkpoint_engine.backend=ray``.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from reward_loop.verl.cpu.mailbox import Mailbox
 __all__ = ["RayCheckpointEngine"]
 
 RECEIVE_TIMEOUT_S = 600.0
-"""Seconds until the weights must be there."""
+"""Timeout in seconds for receiving the weights."""
 
 
 @CheckpointEngineRegistry.register("ray")
 class RayCheckpointEngine(CheckpointEngine):
-    """One side of a transfer: rank 0 of the trainer sends, rollouts receive, the trainer's other ranks only take part
-    in gathering the tensors.
+    """One side of a transfer.
+
+    Rank 0 of the trainer sends, and rollouts receive. The trainer's other ranks only take part in gathering the
+    tensors.
 
     Args:
-        bucket_size: bytes of one object in the store, at the least; a larger tensor has one to itself.
+        bucket_size: bytes at which an object in the store is complete; it can be larger by its last tensor.
         is_master: whether this is rank 0 of the trainer.
     """
 
@@ -37,7 +40,7 @@ class RayCheckpointEngine(CheckpointEngine):
         self._sends = False
 
     def prepare(self) -> dict[str, Any]:
-        """Empties the mailbox, and says where it is."""
+        """Empties the mailbox, and returns its handle."""
         if self._mailbox is not None:
             ray.get(self._mailbox.empty.remote())
         return {"mailbox": self._mailbox}
@@ -46,7 +49,7 @@ class RayCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tells everyone where the mailbox is, and who sends: the arguments of :meth:`init_process_group` by rank."""
+        """Returns the arguments of :meth:`init_process_group`, by rank, for the trainer and for the rollouts."""
         mailbox = metadata[0]["mailbox"]
         actors = {
             "mailbox": [mailbox] * actor_wg_world_size,
@@ -56,14 +59,14 @@ class RayCheckpointEngine(CheckpointEngine):
         return actors, rollouts
 
     def init_process_group(self, mailbox: Any, sends: bool) -> None:
-        """Takes down what :meth:`build_topology` said."""
+        """Stores the mailbox, and whether this rank sends."""
         self._mailbox = mailbox
         self._sends = sends
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Sends full tensors. Every rank goes through the whole generator: gathering a tensor is a collective."""
+        """Sends full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
         buckets: list[Any] = []
         bucket: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
@@ -79,13 +82,13 @@ class RayCheckpointEngine(CheckpointEngine):
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields names and full tensors."""
+        """Yields the name and the full tensor of each weight."""
         for bucket in await _within(self._mailbox.get.remote()):
             for name, tensor in (await _within(bucket)).items():
                 yield name, tensor
 
     def finalize(self) -> None:
-        """The mailbox holds the weights until the next transfer."""
+        """Does nothing: the mailbox keeps the weights until the next transfer."""
 
 
 async def _within(reference: Any) -> Any:

@@ -14,9 +14,9 @@ __all__ = ["CPUEngineWithLMHead", "CPUEngineWithValueHead"]
 
 
 class _WithoutOffload:
-    """Keeps forward-only modules (the reference policy) from ``CPUOffloadPolicy(pin_memory=True)``.
+    """Disables ``CPUOffloadPolicy(pin_memory=True)`` for forward-only modules (the reference policy).
 
-    On a CPU there is nothing to offload to, and no memory to pin.
+    On a CPU, offloading has no purpose and memory cannot be pinned.
     """
 
     engine_config: Any
@@ -34,12 +34,12 @@ class _WithoutOffload:
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
 class CPUEngineWithLMHead(_WithoutOffload, FSDPEngineWithLMHead):
-    """Actor and reference policy."""
+    """verl's FSDP engine for the actor and the reference policy, on a CPU."""
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")
 class CPUEngineWithValueHead(_WithoutOffload, FSDPEngineWithValueHead):
-    """Critic."""
+    """verl's FSDP engine for the critic, on a CPU."""
 
 
 def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
@@ -48,5 +48,5 @@ def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_rem
     )
 
 
-# verl's asks for FlashAttention, whatever is configured.
+# verl's function always requests FlashAttention, which needs a GPU.
 verl.utils.model.load_valuehead_model = _load_critic

@@ -1,4 +1,4 @@
-"""Where a trainer leaves its weights for rollouts in other processes. It does not import verl, which takes seconds."""
+"""The actor that passes weights from a trainer to rollouts. Does not import verl, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ class Mailbox:
         self._weights: asyncio.Future[list[Any]] | None = None
 
     async def empty(self) -> None:
-        """Forgets the last weights, and waits for new ones."""
+        """Removes the last weights. `get` then waits for new ones."""
         self._weights = asyncio.get_running_loop().create_future()
 
     async def put(self, buckets: list[Any]) -> None:
-        """Leaves weights: references to dicts of tensors by name."""
+        """Stores weights.
+
+        Args:
+            buckets: references to dicts of tensors by name.
+        """
         assert self._weights is not None
         self._weights.set_result(buckets)
 
     async def get(self) -> list[Any]:
-        """The references, once they are there."""
+        """Waits for the weights, and returns the references."""
         assert self._weights is not None
         return await self._weights

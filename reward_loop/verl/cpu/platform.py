@@ -1,4 +1,4 @@
-"""The CPU as a verl platform."""
+"""A verl platform for the CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["CPUPlatform"]
 
 
 def _device_module() -> ModuleType:
-    """What verl expects of ``torch.<device>``, over ``torch.cpu``.
+    """Returns ``torch.cpu`` with the functions that verl expects of ``torch.<device>``.
 
-    Memory counters are zero, since there is no device memory. The random state is the default generator's: checkpoints
-    save and restore it.
+    Memory counters are zero, since there is no device memory. The random state is that of torch's default generator,
+    which checkpoints save and restore.
     """
     module = types.ModuleType("reward_loop.verl.cpu.device")
     module.__dict__.update(vars(torch.cpu))
@@ -45,7 +45,7 @@ def _device_module() -> ModuleType:
 
 
 class CPUPlatform(PlatformBase):
-    """Runs verl's workers on the CPU, with gloo between them. Chosen by ``VERL_PLATFORM=cpu``, never by itself."""
+    """Runs verl's workers on the CPU, connected by gloo. Used only with ``VERL_PLATFORM=cpu``, never by default."""
 
     _module = _device_module()
 
@@ -101,7 +101,7 @@ class CPUPlatform(PlatformBase):
         return "CUDA_VISIBLE_DEVICES"
 
     def ray_resource_name(self) -> str:
-        # verl's resource pools count only GPUs and NPUs; Ray takes ``num_gpus`` without looking for hardware.
+        # verl's resource pools count only GPUs and NPUs; Ray accepts any ``num_gpus`` without checking the hardware.
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

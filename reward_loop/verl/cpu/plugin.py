@@ -1,4 +1,7 @@
-"""What verl imports in every process of a CPU run (``VERL_USE_EXTERNAL_MODULES``): registers the CPU's parts."""
+"""Registers the CPU platform, rollout and engines. verl imports it in every process of a CPU run.
+
+The environment variable ``VERL_USE_EXTERNAL_MODULES`` names this module.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _register_rollout() -> None:
 def _prepare_training_worker() -> None:
     import torch.distributed
 
-    # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses; it leaves a group alone that is there already.
+    # verl would request "cpu:gloo,cpu:gloo", which torch rejects. It keeps an existing process group.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend="cpu:gloo",
@@ -41,8 +44,10 @@ def _prepare_training_worker() -> None:
 
 
 def _meeting_place() -> str:
-    """The file by which the ranks of this worker group find each other. They are on one node, and verl's MASTER_PORT,
-    which was free when verl chose it, may be another program's by now."""
+    """Returns the file through which the ranks of this worker group find each other; all are on one node.
+
+    A port is less safe: another program may have taken MASTER_PORT since verl chose it.
+    """
     import ray
 
     session = ray._private.worker._global_node.get_session_dir_path()
@@ -51,5 +56,5 @@ def _meeting_place() -> str:
 
 PlatformRegistry.register(platform="cpu")(CPUPlatform)
 _register_rollout()
-if os.environ.get("WG_BACKEND") == "ray":  # set by verl in its training workers alone
+if os.environ.get("WG_BACKEND") == "ray":  # verl sets it only in training workers
     _prepare_training_worker()

@@ -1,10 +1,11 @@
-"""Ray workers that fork from one process that has imported torch and the like, instead of each importing it all.
+"""Forks Ray workers from one process with torch and other modules preloaded, so that each worker need not import them.
 
-verl on a CPU has some eight actors, each in a process of its own, and each spends 5 to 13 s of a processor on imports.
-That is most of a short run. With `preloaded`, one process imports what they share, and Ray starts its workers by this
-file as their ``py_executable``: it hands on what Ray wants to be run, and the process that has imported forks a worker.
+verl on a CPU has about eight actors, each in its own process, and each spends 5 to 13 s of CPU time on imports. That is
+most of a short run. With `preloaded`, one process, the fork server, imports the common modules. Ray starts its workers
+with this file as their ``py_executable``. The file sends Ray's command to the fork server, which forks a worker to run
+the command.
 
-The file is also the program of both processes, and imports nothing but a few modules of Python's own at its top.
+This file is the program of both processes (``serve`` and ``ask``), so at the top it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ MODULES = (
     "transformers.processing_utils",
     "vllm.distributed",
 )
-"""What is dear in what verl imports. None may import Ray: it reads a worker's environment while it is imported."""
+"""Modules that verl imports and that take long. None may import Ray: it reads the worker's environment at import."""
 
 _FDS = 3
-"""Standard input, output and error are the worker's own."""
+"""The number of file descriptors that a request passes: the worker's standard input, output and error."""
 
 
 Request = tuple[list[str], dict[str, str], str]
-"""What Ray wants to be run: arguments for Python, environment, directory."""
+"""A command of Ray: arguments for Python, environment, working directory."""
 
 
 @contextlib.contextmanager
 def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
-    """Start to import, without waiting for it, and yield what Ray's ``py_executable`` must be.
+    """Starts the fork server, without waiting for its imports, and yields the value for Ray's ``py_executable``.
 
-    Environment variables that count while one of ``modules`` is imported are those of now. The process ends with the
-    context, or with this process, however that ends; the workers are Ray's to end. A worker that does not reach the
-    process (on another machine, say) starts as it would have without it.
+    The modules are imported with the environment variables of this moment. The fork server stops with the context, or
+    when this process ends for any reason. Ray stops the workers. A worker that cannot reach the fork server, for
+    example on another machine, starts normally.
+
+    Args:
+        modules: the modules to preload. Modules that are not installed are skipped.
     """
     import secrets
     import shlex
@@ -55,7 +59,7 @@ def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
     name = f"reward-loop-preload-{os.getpid()}-{secrets.token_hex(8)}"
     followed, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
-        # A name without a file: nothing is left behind. Who may connect is checked below.
+        # An abstract socket leaves no file behind. `_receive` checks the user id of each client.
         listener.bind(f"\0{name}")
         listener.listen(128)
         fds = (listener.fileno(), followed)
@@ -64,7 +68,7 @@ def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
             [sys.executable, "-P", "-m", __name__, "serve", *map(str, fds), *modules],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for the trainer, which ends the workers in order
+            process_group=0,  # Ctrl-C must reach only the trainer, which stops the workers in order
         )
     os.close(followed)
     try:
@@ -75,12 +79,16 @@ def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
 
 
 def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
-    """Fork a worker for each request, until the lifeline is cut. In a worker, return its request."""
+    """Forks a worker for each request, until the other end of the lifeline pipe is closed.
+
+    Returns:
+        In a worker, its request; in the fork server, ``None``.
+    """
     import gc
     import select
     import signal
 
-    # What was imported stays: a collection in a worker need not go over it, which would also copy the memory.
+    # Exclude the imported objects from collections: scanning them in a worker would also copy the shared memory.
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -93,7 +101,7 @@ def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
         client, _ = listener.accept()
         request, fds = _receive(client)
         if request is not None and os.fork() == 0:
-            # Where a worker dies, Ray kills its process group: that must not be the other workers'.
+            # When a worker dies, Ray kills its process group, so each worker needs its own.
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(lifeline_fd)
@@ -101,7 +109,7 @@ def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
             for target, fd in enumerate(fds):
                 os.dup2(fd, target)
                 os.close(fd)
-            client.detach()  # stays open as long as the worker lives: that is how the asker knows
+            client.detach()  # stays open until the worker ends, which `_ask` waits for
             return request
         client.close()
         for fd in fds:
@@ -120,12 +128,12 @@ def _receive(client: socket.socket) -> tuple[Request | None, list[int]]:
         parts.append(part)
     try:
         return json.loads(b"".join(parts)), fds
-    except ValueError:  # the asker died before it had said all
+    except ValueError:  # the client died before it had sent the whole request
         return None, fds
 
 
 def _become(request: Request) -> None:
-    """Run what Ray wanted to be run, as if this were a new interpreter."""
+    """Runs Ray's command, as in a new interpreter."""
     import random
     import runpy
 
@@ -135,18 +143,18 @@ def _become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    while arguments[0].startswith("-"):  # Python's own flags
+    while arguments[0].startswith("-"):  # flags of the interpreter
         arguments = arguments[1:]
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(arguments[0]))
-    # Workers must not draw the same numbers.
+    # Workers must not draw the same random numbers.
     random.seed()
     np.random.seed()
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _ask(name: str, arguments: list[str]) -> None:
-    """Have a worker forked, and stay as long as it lives."""
+    """Requests a forked worker, and waits until it ends. Starts Python normally if there is no fork server."""
     request: Request = (arguments, dict(os.environ), os.getcwd())
     message = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
@@ -167,7 +175,7 @@ def _main() -> None:
     import importlib
 
     for module in sys.argv[4:]:
-        with contextlib.suppress(ImportError):  # the worker says it, if it matters
+        with contextlib.suppress(ImportError):  # a worker that needs the module raises the error
             importlib.import_module(module)
     request = _serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     if request is not None:

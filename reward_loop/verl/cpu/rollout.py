@@ -1,4 +1,4 @@
-"""The rollout on a CPU, as verl sees it: one server a replica, and who sends it the weights."""
+"""verl's rollout on a CPU: one server per replica, and the adapter that sends it the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reward_loop.verl.cpu.server import CPURolloutServer
 __all__ = ["CPUReplica", "ServerAdapter"]
 
 BUCKET_BYTES = 64 * 2**20
-"""Weights travel through Ray's object store in pieces of about this size."""
+"""Weights are sent through Ray's object store in buckets of at most this size; a larger tensor has its own bucket."""
 
 
 def _server_name(replica_rank: int) -> str:
@@ -25,7 +25,7 @@ def _server_name(replica_rank: int) -> str:
 
 
 class CPUReplica(RolloutReplica):
-    """Starts one :class:`CPURolloutServer` beside the training worker whose weights it gets."""
+    """A replica with one :class:`CPURolloutServer`, which receives the weights of one training worker."""
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
@@ -50,7 +50,7 @@ class CPUReplica(RolloutReplica):
 
 
 class ServerAdapter(BaseRollout):
-    """The training worker's side: sends its weights to the server of its rank."""
+    """The rollout in a training worker: sends the weights to the server of the same rank."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -60,7 +60,7 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **kwargs: Any
     ) -> None:
-        """Sends full tensors. Every rank goes through the whole generator: gathering a tensor is a collective."""
+        """Sends full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"the CPU rollout takes full tensors, not {wire_format!r}")
         if kwargs.get("peft_config") is not None:
@@ -80,7 +80,7 @@ class ServerAdapter(BaseRollout):
         await self._server.update_weights.remote(bucket, last=True, global_steps=global_steps)
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing was released."""
+        """Does nothing: `release` releases nothing."""
 
     async def release(self) -> None:
-        """There is no device memory to release."""
+        """Does nothing: there is no device memory."""

@@ -1,4 +1,4 @@
-"""The model server of a rollout on a CPU. It does not import verl, which takes seconds of CPU in every process."""
+"""The model server of a rollout on a CPU. Does not import verl, which takes seconds in every process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 __all__ = ["CPURolloutServer"]
 
 MAX_BATCH_SIZE = 128
-"""Sequences that run at a time; more of them make a CPU no faster."""
+"""The largest number of sequences in a batch. More do not increase the throughput of a CPU."""
 
 QUIET_S, MAX_WAIT_S = 0.1, 1.0
-"""The agent loop starts the sessions of a batch one after the other, some milliseconds apart. A batch of the first few
-would take almost as long as one of all, and the others would wait for it."""
+"""Seconds without a new request after which a batch starts, and the longest wait. The agent loop starts the sessions of
+a batch some milliseconds apart. Without a wait, the first few would form a small batch, which takes almost as long as a
+batch of all sessions, and the others would wait for it."""
 
 
 class CPURolloutServer:
-    """One replica's model. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`."""
+    """The model server of one replica. A Ray actor with asynchronous methods; verl's clients call :meth:`generate`.
+
+    Args:
+        model_path: the local directory of the model.
+        prompt_length: the largest number of tokens of a prompt.
+        response_length: the default for the largest number of tokens of a response.
+        max_num_seqs: the largest number of sequences in a batch; at most `MAX_BATCH_SIZE` take effect.
+        seed: the seed for sampling.
+    """
 
     def __init__(self, model_path: str, prompt_length: int, response_length: int, max_num_seqs: int, seed: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,17 +63,17 @@ class CPURolloutServer:
         self._in_flight: set[asyncio.Future[Any]] = set()
 
     async def start(self) -> str:
-        """Starts the engine; returns the server's address. It is reached by its actor handle, not over HTTP."""
+        """Starts the engine; returns an address for verl. Clients use the actor handle, not HTTP."""
         await self._open.enter_async_context(self._engine)
         return f"{ray.util.get_node_ip_address()}:{os.getpid()}"
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **unused: Any
     ) -> _TokenOutput:
-        """Continues ``prompt_ids``; token in, token out.
+        """Generates a response to ``prompt_ids``: token ids in, token ids out.
 
         Raises:
-            ValueError: the prompt leaves no room for a response, or the request has images, videos or sounds.
+            ValueError: the prompt leaves no room for a response, or the request has images, videos or audio.
         """
         for kind in ("image_data", "video_data", "audio_data"):
             if unused.get(kind):
@@ -112,7 +121,7 @@ class CPURolloutServer:
         )
 
     async def update_weights(self, bucket: dict[str, torch.Tensor], *, last: bool, global_steps: int | None) -> None:
-        """Copies one piece of the weights in. Nothing is generated between the first piece and the last."""
+        """Copies one bucket of weights into the model. No generation between the first and the last."""
         if self._update is None:
             self._update = AsyncExitStack()
             await self._update.enter_async_context(self._engine.exclusive())
@@ -125,42 +134,46 @@ class CPURolloutServer:
                 target[name].copy_(value)
         if last:
             self._asleep = False
-            # verl's validation sends the weights again without a number.
+            # verl's validation sends the weights again without a step number.
             if global_steps is not None:
                 self._global_steps = global_steps
             await self._update.aclose()
             self._update = None
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Ends what is running with ``stop_reason="aborted"`` and holds back, or refuses, what comes."""
+        """Aborts all running requests with ``stop_reason="aborted"``. New requests wait, or are aborted too.
+
+        Args:
+            reject_request: whether to abort new requests instead of letting them wait for `resume_generation`.
+        """
         self._admission.clear()
         self._reject = reject_request
         for request in list(self._in_flight):
             request.cancel()
 
     async def resume_generation(self) -> None:
-        """Admits requests again."""
+        """Accepts requests again."""
         self._reject = False
         self._admission.set()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Says which step's weights the server holds."""
+        """Sets the training step of the current weights."""
         self._global_steps = global_steps
 
     async def sleep(self) -> None:
-        """A CPU server holds no device memory: it only keeps in mind that it is to have none."""
+        """Marks the server as asleep. There is no device memory to release."""
         self._asleep = True
 
     async def wake_up(self) -> None:
-        """Undoes :meth:`sleep`, as new weights do."""
+        """Marks the server as awake. New weights do the same."""
         self._asleep = False
 
     async def is_sleeping(self) -> bool:
-        """Whether the trainer has put it to sleep."""
+        """Returns whether the server is marked as asleep."""
         return self._asleep
 
     async def release_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """The other calls that free device memory, and those that profile it, do nothing."""
+        """Does nothing. Stands for verl's other calls that release device memory, and for its profiling calls."""
 
     clear_kv_cache = release_kv_cache = resume_kv_cache = release_nothing
     start_profile = stop_profile = release_nothing
@@ -171,7 +184,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 class _TokenOutput:
-    """Becomes verl's ``TokenOutput`` where it is unpickled, which is where verl is imported anyway."""
+    """Unpickles as verl's ``TokenOutput``, so that only the receiving process imports verl."""
 
     def __init__(self, **fields: Any) -> None:
         self._fields = fields
