@@ -29,8 +29,8 @@ RESERVED_KEYS = frozenset(
 """Keys of ``reward_extra_info`` that the reward loop sets; a function must not return them."""
 
 PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
-"""Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions of the response: a number
-for each token, or a number for each turn of the policy. The rest of the reward is assigned to the last token."""
+"""Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
+number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
 
 
 class Outcome(StrEnum):
