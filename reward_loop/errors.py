@@ -171,7 +171,7 @@ class TransientError(RewardLoopError):
 
     Args:
         message: what went wrong.
-        retry_after: seconds to wait before the retry; ``None`` for the configured wait.
+        retry_after: minimum seconds to wait before the retry; ``None`` for the configured wait.
     """
 
     transient = True
