@@ -64,7 +64,7 @@ class ConfigError(RewardLoopError):
 
 
 class FunctionLoadError(RewardLoopError):
-    """The user's function cannot be found, imported or called with what the reward loop provides."""
+    """The user's function cannot be found or imported, or requires arguments that the reward loop does not provide."""
 
 
 class _Sample(Protocol):
@@ -143,7 +143,7 @@ class RewardTimeoutError(ScoringError):
 
 
 class RewardCrashedError(ScoringError):
-    """The process in which the user's function ran died (a crash, ``os._exit``, too much memory) or could not start."""
+    """The worker process of the user's function died (crash, ``os._exit``, too much memory) or could not start."""
 
 
 class InvalidScoreError(ScoringError):

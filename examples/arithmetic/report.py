@@ -148,7 +148,7 @@ def _records(metrics_file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     if not metrics_file.exists():
         return
     for line in metrics_file.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):  # the last line may still be being written
+        if line.endswith(b"\n"):  # the last line may be incomplete while verl writes it
             record = json.loads(line)
             yield record["step"], record["data"]
 
