@@ -39,7 +39,7 @@ class ActiveSample:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     batch: ActiveBatch | None = None
-    """The batch call that contains this sample; ``None`` if the function takes single samples."""
+    """The batch call that contains this sample; ``None`` before it starts, and for functions of single samples."""
     batch_s: float = 0.0
     """Seconds from the start of the sample to the start of its batch call: the wait for the other samples."""
 

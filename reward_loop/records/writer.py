@@ -34,7 +34,7 @@ class Records:
     """The file of the records of one process, ``DIRECTORY/HOST-PID.jsonl``.
 
     A thread encodes and writes the records; it starts with the first record. If the disk is full or the directory not
-    writable, a warning is logged once and the records are dropped; scoring continues.
+    writable, the records are dropped and scoring continues; a warning is logged once until writing succeeds again.
     """
 
     def __init__(self, directory: str | Path) -> None:
