@@ -1,15 +1,17 @@
-"""How well worker processes use the cores: a checker that computes for 20 ms, in as many processes as there are cores.
-
-It compares texts, as rewards for similarity do, so that its time is made of many kinds of work. A loop that only counts
-differed by 10 % from process to process, workers or not, perhaps by where in memory its numbers happened to lie.
+"""Measures how well worker processes use the cores: a function that computes for 20 ms, in one process per core.
 
     python -m benchmarks._processes
 
-The ideal is what the machine gives at the same time: as many such calls in plain loops, one process a core, each told
-once how many to make. The efficiency is the ideal's time over that of a `ScoringFunction` with ``isolation="process"``,
-which sends every sample to a process and its score back. Both are timed warm, in turn, in rounds of half a second; each
-of ours is compared with the ideal just before and just after it, and the median of these ratios counts. A machine that
-is shared changes its speed by half within seconds: the best of either may come from different moments.
+The function compares texts, like a similarity reward. A plain counting loop is not used: its time differed by 10 %
+between processes, with and without workers.
+
+- Ideal: plain loops that make the same number of calls, in one process per core.
+- Ours: a `ScoringFunction` with ``isolation="process"``, which sends each sample to a process and receives its score.
+- Efficiency: ideal time / our time.
+
+The processes are started before the measurement. Ideal and ours alternate in rounds of half a second. Each round of
+ours is compared with the ideal rounds just before and just after it, and the median of the ratios is reported. The
+minima of both would not be comparable: the speed of a shared machine changes by up to 50 % within seconds.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ REFERENCE = "Natalia sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips alto
 
 
 def checker(extra_info: dict[str, int]) -> float:
-    """How alike two texts are, found so many times."""
+    """Return the similarity of two texts, computed ``extra_info["times"]`` times."""
     for _ in range(extra_info["times"]):
         alike = difflib.SequenceMatcher(None, RESPONSE, REFERENCE, autojunk=False).ratio()
     return alike
 
 
 def check_many(calls: int, times: int) -> float:
-    """Call it so often, in a plain loop; the CPU seconds of the quickest call."""
+    """Call `checker` ``calls`` times in a loop, and return the CPU seconds of the fastest call."""
     taken = []
     for _ in range(calls):
         began = time.process_time()
@@ -52,8 +54,11 @@ def check_many(calls: int, times: int) -> float:
 
 
 def _begin() -> None:
-    """In a process of the ideal: in a session of its own, like workers, as a busy kernel shares cores among sessions;
-    and gone when the benchmark is."""
+    """Initialize a process of the ideal measurement.
+
+    It gets its own session, like worker processes, because a busy kernel shares the cores among sessions. It exits
+    when the benchmark exits.
+    """
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -61,7 +66,7 @@ def _begin() -> None:
 
 
 async def score_all(function: ScoringFunction, calls: int, times: int) -> float:
-    """The seconds that so many samples take, all submitted at once."""
+    """Submit ``calls`` samples at once, and return the seconds until all are scored."""
     began = time.perf_counter()
     samples = [RewardSample("", extra_info={"times": times}) for _ in range(calls)]
     results = await asyncio.gather(*(function(sample) for sample in samples))
@@ -70,7 +75,7 @@ async def score_all(function: ScoringFunction, calls: int, times: int) -> float:
 
 
 def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
-    """Measure, in about 25 seconds, or 8 with ``quick``.
+    """Measure the efficiency of worker processes. Takes about 25 s, or 8 s with ``quick``.
 
     Returns:
         ``process_efficiency`` (ideal seconds over ours), ``process_samples_per_s`` and ``process_cores``.
@@ -92,7 +97,7 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
         def ours_s(calls: int) -> float:
             return runner.run(score_all(function, calls * cores, times))
 
-        ideal_s(1), ours_s(1)  # starts the processes
+        ideal_s(1), ours_s(1)  # starts the processes of both
         ideal, ours = [ideal_s(per_core)], []
         for _ in range(rounds):
             ours.append(ours_s(per_core))

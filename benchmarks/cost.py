@@ -1,8 +1,12 @@
-"""What the agent itself costs: CPU time and memory a sample, for a reward function that does nothing.
+"""Measures the overhead of the agent: CPU time and memory per sample, for a reward function that does nothing.
 
-Beside it the way in which verl 0.9.1's reward worker handles a batch: one task a sample, the response decoded in the
-default thread pool, then the function. That is a few lines of the same shape, on the same samples, and, where verl is
-installed, its own class and ours on the same rows of a ``DataProto``. Each figure comes from fresh processes.
+Compared with verl 0.9.1's reward worker, which creates one task per sample, decodes the response in the default thread
+pool, and then calls the function:
+
+- `like_verl` reproduces this in a few lines, on the same samples.
+- If verl is installed, its own manager class and ours run on the same rows of a ``DataProto``.
+
+Each figure is measured in new processes.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def resident() -> int:
 
 
 class Nothing:
-    """A reward function that does nothing; in its held form, the first ``held`` calls wait for the last of them."""
+    """A reward function that does nothing. With ``held``, the first ``held`` calls block until the gate is opened."""
 
     def __init__(self, held: int = 0) -> None:
         self.gate, self.all_called = asyncio.Event(), asyncio.Event()
@@ -56,7 +60,7 @@ class Tokenizer:
 
 
 async def agent(samples: list[Any], function: Any, held: Nothing | None = None, **kwargs: Any) -> dict[str, float]:
-    """Score all samples; with ``held``, measure memory while every one of them is in flight."""
+    """Score all samples. With ``held``, measure the memory while all samples are in flight."""
     manager = NaiveRewardLoopManager(compute_score=function, **kwargs)
     memory = 0
     async with RewardAgent(manager) as rewards:
@@ -147,7 +151,7 @@ async def measure(what: str, count: int) -> dict[str, float]:
 
 
 def best(what: str, count: int, runs: int) -> dict[str, float]:
-    """Measure in so many fresh processes; the best of each figure, as a busy machine only adds time."""
+    """Measure in ``runs`` new processes, and return the minimum of each figure: other load only adds time."""
     results = []
     for _ in range(runs):
         done = subprocess.run(

@@ -1,8 +1,7 @@
-"""Engines that sleep: generation, training and judges take their time and do nothing; the agents are at work.
+"""Simulated training: generation, training and judges only sleep; the agents and their scheduling are real.
 
-The shape is that of the recipe of verl#2854, scaled down. The same loop trains with the reward agent and with a
-stand-in that schedules as the recipe's agent does, both with the same judge latencies and no more than so many calls
-at a time.
+The workload is that of the recipe in verl#2854, scaled down. The same training loop runs with the reward agent and with
+a stand-in that schedules like the recipe's agent. Both have the same judge latencies and the same concurrency limit.
 """
 
 from __future__ import annotations
@@ -22,13 +21,20 @@ from reward_loop.agent.latency import Latency, parse_latency
 from reward_loop.agent.simulation import Workload
 
 RECIPE = Workload()
-"""1,024 prompts of 5 responses, 4 mini-batches, judges U(1, 40) s, 256 calls at a time, G = 103 s and T = 100 s."""
+"""1,024 prompts with 5 responses each, 4 mini-batches, judge latency uniform in 1 to 40 s, 256 concurrent calls,
+G = 103 s and T = 100 s."""
 
 
 def scaled_down(steps: int, faster: float, fewer: int, more_calls: int = 1) -> Workload:
-    """Return the recipe's shape, so many times faster, with so many times fewer prompts and calls at a time.
+    """Return the recipe's workload, scaled down.
 
-    That leaves how long judging takes beside generation and training. ``more_calls`` at a time shortens judging.
+    The ratio of judging time to generation and training time stays the same, except for ``more_calls``.
+
+    Args:
+        steps: number of training steps.
+        faster: divides all times.
+        fewer: divides the number of prompts and the concurrency.
+        more_calls: multiplies the concurrency, which shortens judging.
     """
     judge = parse_latency("uniform:1:40")
     return replace(
@@ -43,37 +49,37 @@ def scaled_down(steps: int, faster: float, fewer: int, more_calls: int = 1) -> W
 
 
 class Agent(Protocol):
-    """What the training loop asks of an agent."""
+    """The interface between the training loop and an agent."""
 
     def rollouts(self, latencies: list[float]) -> Any:
-        """The samples of a batch, which take so long to judge, in the form that generation leaves them in."""
+        """Return the samples of a batch; ``latencies`` are their judging times in seconds."""
 
     def submit(self, rollouts: Any) -> Any:
-        """Take a batch; return what `mini_batches` takes."""
+        """Submit a batch, and return the handle for `mini_batches`."""
 
     def mini_batches(self, batch: Any) -> Iterator[int]:
-        """Yield the number of groups of each mini-batch, as soon as it is judged."""
+        """Yield the number of groups of each mini-batch, as soon as the mini-batch is judged."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How long steps took."""
+    """The measured length of steps."""
 
     seconds: float
-    """A step, on average."""
+    """Mean length of a step, in seconds."""
     floor: float
-    """max(G + T, R) of the same steps, R being all judging by the number of calls at a time."""
+    """Mean of max(G + T, R) over the same steps, in seconds. R is the total judging time divided by the concurrency."""
 
     @property
     def over_floor(self) -> float:
-        """By which share a step is longer than its floor."""
+        """Relative excess of the mean step length over the floor."""
         return self.seconds / self.floor - 1
 
 
 def train(agent: Agent, load: Workload, progress: Any) -> Steps:
-    """Train with both overlaps on.
+    """Train with both overlaps: mini-batch pipeline and one-step off-policy.
 
-    The first step, which nothing precedes, and the last, which nothing follows, are left out of the result.
+    The result excludes the first and the last step, because they overlap with fewer steps than the others.
     """
     ends = []
     rollouts = [agent.rollouts(load.draws(step)) for step in range(load.steps)]
@@ -97,7 +103,7 @@ def train(agent: Agent, load: Workload, progress: Any) -> Steps:
 
 
 class Ours(AbstractContextManager["Ours"]):
-    """The reward agent, on its loop in a thread, with an async function that sleeps."""
+    """The reward agent, on an event loop in a thread, with an async function that sleeps."""
 
     def __init__(self, load: Workload) -> None:
         async def judge(solution_str: str, extra_info: Any) -> float:
@@ -125,13 +131,16 @@ class Ours(AbstractContextManager["Ours"]):
 
 
 class LikeTheRecipe(AbstractContextManager["LikeTheRecipe"]):
-    """Schedules as the agent of verl#2854 does; written from its description, and less work than the original.
+    """Schedules like the agent of verl#2854; implemented from its description.
 
-    What it reproduces: sync functions in a pool of as many threads as there may be calls; a thread that takes one
-    batch, hands all of it to the pool, and waits for its last sample before it looks for the next batch; when there is
-    none it sleeps for 1 s; ``get`` collects complete groups until it has a chunk, and sleeps for 0.1 s whenever there
-    is none. Both sleeps are scaled like everything else. What it leaves out, in favour of the peer: decoding, tensors,
-    and the calls over Ray.
+    Reproduced:
+
+    - Sync functions run in a thread pool with one thread per concurrent call.
+    - A thread takes one batch, submits all its samples to the pool, and waits for the last sample before it takes the
+      next batch. If there is no batch, it sleeps for 1 s.
+    - ``get`` collects complete groups until a chunk is complete, and sleeps for 0.1 s if there is no group.
+
+    Both sleeps are scaled like all other times. Omitted, in favor of this stand-in: decoding, tensors and Ray calls.
     """
 
     def __init__(self, load: Workload, faster: float) -> None:

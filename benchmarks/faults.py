@@ -1,8 +1,13 @@
-"""Faults in the middle of training: does every sample still end exactly once, and the run with all its steps?
+"""Injects faults during training, and checks that every sample ends exactly once and that no step is lost.
 
-A run of verl in the mode reward_pipeline, both overlaps on, whose judge is a server. While it goes on, its reward
-worker is killed, the judge answers 429 for a while, and hangs; then the process of the trainer is killed, and the run
-resumed from its checkpoint. Beside that, an agent outside verl is killed in the middle of a batch.
+A verl run in the mode ``reward_pipeline`` with both overlaps calls a judge server. Faults, in this order:
+
+1. The reward worker is killed.
+2. The judge returns status 429 for some calls.
+3. The judge does not answer some calls.
+4. The trainer process is killed, and the run is resumed from its checkpoint.
+
+In addition, the Ray actor of an agent outside verl is killed in the middle of a batch.
 """
 
 from __future__ import annotations
@@ -29,17 +34,17 @@ __all__ = ["STEPS", "agent_through", "train_through"]
 HERE = Path(__file__).parent
 STEPS = 7
 CHECKPOINT = 5
-"""The step whose checkpoint the resumed run starts from; the trainer is killed when it has made one more."""
+"""The step after which the checkpoint is saved. The trainer is killed one step later and resumes from there."""
 BUSY, HUNG = 40, 2
-"""Calls that are answered with 429, and calls that are not answered at all."""
+"""Number of calls that get status 429, and number of calls that get no response."""
 DEADLINE_S = 5.0
-"""``reward_loop.timeout``: a sample whose judge hangs has failed after so long."""
+"""The option ``reward_loop.timeout`` in seconds: a sample whose judge hangs fails after this time."""
 SAMPLES, GROUP = 400, 4
-"""Of the batch of the agent outside verl."""
+"""Number of samples, and group size, of the batch of the agent outside verl."""
 
 
 def share_of_digits(text: str) -> float:
-    """What the judge says."""
+    """Return the judge's score of a text."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
@@ -49,14 +54,18 @@ def _reply(body: Mapping[str, Any]) -> str:
 
 @dataclass
 class Found:
-    """What happened, and what was not as it should be."""
+    """The faults that were injected, and the violations that were found."""
 
     happened: dict[str, str]
     wrong: list[str]
 
 
 def train_through(folder: Path, look: Callable[[int], None]) -> Found:
-    """Train, with all of the faults, on what is in ``folder``; ``look`` is told the step.
+    """Train with all faults, and check the result.
+
+    Args:
+        folder: contains the policy and the data.
+        look: called repeatedly with the number of completed steps.
 
     Raises:
         TrainingFailedError: the resumed run ended with an error.
@@ -105,7 +114,7 @@ def _train(
 
 
 class _Faults:
-    """What befalls the first run, by the number of steps that it has made."""
+    """Injects each fault into the first run, after a fixed number of completed steps."""
 
     def __init__(self, judge: FakeJudge, output: Path) -> None:
         self._judge = judge
@@ -120,12 +129,12 @@ class _Faults:
         self.killed = 0
 
     def strike(self, rows: list[dict[str, float]]) -> None:
-        """Does what is due."""
+        """Inject the faults that are due."""
         for step in [step for step in self._left if step <= len(rows)]:
             self._left.pop(step)()
 
     def missing(self) -> list[str]:
-        """The faults to which it did not come."""
+        """Return the faults that were not injected because the run ended before."""
         return [f"the run ended before step {step}: {fault.__name__}" for step, fault in self._left.items()]
 
     def _kill_worker(self) -> None:
@@ -176,7 +185,7 @@ def _wrong(
     if failed != HUNG:
         yield f"{failed:.0f} samples failed, and the judge hung for {HUNG}"
     workers = {request.body["pid"] for request in judge.requests}
-    if len(workers) != 3:  # the one that was killed, its successor, and that of the resumed run
+    if len(workers) != 3:  # the killed worker, its replacement, and the worker of the resumed run
         yield f"{len(workers)} reward workers asked the judge"
     behaved = [request for request in judge.requests if isinstance(request.behaviour, Status | Stall)]
     if len(behaved) != BUSY + HUNG:
@@ -186,7 +195,7 @@ def _wrong(
 
 
 def agent_through() -> Found:
-    """Kill the Ray actor of an agent in the middle of a batch, and see what becomes of its samples."""
+    """Kill the Ray actor of an agent in the middle of a batch, and check that no sample is lost or returned twice."""
     import ray
 
     from reward_loop.agent.ray_agent import RayAsyncRewardAgent
@@ -213,14 +222,14 @@ def agent_through() -> Found:
             ray.shutdown()
     wrong = [] if sorted(indices) == list(range(SAMPLES)) else ["the agent lost samples, or gave some out twice"]
     again = len(judge.requests) - SAMPLES
-    # Those in flight; and those of which the journal had not been told, which are not more.
+    # Only samples that were in flight, or whose result was not yet in the journal, may be judged again.
     if again > SAMPLES - known:
         wrong.append(f"the agent judged {again} samples again, and {SAMPLES - known} had not ended")
     return Found({"agent": f"killed with {known} of {SAMPLES} samples judged; {again} judged again"}, wrong)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    # Not `splitlines`: a text may have characters that it takes for the end of a line.
+    # Not `splitlines`: it also splits at other characters, which a text may contain.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 

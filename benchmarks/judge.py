@@ -1,7 +1,8 @@
-"""The judge of the verl runs, the same for every trainer: it takes its time, and serves a few calls at a time.
+"""The simulated judge of the verl runs, the same for every trainer, with a latency and a concurrency limit.
 
-Latencies come from one seeded sequence, so that every run draws the same ones in the same order. They are multiplied
-with the number in the file ``$JUDGE_SCALE``.
+Latencies come from one seeded sequence, so every run draws the same values in the same order. They are multiplied by
+the number in the file ``$JUDGE_SCALE``. ``$JUDGE_LATENCY`` is their distribution; ``$JUDGE_CONCURRENCY`` is the maximum
+number of calls in flight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _seconds() -> float:
 
 
 async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return the share of digits in the response, which a policy learns to raise within some steps."""
+    """Return the share of digits in the response. A policy learns to increase it within a few steps."""
     async with _places:
         await asyncio.sleep(_seconds())
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))

@@ -2,14 +2,14 @@
 
     python benchmarks/limits.py [--quick]
 
-64 clients, each with a connection of its own, in 4 processes, ask one service for permits of a limit that is never
-reached, and end them at once.
+64 clients in 4 processes, each with its own connection, request permits from one service and release them at once. The
+limit is never reached.
 
-- Permits a second: each client keeps 16 calls in flight.
-- Time of a permit: all clients together ask at a fixed rate, a fifth of that. The time from the request to the permit
-  includes the round trip.
+- Permits per second: each client keeps 16 requests in flight.
+- Latency of a permit: all clients together send requests at a fixed rate, a fifth of the throughput. The latency is the
+  time from the request to the permit, including the round trip.
 
-Ends with one JSON line.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARE = 0.2
 
 
 async def saturate(client: RemoteLimits, seconds: float) -> int:
-    """Ask without a pause; returns the number of permits."""
+    """Request permits in a closed loop for ``seconds``, and return their number."""
     until, permits = time.perf_counter() + seconds, 0
 
     async def ask() -> None:
@@ -50,7 +50,7 @@ async def saturate(client: RemoteLimits, seconds: float) -> int:
 
 
 async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) -> list[float]:
-    """Ask at a fixed rate, whether or not earlier permits have come; returns the seconds of each permit."""
+    """Request permits at a fixed rate, independent of earlier responses; returns the latencies in seconds."""
     began = time.perf_counter()
     took: list[float] = []
 
@@ -68,7 +68,7 @@ async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) 
 
 
 async def work(address: str) -> None:
-    """A process of clients; each line of its input is a measurement: its kind, the seconds, and the rate."""
+    """Run a client process. A line of stdin starts a measurement: kind (``saturate`` or ``pace``), seconds, rate."""
     clients = [RemoteLimits(address) for _ in range(CLIENTS // PROCESSES)]
     await asyncio.gather(*(client.status() for client in clients))
     print("ready", flush=True)
@@ -83,7 +83,7 @@ async def work(address: str) -> None:
 
 
 def measure(seconds: float) -> dict[str, float]:
-    """Run the service and the clients; returns the figures."""
+    """Run the service and the clients, and return the figures."""
     options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": 1_000_000}}})
     with serve_limits(options) as address:
         command = [sys.executable, __file__, "--work", address]
@@ -111,7 +111,7 @@ def measure(seconds: float) -> dict[str, float]:
 
 
 def answers(processes: list[subprocess.Popen[str]], question: str | None = None) -> list[str]:
-    """Send a line to all processes, and return the line that each prints."""
+    """Send a line to all processes if given, and return the next output line of each."""
     for process in processes:
         assert process.stdin is not None
         if question is not None:

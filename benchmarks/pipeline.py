@@ -39,13 +39,13 @@ from benchmarks import cost, engines  # noqa: E402
 
 IN_FLIGHT = 20_000
 BUSY = 0.5
-"""A load a processor from which on figures are not to be trusted."""
+"""Load average per processor above which a warning is printed: the figures are then not reliable."""
 FEWER = 4
-"""By which the batch is smaller than the recipe's, so that its CPU time, which cannot be scaled, does not count."""
+"""Divisor of the recipe's batch size. CPU time cannot be scaled like sleeps; a smaller batch makes it negligible."""
 
 
 class Report:
-    """The rows of the table and the figures of the last line, as they come."""
+    """Collects the rows of the table and the figures of the JSON line, and prints each row at once."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self.console = console
@@ -54,7 +54,7 @@ class Report:
         self.rows: list[tuple[str, str, str]] = []
 
     def add(self, what: str, value: str, goal: tuple[str, bool] | None = None) -> None:
-        """Add a row, and show it: with a goal, and whether it was reached."""
+        """Add and print a row. ``goal`` is a description of the goal and whether it was reached."""
         verdict = "" if goal is None else f"{goal[0]}: {'reached' if goal[1] else 'MISSED'}"
         self.rows.append((what, value, verdict))
         self.console.print(f"{what}: {value}" + (f"  ({verdict})" if verdict else ""), highlight=False, markup=False)
@@ -66,14 +66,14 @@ class Report:
         return table
 
     def task(self, description: str, total: int) -> Any:
-        """A bar while it lasts, where there is a terminal; otherwise a line."""
+        """Show a progress bar on a terminal, otherwise print a line."""
         if not self.console.is_terminal:
             self.console.print(f"{description} ...", highlight=False, markup=False)
         return self.progress.add_task(description, total=total)
 
 
 def sleeping_engines(report: Report, quick: bool) -> None:
-    """Both overlaps on engines that sleep, ours and the peer, where judging is longer than the rest, and where not."""
+    """Measure both overlaps on simulated engines, with our agent and the peer, for R > G + T and for R < G + T."""
     steps, faster = (4, 200.0) if quick else (10, 100.0)
     for shape, more in (("R > G + T", 1), ("R < G + T", 4)):
         load = engines.scaled_down(steps, faster, FEWER, more)
@@ -98,7 +98,7 @@ def sleeping_engines(report: Report, quick: bool) -> None:
 
 
 def sample_cost(report: Report, quick: bool, verl: bool) -> None:
-    """CPU time and memory a sample, for functions that do nothing."""
+    """Measure CPU time and memory per sample, for functions that do nothing."""
     rows = [
         ("in_flight_small", "in_flight", IN_FLIGHT // 4, "Agent, all in flight at once"),
         ("in_flight", "in_flight", IN_FLIGHT, "Agent, all in flight at once"),
@@ -139,7 +139,7 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
 
 
 class VerlRuns:
-    """verl's trainer, as shipped and in our modes: runs one after the other, in one folder and with one judge."""
+    """Runs verl's trainer, as shipped and in our modes, in one folder and with the same judge."""
 
     def __init__(self, report: Report, folder: Path) -> None:
         from benchmarks import training
@@ -152,8 +152,13 @@ class VerlRuns:
         self._scale = folder / "scale"
 
     def compare(self, rounds: int) -> None:
-        """Both overlaps against verl's mode ``sync``, as shipped and with a short polling interval: two trainings that
-        take turns, so many each, so that what else the machine does slows both down alike."""
+        """Compare both overlaps with verl's mode ``sync``, as shipped and with a short polling interval.
+
+        The two trainings alternate, so that other load on the machine slows both down equally.
+
+        Args:
+            rounds: number of turns of each training.
+        """
         training, report = self._training, self._report
         calibration = training.Calibration(self._scale)
         both: list[dict[str, float]] = []
@@ -182,13 +187,13 @@ class VerlRuns:
             ours.finish(look_at_ours)
             for number in range(rounds):
                 both += ours.turn(training.BLOCK, look_at_ours)
-                # verl sees at a poll that the last reward is in: up to two seconds later. Where its steps fall between
-                # two polls is chance; spread evenly, and as much shorter as longer, they are later by the mean.
+                # verl notices the last reward at its next poll, up to 2 s later: the delay depends on chance. Judging
+                # is made longer or shorter by evenly spread amounts, so that the mean delay is measured.
                 longer = training.POLL_S * ((number + 0.5) / rounds - 0.5)
                 judging.append(calibration.hold(training.BLOCK, longer))
                 verl += theirs.turn(training.BLOCK, look_at_verl)
                 calibration.hold(training.BLOCK)
-            ours.end()  # both at once
+            ours.end()  # both trainings end at the same time
             theirs.end()
         report.progress.remove_task(task)
         self._compared(training.Steps(both), verl, statistics.fmean(judging))
@@ -208,7 +213,7 @@ class VerlRuns:
         for name, steps in zip(training.INTERVALS.values(), (shipped, short), strict=True):
             self._add(name, steps)
 
-        # For some steps, judges may fall behind unnoticed. What they cannot keep up with does not count as gained.
+        # Over a few steps, a growing backlog of judging can stay unnoticed. A step therefore counts at least R seconds.
         lasting = max(both.seconds, judging)
         reduction, fair = 1 - lasting / shipped.seconds, 1 - lasting / short.seconds
         waiting = both.waiting_share + (lasting - both.seconds) / lasting
@@ -234,7 +239,7 @@ class VerlRuns:
         }
 
     def overlaps_alone(self, steps: int) -> None:
-        """Each overlap by itself, with the judge of `compare`."""
+        """Measure each overlap separately, with the judge latency that `compare` set."""
         for key in ("mini_batch", "off_policy"):
             name, first = self._training.MODES[key].name, self._training.FIRST
             task = self._report.task(name, first + steps)
@@ -247,8 +252,10 @@ class VerlRuns:
             self._report.figures["verl_step_s"][key] = round(alone.seconds, 3)
 
     def learning(self, steps: int, seeds: int) -> None:
-        """The rewards of both overlaps and of ``sync`` over a longer run, for some seeds. Responses are short and the
-        judge is quick here: how long they take changes when a step is made, and next to nothing of what it does."""
+        """Compare the rewards of both overlaps and of ``sync`` over a longer run, for several seeds.
+
+        Responses are short and the judge is fast: durations change when a step runs, but hardly what it computes.
+        """
         self._scale.write_text("0.1")
         curves: dict[str, list[list[float]]] = {"verl": [], "both": []}
         for seed in range(1, seeds + 1):
@@ -278,7 +285,7 @@ class VerlRuns:
         }
 
     def faults(self) -> None:
-        """Faults in the middle of a run, and a resume; an agent that is killed."""
+        """Inject faults into a run and resume it; kill an agent outside verl."""
         from benchmarks import faults
 
         report = self._report
@@ -328,7 +335,7 @@ PARTS = ("engines", "cost", "verl", "overlaps", "learning", "faults")
 
 
 def main() -> int:
-    """The command. Returns its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer repetitions: under 50 s")
     parser.add_argument("--verl", action="store_true", help="also verl's trainer, which must be installed: minutes")
@@ -348,7 +355,7 @@ def main() -> int:
         parts |= {"overlaps", "learning"} if options.full else set()
         parts |= {"faults"} if options.faults else set()
     if "overlaps" in parts:
-        parts.add("verl")  # which sets the judge
+        parts.add("verl")  # sets the judge latency
     with_verl = bool(parts & {"verl", "learning", "faults"})
     if options.rounds < 1 or options.learning_steps < 5 or options.seeds < 2:
         parser.error("at least --rounds 1, --learning-steps 5 and --seeds 2 are needed")

@@ -82,7 +82,7 @@ class Bench:
         routers["reward_loop"] = url, process
         results["ready_s"] = round(min(starts), 3)
         say(f"ready: reward-loop route in {min(starts):.2f} s (the best of {len(starts)} starts)")
-        # verl takes long to import.
+        # Started in a thread, because importing verl is slow.
         naive = ThreadPoolExecutor().submit(lambda: None if args.skip_naive else self.start_naive(backends))
         if args.sglang_python and Path(args.sglang_python).exists():
             url, process, seconds = self.start_sglang(args.sglang_python, backends)
@@ -105,7 +105,7 @@ class Bench:
             results |= self.memory(args.requests)
         return results
 
-    # The parts
+    # The measurements
 
     def throughput(self, routers: dict[str, Any], rounds: int, seconds: int) -> dict[str, Any]:
         rates: dict[str, list[float]] = {name: [] for name in routers}
@@ -128,7 +128,7 @@ class Bench:
             results[f"{name}_rps"] = round(rate[name])
             results[f"{name}_p99_ms"] = round(p99[name], 2)
         for peer in set(routers) - {"reward_loop"}:
-            # Of the rounds' ratios, since the machine changes between rounds more than within one.
+            # The median of the ratios of each round: the machine's speed varies more between rounds than within one.
             pairs = zip(rates["reward_loop"], rates[peer], strict=True)
             results[f"vs_{peer}"] = round(statistics.median(own / other for own, other in pairs), 2)
         if "sglang_router" in routers:
@@ -147,7 +147,7 @@ class Bench:
             routers["sglang_router"] = lambda: self.start_sglang(args.sglang_python, urls)[:2]
         if not args.quick and not args.skip_naive:
             routers["naive_router"] = lambda: self.start_naive(urls)
-        # In turn, and the best of each: a busy machine only adds time.
+        # Alternating runs, and the minimum of each: other load only adds time.
         turns = [*routers] if args.quick else [*routers, *("reward_loop", "sglang_router") * 2]
         for name in filter(routers.__contains__, turns):
             started = routers[name]()
@@ -200,7 +200,7 @@ class Bench:
         stop(process)
         return {"memory_growth_mb": round(after - before, 1), "memory_requests": requests, "failed": done["failed"]}
 
-    # What is started
+    # Starting routers and backends
 
     def start_own(self, backends: list[str]) -> tuple[str, subprocess.Popen[bytes], float]:
         port = free_port()
@@ -208,7 +208,7 @@ class Bench:
         code = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
         command = [sys.executable, "-c", code, "route", "--port", str(port), *workers]
         url, process, ready = self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
-        # Its control plane is imported in a thread, once it is ready. That is a start, too, and none of the load.
+        # The router imports its control plane in a thread after it is ready. This request waits for that import.
         with urllib.request.urlopen(url + "/workers", timeout=60):
             return url, process, ready
 
@@ -285,7 +285,7 @@ class Bench:
     # Load
 
     def load(self, url: str, seconds: int) -> tuple[float, float, int]:
-        """Requests a second, p99 in milliseconds, failures."""
+        """Return requests per second, p99 latency in milliseconds, and the number of failed requests."""
         if not self.wrk:
             done = self.own_load(url, CONNECTIONS, seconds=seconds)
             return done["requests"] / done["seconds"], done["p99_ms"], done["failed"]
@@ -317,7 +317,7 @@ class Bench:
             return {worker["url"]: worker["requests"] for worker in json.load(response)}
 
 
-# A client and a server of our own, each in a process of its own
+# Load generator and backend, each in a separate process
 
 
 class LoadConnection(asyncio.Protocol):
@@ -436,7 +436,7 @@ async def run_backend(port: int, delay: float) -> None:
     await server.serve_forever()
 
 
-# Small things
+# Helpers
 
 
 def free_port() -> int:

@@ -2,15 +2,15 @@
 
     python benchmarks/scoring.py [--quick]
 
-- Samples a second of one reward worker, for functions that do nothing, sync and async: 4,096 real answers to GSM8K as
-  verl's agent loop hands them over, decoded by a BPE tokenizer. Ours has limits, retries and records on. Rounds of the
-  two alternate in one process, and the best of each counts, as a busy machine only adds time.
-- How well worker processes use the cores, for checkers that need the CPU.
-- Eight worker processes that share one limit: the greatest number of calls in flight and the most requests of any
-  window, both counted by the judge, and how much of the limits was used. The window is that of the limit, 60 seconds;
-  with ``--quick`` it is 4.
+- Samples per second of one reward worker, for sync and async functions that do nothing. The samples are 4,096 real
+  answers to GSM8K in the format of verl's agent loop, decoded by a BPE tokenizer. Our worker has limits, retries and
+  records enabled. Rounds of both workers alternate in one process, and the maximum of each is reported: other load only
+  adds time.
+- Efficiency of worker processes for CPU-bound functions (see ``_processes.py``).
+- Eight worker processes that share one limit: the maximum number of calls in flight and the maximum number of requests
+  in any window, both counted by the judge, and the utilization of the limits. The window is 60 s, with ``--quick`` 4 s.
 
-Ends with one JSON line.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def asynchronous(data_source, solution_str, ground_truth, extra_info):
 
 
 def answers() -> list[tuple[str, str]]:
-    """Real solutions, with the reference answer."""
+    """Return real solutions, each with its reference answer."""
     if not DATA.exists():
         sys.exit(
             f"no GSM8K data in {DATA}: set REWARD_LOOP_GSM8K to a folder with train.jsonl and model_solutions.jsonl"
@@ -72,7 +72,7 @@ def answers() -> list[tuple[str, str]]:
 
 
 def save_tokenizer(texts: list[str], folder: Path) -> Any:
-    """A byte-level BPE tokenizer of 8,192 tokens, trained on the answers, as a model directory has it."""
+    """Train a byte-level BPE tokenizer with 8,192 tokens on the texts, save it to ``folder``, and return it."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +84,7 @@ def save_tokenizer(texts: list[str], folder: Path) -> Any:
 
 
 def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
-    """One ``DataProto`` a rollout, as verl's agent loop makes them."""
+    """Return one ``DataProto`` per rollout, in the format of verl's agent loop."""
     import numpy as np
     import torch
     from verl import DataProto
@@ -118,7 +118,7 @@ def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
 
 
 def configuration(folder: Path, name: str) -> Any:
-    """verl's configuration with our options: limits, retries and records are on."""
+    """Return verl's configuration with our options: limits, retries and records are enabled."""
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
@@ -140,7 +140,7 @@ def configuration(folder: Path, name: str) -> Any:
 
 
 def throughput(folder: Path, rounds: int) -> dict[str, float]:
-    """The samples a second of both workers: the best of some rounds."""
+    """Return the samples per second of both workers: the maximum over ``rounds`` rounds."""
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.records import records
@@ -152,11 +152,11 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
     (folder / "nothing.py").write_text(NOTHING)
 
     async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]], ours: bool) -> float:
-        # Each as in a process of its own: our worker settles the garbage collector when it starts, verl's does not.
+        # The garbage-collector state of separate processes: our worker changes it at its start, verl's does not.
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         if ours:
-            settle_gc()  # which collects, too
+            settle_gc()  # also runs a collection
         else:
             gc.collect()
         began = time.perf_counter()
@@ -178,12 +178,12 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         return best
 
     best = asyncio.run(measure())
-    records(folder / "records").flush()  # else the last of them are written while the folder is removed
+    records(folder / "records").flush()  # so that no record is written while the folder is removed
     return best
 
 
 class Judge:
-    """Answers after a while, and notes when it was asked and how many requests were in work."""
+    """A judge server that answers after `JUDGE_SECONDS`; records request times and the requests in flight."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []
@@ -217,13 +217,15 @@ class Judge:
         self.peak, self.busy = self.in_work, 0.0
 
     def most_in_a_window(self, period: float) -> int:
-        """The most requests that any half-open window has seen."""
+        """Return the maximum number of requests in any half-open window of ``period`` seconds."""
         return max(bisect_left(self.begun, start + period) - i for i, start in enumerate(self.begun))
 
 
 async def work(job: str, judge: str) -> None:
-    """A worker process: calls without end, more at a time than the limit lets through. It is told which limit by a line
-    on its standard input, and to stop by the next one."""
+    """Run a worker process: it makes calls in a loop, with more of them pending than the limit allows.
+
+    A line on stdin contains the name of the limit and starts the calls; the next line stops them.
+    """
     options = RewardLoopConfig(limits={limit: {} for limit in LIMITS}, job=job)
     host, _, port = judge.rpartition(":")
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -245,7 +247,7 @@ async def work(job: str, judge: str) -> None:
             assert result.score == 1.0, result.error
 
     for _ in LIMITS:
-        for _ in range(2 * CONCURRENT):  # now, so that opening connections does not delay requests
+        for _ in range(2 * CONCURRENT):  # opened in advance, so that connecting does not delay requests
             idle.append(await asyncio.open_connection(host, int(port)))
         print("ready", flush=True)
         limit = (await asyncio.to_thread(sys.stdin.readline)).strip()
@@ -276,7 +278,7 @@ def workers(job: str, judge: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 async def keep_limits(period: float, seconds: float) -> dict[str, float]:
-    """Eight processes under one limit on concurrency, then under one on requests."""
+    """Run eight processes under one concurrency limit, then under one request limit."""
     per_window = int(period * CONCURRENT / JUDGE_SECONDS / 4)
     limits = {LIMITS[0]: {"max_concurrent": CONCURRENT}, LIMITS[1]: {"requests_per_minute": per_window}}
     judge = Judge()
@@ -286,7 +288,7 @@ async def keep_limits(period: float, seconds: float) -> dict[str, float]:
     with serve_limits(RewardLoopConfig(limits=limits), period=period) as job, workers(job, address) as processes:
         await all_ready(processes)
         tell(processes, LIMITS[0])
-        await asyncio.sleep(1.0)  # until all are at work; what follows is a measurement of a fixed length
+        await asyncio.sleep(1.0)  # until all workers make calls; then measure for a fixed time
         judge.reset()
         await asyncio.sleep(seconds)
         judge._count(0)
@@ -298,7 +300,7 @@ async def keep_limits(period: float, seconds: float) -> dict[str, float]:
         tell(processes, LIMITS[1])
         await asyncio.sleep(WINDOWS * period + 0.5)
         result["limit_window_peak"] = judge.most_in_a_window(period)
-        # Whole periods only: each begins with the first request.
+        # Count whole periods only, from the first request.
         made = bisect_left(judge.begun, judge.begun[0] + WINDOWS * period)
         result["limit_rate_utilisation"] = made / (WINDOWS * per_window)
     server.close()
@@ -306,14 +308,14 @@ async def keep_limits(period: float, seconds: float) -> dict[str, float]:
 
 
 async def all_ready(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait until all have opened their connections."""
+    """Wait until all processes have opened their connections."""
     for process in processes:
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
 
 
 def tell(processes: list[subprocess.Popen[str]], line: str) -> None:
-    """Tell all of them which limit, or to stop."""
+    """Send a line to all processes: the name of a limit, or ``stop``."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.write(f"{line}\n")

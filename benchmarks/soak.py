@@ -2,13 +2,22 @@
 
     python benchmarks/soak.py [--quick] [--samples N]
 
-100,000 samples (5,000 with ``--quick``) ask a judge in a process of its own. It answers 429 with ``Retry-After``, 503
-and 400, drops connections, sends broken JSON and empty lists, and stalls. Beside that, the function raises, hangs,
-returns NaN and None for some samples. Limits, retries, deadlines and records are on. Afterwards the outcomes must add
-up, those that do not depend on the judge must be as expected, and no thread, process, socket or descriptor may be left.
-Memory is compared between a fifth of the way and the end; limits count over 4 seconds here instead of a minute, as what
-they remember of the calls in that time takes memory, too, until the first are forgotten. Ends with one JSON line; exit
-status 1 if anything is wrong.
+100,000 samples (5,000 with ``--quick``) call a judge in another process. Limits, retries, timeouts and records are
+enabled. Faults:
+
+- The judge returns status 429 with ``Retry-After``, 503 and 400, drops connections, sends malformed JSON and empty
+  lists, and stalls.
+- For some samples, the function raises an error, hangs, or returns NaN or None.
+
+Checks at the end:
+
+- Every sample ended exactly once, and the outcomes and records add up.
+- Outcomes that do not depend on the judge are as expected.
+- No thread, process, socket or file descriptor is left.
+- Memory at the end is about the same as after a fifth of the samples. For this check, limits count over 4 seconds
+  instead of a minute: they store the calls of that period, which would also let memory grow at first.
+
+The last line of the output is JSON. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -41,13 +50,13 @@ from reward_loop.limits.local import LocalLimits  # noqa: E402
 CONCURRENCY = 256
 PERIOD_S = 4.0
 SETTLING_S = 30.0
-"""Seconds in which what is left must be gone: the watchdog may just be answering `reward-loop stuck`."""
+"""Maximum time in seconds until all resources are released. The watchdog may still be answering `reward-loop stuck`."""
 OWN = {0: "raises", 1: "none", 2: "nan", 3: "hangs"}
-"""What the function does by itself, by the sample's number modulo 100."""
+"""The fault of the function, by the sample's number modulo 100."""
 
 
 def judge() -> None:
-    """The judge's process: prints its address, and serves until its standard input ends."""
+    """Run the judge process: print its address, and serve until stdin is closed."""
     from reward_loop.testing import BadJson, Drop, FakeJudge, NoChoices, Stall, Status
 
     faults = {
@@ -67,12 +76,12 @@ def judge() -> None:
 
 class _Forgetful(list[Any]):
     def append(self, item: Any) -> None:
-        """Keep nothing: a hundred thousand requests are a lot."""
+        """Discard the request: storing 100,000 of them would take much memory."""
 
 
 @contextlib.contextmanager
 def running_judge() -> Iterator[str]:
-    """Start the judge; its address."""
+    """Start the judge process; yields its address."""
     command = [sys.executable, __file__, "--judge"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -83,7 +92,7 @@ def running_judge() -> Iterator[str]:
 
 
 async def compute_score(extra_info: dict[str, Any], reward_router_address: str) -> float | None:
-    """Asks the judge, unless the sample is one of those with which something else goes wrong."""
+    """Call the judge, unless the sample is one for which the function itself fails."""
     own = OWN.get(extra_info["number"] % 100)
     if own == "raises":
         raise ValueError("this one is broken")
@@ -100,11 +109,11 @@ async def compute_score(extra_info: dict[str, Any], reward_router_address: str) 
 
 
 def left() -> dict[str, int]:
-    """What this process holds."""
+    """Return the number of threads, child processes, descriptors and sockets of this process."""
     gc.collect()
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
@@ -116,17 +125,17 @@ def left() -> dict[str, int]:
 
 
 def resident_mb() -> float:
-    """Resident memory in MiB."""
+    """Return the resident memory in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def lines_in(folder: Path) -> int:
-    """How many lines the files of a folder have."""
+    """Return the number of lines in all files of a folder."""
     return sum(len(file.read_bytes().splitlines()) for file in folder.iterdir())
 
 
 async def run(samples: int, address: str, records: str) -> dict[str, Any]:
-    """Score them all; the outcomes, by what the function was to do, and memory on the way."""
+    """Score all samples, and return the figures: outcomes by fault of the function, records, and memory."""
     config = RewardLoopConfig(
         timeout=1.0,
         max_failed_share=1.0,
@@ -176,7 +185,7 @@ async def run(samples: int, address: str, records: str) -> dict[str, Any]:
 
 
 def problems(result: dict[str, Any], before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """What is wrong, in words."""
+    """Return a description of each failed check."""
     samples, kinds = result["samples"], result["by_kind"]
     found = []
     if result["ended_once"] != samples:
@@ -196,20 +205,20 @@ def problems(result: dict[str, Any], before: dict[str, int], after: dict[str, in
 
 
 class ShortMemory(LocalLimits):
-    """A job whose limits count over a few seconds."""
+    """Limits that count requests and tokens over `PERIOD_S` instead of a minute."""
 
     def __init__(self, options: RewardLoopConfig) -> None:
         super().__init__(options, period=PERIOD_S)
 
 
 def soak(samples: int) -> tuple[dict[str, Any], list[str]]:
-    """Run it: the figures, and what is wrong."""
+    """Run the benchmark, and return the figures and the failed checks."""
     short = mock.patch("reward_loop.limits.client.LocalLimits", ShortMemory)
     with short, tempfile.TemporaryDirectory() as records, running_judge() as address:
-        asyncio.run(run(CONCURRENCY, address, f"{records}/first"))  # whatever is made once is made now
+        asyncio.run(run(CONCURRENCY, address, f"{records}/first"))  # creates all resources that exist once per process
         before = left()
         result = asyncio.run(run(samples, address, f"{records}/second"))
-        # The thread that writes records of a directory stays with it.
+        # The records writer of the second directory keeps its thread.
         before["threads"] += 1
         after, deadline = left(), time.monotonic() + SETTLING_S
         while any(after[what] > before[what] for what in before) and time.monotonic() < deadline:

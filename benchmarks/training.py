@@ -1,4 +1,4 @@
-"""verl's own trainer on a CPU, as shipped and in our modes: the same policy, data, seeds and judge, run after run."""
+"""Runs verl's trainer on a CPU, as shipped and in our modes, always with the same policy, data, seeds and judge."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ __all__ = [
 HERE = Path(__file__).parent
 PROMPTS, RESPONSES = 32, 4
 JUDGE, CONCURRENCY = "uniform:0.1:0.4", 8
-"""Seconds of a judge call before they are scaled, and how many calls there are at a time."""
+"""Latency distribution of a judge call in seconds, before scaling, and the maximum number of concurrent calls."""
 FIRST = 2
-"""The first steps of a run, which are not counted: they load and allocate."""
+"""Number of steps at the start of a run that are not counted, because they load and allocate."""
 SETTLING = 3
-"""The steps after those, in the run that sets the judge's scale, which are not counted either."""
+"""Number of further steps that are not counted, in the run that sets the judge's scale."""
 BLOCK = 2
-"""Steps of a turn that count. The one before them does not: what it waits for went on while the other run had its
-turn."""
+"""Number of counted steps per turn. The step before them is not counted: its judging ran during the turn of the other
+run."""
 CALIBRATING = 3
-"""The latest steps, of which the judge's scale is made."""
+"""Number of latest steps from which the judge's scale is computed."""
 TRAINING = tuple(f"timing_s/{part}" for part in ("old_log_prob", "adv", "update_actor", "update_weights"))
 LONGEST_RUN_S = 900.0
 ENDING_S = 10.0
 NEVER = 100_000
-"""More steps than anybody waits for."""
+"""A number of steps that a run never reaches."""
 LOG_TAIL = 30
 LOOK_S = 0.1
 
 
 class TrainingFailedError(Exception):
-    """A run ended with an error, or not at all."""
+    """A run ended with an error, too early, or not before the timeout."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train, and what it needs on the command line."""
+    """A training mode, with its command-line arguments."""
 
     name: str
     command: tuple[str, ...]
@@ -79,7 +79,7 @@ IN_TURN = str(HERE / "verl_in_turn.py")
 
 
 def _verl() -> tuple[str, ...]:
-    """verl's entry point, trainer and reward loop, with our configuration of a CPU run, whose other keys it ignores."""
+    """Return the arguments of verl's own trainer with our CPU configuration; verl ignores our additional keys."""
     folders = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     return (IN_TURN, "verl", "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
 
@@ -100,66 +100,70 @@ MODES = {
     "off_policy": Mode("ours, one-step off-policy", _ours(False, True)),
 }
 POLL_S = 2.0
-"""As shipped."""
+"""verl's polling interval as shipped, in seconds."""
 INTERVALS = {"shipped": "verl, sync, as shipped (polls every 2.0 s)", "0.05": "verl, sync, polls every 0.05 s"}
-"""How often verl polls in its odd steps, and in its even ones."""
+"""verl's polling intervals: the first in odd steps, the second in even steps."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a run that count."""
+    """The counted steps of a run."""
 
     rows: list[dict[str, float]]
 
     def mean(self, *names: str) -> float:
-        """Return the mean over steps of the sum of some metrics; one that is not logged counts 0.
+        """Return the mean over steps of the sum of some metrics; a metric that was not logged counts as 0.
 
-        Not the median: where verl polls every two seconds, steps are of two lengths, by how the polls fall."""
+        Not the median: if verl polls every two seconds, steps have one of two lengths, depending on the polls.
+        """
         return statistics.fmean(sum(row.get(name, 0.0) for name in names) for row in self.rows)
 
     @property
     def seconds(self) -> float:
-        """The length of a step, without the log and checkpoints around it."""
+        """Mean length of a step in seconds, without logging and checkpoints."""
         return self.mean("timing_s/step")
 
     @property
     def generation(self) -> float:
-        """G in our modes; in verl's, generation and judging."""
+        """Mean generation time in seconds: G in our modes, generation and judging in verl's mode."""
         return self.mean("timing_s/gen")
 
     @property
     def waiting_share(self) -> float:
-        """The share of a step in which the trainer waited for rewards, where it can be told."""
+        """Mean share of a step in which the trainer waited for rewards; only our modes log it."""
         return self.mean("reward_pipeline/waiting_share")
 
     @property
     def working(self) -> float:
-        """T: all that the trainer does with a batch once it is generated and judged."""
+        """T: mean time in seconds of all work of the trainer on a batch after it was generated and judged."""
         return self.mean(*TRAINING)
 
     @property
     def without_judging(self) -> float:
-        """G + T in our modes."""
+        """G + T in our modes, in seconds."""
         return self.mean("timing_s/gen", *TRAINING)
 
 
 def _seconds_of_judging(scale: float) -> float:
-    """R: all judging of a step, on average, at full concurrency."""
+    """Return R: the mean judging time of a step at full concurrency, in seconds."""
     return scale * PROMPTS * RESPONSES * parse_latency(JUDGE).mean / CONCURRENCY
 
 
 class Calibration:
-    """Makes judging take as long as generation and training do on this machine. A run of ours measures those; after
-    each of its steps, the scale is set anew. The other run has the mean scale of our steps that count before it."""
+    """Scales the judge latency so that R equals G + T on this machine.
+
+    A run in one of our modes measures G + T; the scale is updated after each of its steps. The other run uses the mean
+    scale of the counted steps before its turn.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._scales: list[float] = []
-        """That of each step of the run."""
+        """The scale during each step of the run."""
         self._set(1.0)
 
     def look(self, rows: list[dict[str, float]]) -> None:
-        """Sees the metrics of the steps so far."""
+        """Update the scale from the metrics of the steps so far."""
         for made in range(len(self._scales) + 1, len(rows) + 1):
             self._scales.append(self.scale)
             latest = rows[max(FIRST, made - CALIBRATING) : made]
@@ -167,11 +171,11 @@ class Calibration:
                 self._set(Steps(latest).without_judging / _seconds_of_judging(1.0))
 
     def hold(self, steps: int, longer: float = 0.0) -> float:
-        """Sets the scale to the mean of the latest ``steps``; returns R with that.
+        """Set the scale to the mean over the latest steps, and return R for that scale, in seconds.
 
         Args:
-            steps: how many.
-            longer: seconds by which judging a step is to take longer than R.
+            steps: number of latest steps.
+            longer: seconds by which the judging of a step takes longer than R.
         """
         judging = _seconds_of_judging(statistics.fmean(self._scales[-steps:]))
         self._set((judging + longer) / _seconds_of_judging(1.0))
@@ -185,7 +189,7 @@ class Calibration:
 
 
 def prepare(folder: Path) -> None:
-    """Make the policy, two layers with random weights, and the prompts."""
+    """Create the policy (two layers with random weights) and the prompts in ``folder``."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -194,7 +198,7 @@ def prepare(folder: Path) -> None:
 
 
 def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str, **environment: object) -> list[str]:
-    """The command that trains for some steps on what is in ``folder``, judged by ``judge.py``."""
+    """Return the command that trains with the policy and prompts in ``folder`` and the judge ``judge.py``."""
     variables = CPU_ENVIRONMENT | {"JUDGE_LATENCY": JUDGE, "JUDGE_CONCURRENCY": CONCURRENCY} | environment
     return [
         *("env", *(f"{name}={value}" for name, value in variables.items())),
@@ -228,21 +232,22 @@ def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str,
 
 
 class InTurn:
-    """A training that makes steps when it is told to, and otherwise waits. A context manager, at whose end all its
-    processes are gone. It never comes to its last step, in which nothing is generated for a next one.
+    """A training that runs steps only on request; used as a context manager. On exit, all its processes have ended.
+
+    It never reaches its last step, which would differ from the others: no next batch is generated in it.
 
     Args:
-        mode: how it trains.
-        folder: where `prepare` was called.
-        output: a folder for its log and metrics, which is made.
-        environment: more variables; see `command`.
+        mode: training mode.
+        folder: the folder that `prepare` filled.
+        output: folder for log and metrics; it must not exist.
+        environment: additional environment variables; see `command`.
     """
 
     def __init__(self, mode: Mode, folder: Path, output: Path, **environment: object) -> None:
         output.mkdir()
         turns = output / "turns"
         os.mkfifo(turns)
-        # The policy stays as it is: one that learned to write digits would write longer responses.
+        # Keeps the policy constant: a policy that learns to write digits would write longer responses.
         learns_nothing = "actor_rollout_ref.actor.optim.lr=1e-9"
         self._command = command(mode, folder, output, NEVER, learns_nothing, TURNS=turns, **environment)
         self._log, self._metrics = output / "log", output / "metrics.jsonl"
@@ -264,28 +269,28 @@ class InTurn:
         self._training.__exit__(kind, error, trace)
 
     def end(self) -> None:
-        """Gives it no more turns, so that it ends."""
+        """Close the pipe of turns, which ends the training."""
         if self._turns is not None:
             os.close(self._turns)
             self._turns = None
 
     def begin(self, steps: int) -> None:
-        """Lets it make so many more steps, and does not wait for them."""
+        """Start ``steps`` further steps without waiting for them."""
         assert self._turns is not None
         self._steps += steps
         os.write(self._turns, b"." * steps)
 
     def finish(self, look: Callable[[list[dict[str, float]]], None] = lambda rows: None) -> list[dict[str, float]]:
-        """Waits until it has made all the steps that it may make.
+        """Wait until all started steps are complete.
 
         Args:
-            look: is shown the metrics of all its steps so far, again and again.
+            look: called repeatedly with the metrics of all steps so far.
 
         Returns:
-            The metrics of all its steps.
+            The metrics of all steps.
 
         Raises:
-            TrainingFailedError: it ended, or took too long; the end of its log is in the message.
+            TrainingFailedError: the training ended or took too long. The message contains the end of its log.
         """
         deadline = time.monotonic() + LONGEST_RUN_S
         while (status := self._training.status()) is None and time.monotonic() < deadline:
@@ -299,7 +304,7 @@ class InTurn:
     def turn(
         self, steps: int, look: Callable[[list[dict[str, float]]], None] = lambda rows: None
     ) -> list[dict[str, float]]:
-        """Makes one step that does not count and then so many that do, and returns the metrics of those."""
+        """Run one step that is not counted and then ``steps`` counted ones, and return the metrics of the latter."""
         self.begin(1 + steps)
         return self.finish(look)[-steps:]
 
@@ -307,16 +312,17 @@ class InTurn:
 def run(
     command: list[str], output: Path, steps: int, look: Callable[[list[dict[str, float]]], None]
 ) -> list[dict[str, float]]:
-    """Run a training to its end, in processes that are all gone afterwards; returns the metrics of each step.
+    """Run a training to its end, and return the metrics of each step. All its processes have ended afterwards.
 
     Args:
-        command: starts it.
-        output: a folder for its log and metrics, which is made.
-        steps: how many steps it makes.
-        look: is shown the metrics of the steps so far, again and again.
+        command: the command that starts the training.
+        output: folder for log and metrics; it must not exist.
+        steps: expected number of steps.
+        look: called repeatedly with the metrics of the steps so far.
 
     Raises:
-        TrainingFailedError: it ended with an error; the end of its log is in the message.
+        TrainingFailedError: the training failed, took too long or made another number of steps. The message contains
+            the end of its log.
     """
     output.mkdir()
     log, metrics = output / "log", output / "metrics.jsonl"
@@ -337,7 +343,7 @@ def _failed(log: Path, status: int | None, made: int, steps: int) -> TrainingFai
 
 
 def rows(metrics: Path) -> list[dict[str, float]]:
-    """The metrics of each step so far, without a line that is being written."""
+    """Return the metrics of each step so far, without a line that is not completely written yet."""
     if not metrics.exists():
         return []
     lines = metrics.read_text().splitlines(keepends=True)

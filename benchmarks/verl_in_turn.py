@@ -1,10 +1,12 @@
-"""The entry points of verl and of reward_loop, unchanged but for when steps begin, and how often verl polls.
+"""Runs the trainer of verl or of reward_loop, with control over the start of steps and verl's polling interval.
 
     python benchmarks/verl_in_turn.py (ours | verl) <options>
 
-``$TURNS`` is a named pipe: a step begins when a byte can be read from it, so that two trainings can take turns. Without
-it, nothing waits. ``$POLL_INTERVALS`` has some intervals at which verl's replay buffer is polled, in seconds or
-``shipped``, such as ``shipped,0.05``: steps have them in turn. It is 2.0 s as shipped, and no option of verl's.
+Environment variables, both optional:
+
+- ``TURNS``: a named pipe. Each step reads one byte from it before it starts, so that two trainings can alternate.
+- ``POLL_INTERVALS``: polling intervals of verl's replay buffer, in seconds or ``shipped``, such as ``shipped,0.05``.
+  Consecutive steps use them in turn. verl ships with 2.0 s and has no option to change it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from reward_loop.verl.cpu.preload import preloaded
 
 
 def in_turn(runner: Any) -> Any:
-    """A task runner's class, as the actor that asks for its turn before each step."""
+    """Return the task runner as a Ray actor class that waits for its turn before each step."""
 
     class TaskRunner(runner.__ray_actor_class__):
         def init_agent_loop_manager(self) -> None:
-            """Called between making the trainer and training."""
+            """Install the hook before each step. Called after the trainer is created and before training."""
             trainer, begin = self.trainer, self.trainer.on_step_begin
             turns = os.open(os.environ["TURNS"], os.O_RDONLY) if "TURNS" in os.environ else None
             intervals = [text for text in os.environ.get("POLL_INTERVALS", "").split(",") if text]
@@ -47,14 +49,14 @@ def in_turn(runner: Any) -> Any:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     trainer = sys.argv.pop(1)
     if trainer == "ours":
         task_runner.TaskRunner = in_turn(task_runner.TaskRunner)
         ours.main()
     else:
         main_ppo.TaskRunnerV1 = in_turn(main_ppo.TaskRunnerV1)
-        with preloaded() as executable:  # it starts sooner; its steps are as they were
+        with preloaded() as executable:  # shortens the start; does not change the steps
             sys.argv.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{executable}'")
             main_ppo.main()
 

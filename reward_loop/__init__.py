@@ -1,7 +1,7 @@
 """Rewards that never block RL training of language models.
 
-The names below are the public ones. They are imported on first use, so that importing the package is quick and pulls
-in neither torch, Ray, transformers nor verl.
+The names in ``__all__`` are public. Those of sub-packages are imported on first use: `import reward_loop` is fast and
+does not import torch, Ray, transformers or verl.
 """
 
 from __future__ import annotations

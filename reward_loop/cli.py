@@ -1,4 +1,4 @@
-"""The command ``reward-loop``."""
+"""The command ``reward-loop``: registers the sub-commands, prints errors and sets the exit status."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _err = Console(stderr=True, soft_wrap=True)
 
 
 class _Commands(TyperGroup):
-    """Prints an error as one message, and sets the exit status.
+    """Prints errors as one message without a traceback, and sets the exit status.
 
-    The status is 2 for wrong usage (an option, a file or a function that cannot be used as given), 1 for a command that
-    failed, and 130 for Ctrl-C.
+    The exit status is 2 for wrong usage (an invalid option, file or function), 1 if the command failed, and 130 after
+    Ctrl-C.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -45,7 +45,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
         except (RewardLoopError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # the reader of the output has closed it
+                raise  # the reader closed the pipe, as `| head` does
             _report(f"[bold red]error:[/] {escape(str(error))}", error)
             raise typer.Exit(2 if isinstance(error, ConfigError | FunctionLoadError) else 1) from None
 
@@ -63,12 +63,12 @@ def main() -> None:
     open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What a model wrote is quoted in errors: lone surrogates too, and what the terminal's encoding lacks.
+            # Errors quote model output, which may contain lone surrogates and characters that a terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     signals.handle()
     try:
         app()
-    except OSError as error:  # --version and --help print before a command is invoked
+    except OSError as error:  # raised by --version and --help, which print before a command is invoked
         _report(f"[bold red]error:[/] {escape(str(error))}", error)
         raise SystemExit(1) from None
 

@@ -1,29 +1,29 @@
-"""Every exception that this library raises on purpose.
+"""All exceptions that this library raises for expected errors.
 
     RewardLoopError
-    ├── ConfigError                 an option is unknown, missing, or contradicts another
+    ├── ConfigError                 an option is unknown, missing, invalid, or contradicts another
     ├── FunctionLoadError           the user's function cannot be found, imported or called
     ├── ScoringError                one sample could not be scored
-    │   ├── RewardFunctionError     the user's function raised
-    │   ├── RewardTimeoutError      the function ran past its deadline
+    │   ├── RewardFunctionError     the user's function raised an exception
+    │   ├── RewardTimeoutError      the function exceeded its timeout
     │   ├── RewardCrashedError      its process died: a crash, `os._exit`, too much memory
     │   ├── InvalidScoreError       the function returned a value that is not a score
     │   ├── UnscoredError           the function returned None, and the policy is to raise
-    │   ├── LimitError              a limit cannot let a call through
+    │   ├── LimitError              a limit cannot grant a permit to the call
     │   ├── BudgetSpentError        the run's budget is used up
     │   └── IncompleteGroupError    the other samples of the group did not arrive in time
-    ├── TransientError              for functions to raise: the call failed, and may succeed if it is made again
-    ├── JobServiceError             what all workers of a job share cannot be reached
-    ├── TooManyFailuresError        the share of failed samples passed its bound
+    ├── TransientError              raised by reward functions: the call failed, and a retry may succeed
+    ├── JobServiceError             the job's shared service (limits) is unreachable
+    ├── TooManyFailuresError        the share of failed samples exceeded its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
-    ├── QueueClosedError            the reward queue is closed: nothing goes in, or nothing will come out
-    └── ServerError                 a model server or the router
-        ├── RequestError            it did not answer a request, or not in a way that can be used
-        ├── ServerStartError        it did not become ready
-        └── ServerDiedError         it ended, and will not be restarted
+    ├── QueueClosedError            the reward queue is closed
+    └── ServerError                 a model server or the router failed
+        ├── RequestError            a request got no response, or no usable one
+        ├── ServerStartError        the server did not become ready
+        └── ServerDiedError         the server exited and will not be restarted
 
-Messages name the sample, the function or the option, and say what to change. The fields of a `ScoringError` hold the
-uid of the sample, the function, the number of attempts and the service's ``Retry-After``.
+Messages contain the name of the sample, the function or the option, and what to change. A `ScoringError` has fields:
+the uid of the sample, the function, the number of attempts and the service's ``Retry-After``.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class ConfigError(RewardLoopError):
 
 
 class FunctionLoadError(RewardLoopError):
-    """The user's function cannot be found, imported or called with what the reward loop provides."""
+    """The user's function cannot be found or imported, or requires arguments that the reward loop does not provide."""
 
 
 class _Sample(Protocol):
-    """The part of a `RewardSample` that messages name."""
+    """The fields of a `RewardSample` that messages contain."""
 
     @property
     def uid(self) -> str | None: ...
@@ -77,14 +77,14 @@ class _Sample(Protocol):
 
 
 class ScoringError(RewardLoopError):
-    """One sample could not be scored. The message is made from the fields.
+    """One sample could not be scored. The message is composed from the fields.
 
     Args:
         problem: what went wrong, without the names of the sample and the function.
         sample: the sample, a `RewardSample`.
         function: name and file of the function.
-        attempts: how often the function was called for the sample.
-        retry_after: seconds that the service asked to wait before the next call.
+        attempts: number of calls of the function for the sample.
+        retry_after: seconds to wait before the next call, as requested by the service.
     """
 
     problem: str
@@ -95,7 +95,7 @@ class ScoringError(RewardLoopError):
     retry_after: float | None = None
 
     _counts_attempts = True
-    """Whether the problem is the end of a call, so that the message says how many calls there were."""
+    """Whether the problem is the result of a call. If so, the message contains the number of calls."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ScoringError(RewardLoopError):
         self.problem, self.function, self.attempts, self.retry_after = problem, function, attempts, retry_after
 
     def about(self, sample: _Sample, function: str | None = None, attempts: int | None = None) -> Self:
-        """Return the same error with the fields of a sample and its call."""
+        """Return a copy of this error with the fields of a sample and its call."""
         return type(self)(
             self.problem,
             sample=sample,
@@ -135,15 +135,15 @@ def describe(sample: _Sample) -> str:
 
 
 class RewardFunctionError(ScoringError):
-    """The user's function raised; the original exception is the ``__cause__``."""
+    """The user's function raised an exception, which is the ``__cause__``."""
 
 
 class RewardTimeoutError(ScoringError):
-    """The user's function ran past its deadline."""
+    """The user's function exceeded its timeout."""
 
 
 class RewardCrashedError(ScoringError):
-    """The process in which the user's function ran died (a crash, ``os._exit``, too much memory) or could not start."""
+    """The worker process of the user's function died (crash, ``os._exit``, too much memory) or could not start."""
 
 
 class InvalidScoreError(ScoringError):
@@ -151,27 +151,27 @@ class InvalidScoreError(ScoringError):
 
 
 class UnscoredError(ScoringError):
-    """The user's function returned ``None``; raised only where the policy for unscored samples is to raise."""
+    """The user's function returned ``None``. Raised only under the policy ``raise`` for unscored samples."""
 
 
 class LimitError(ScoringError):
-    """A call asks for more than its limit ever allows, waited too long, or names a limit that does not exist."""
+    """A call requests more than its limit ever allows, waited too long for a permit, or names an unknown limit."""
 
     _counts_attempts = False
 
 
 class BudgetSpentError(ScoringError):
-    """The run's budget is used up, so that the function was not called."""
+    """The run's budget is used up; the function was not called."""
 
     _counts_attempts = False
 
 
 class TransientError(RewardLoopError):
-    """For reward functions to raise: this call failed, and may succeed if it is made again.
+    """Raised by reward functions to request a retry: this call failed, and a later call may succeed.
 
     Args:
         message: what went wrong.
-        retry_after: seconds after which to try again, if the service said so.
+        retry_after: minimum seconds to wait before the retry; ``None`` for the configured wait.
     """
 
     transient = True
@@ -182,7 +182,7 @@ class TransientError(RewardLoopError):
 
 
 class JobServiceError(RewardLoopError):
-    """What all workers of a job share, their limits among it, cannot be reached: no call is made without it."""
+    """The shared service of a job's workers is unreachable. It keeps the limits, so no call is made without it."""
 
 
 class IncompleteGroupError(ScoringError):
@@ -190,31 +190,31 @@ class IncompleteGroupError(ScoringError):
 
 
 class TooManyFailuresError(RewardLoopError):
-    """The share of failed samples in a run passed its bound."""
+    """The share of failed samples of a run exceeded its bound."""
 
 
 class RewardsCancelledError(RewardLoopError):
-    """A batch of rewards was cancelled, or its agent closed, before it was complete."""
+    """A batch of rewards was cancelled, or its agent was closed, before the batch was complete."""
 
 
 class QueueClosedError(RewardLoopError):
-    """The reward queue was closed: nothing can be put into it, or it is empty and nothing will come."""
+    """The reward queue was closed: nothing can be put into it, or it is empty and will stay empty."""
 
 
 class ServerError(RewardLoopError):
-    """A model server or the router is not in working order."""
+    """A model server or the router failed."""
 
 
 class RequestError(ServerError):
-    """A request to a model server failed; the message has its URL, model, status and the start of the answer."""
+    """A request to a model server failed. The message contains URL, model, status and the start of the response."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
-        """Take the message.
+        """Create the error.
 
         Args:
             message: what happened.
-            status: the HTTP status of the answer; ``None`` where there was none.
-            retry_after: seconds that the server asked to wait before the next attempt.
+            status: HTTP status of the response; ``None`` if there was no response.
+            retry_after: seconds to wait before the next attempt, as requested by the server.
         """
         super().__init__(message)
         self.status = status
@@ -222,13 +222,13 @@ class RequestError(ServerError):
 
     @property
     def transient(self) -> bool:
-        """Whether the same request may succeed later: no answer, a broken one, too many requests, a server's fault."""
+        """Whether a retry may succeed: no response, a malformed one, too many requests, or a server error."""
         return self.status is None or self.status in (200, 408, 409, 425, 429) or self.status >= 500
 
 
 class ServerStartError(ServerError):
-    """A server or the router did not become ready; the message shows the tail of its log."""
+    """A server or the router did not become ready. The message contains the end of its log."""
 
 
 class ServerDiedError(ServerError):
-    """A server or the router ended and will not be restarted; the message shows the tail of its log."""
+    """A server or the router exited and will not be restarted. The message contains the end of its log."""

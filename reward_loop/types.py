@@ -1,4 +1,4 @@
-"""The whole contract on one page: what goes into a reward function, and what comes out."""
+"""The contract of reward functions: the sample that they receive, and the result of scoring it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from reward_loop.errors import ScoringError
 __all__ = ["PART_KEYS", "RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
 
 Policy = Literal["raise", "default", "mask"]
-"""What happens to a sample without a score: raise, give it the default score, or leave it out of training."""
+"""What happens to a sample without a score: ``raise`` an error, use the ``default`` score, or ``mask`` the sample
+(exclude it from training)."""
 
 RESERVED_KEYS = frozenset(
     {
@@ -25,77 +26,77 @@ RESERVED_KEYS = frozenset(
         "reward_queue_seconds",
     }
 )
-"""Keys of ``reward_extra_info`` that the reward loop itself fills in; a function must not return them."""
+"""Keys of ``reward_extra_info`` that the reward loop sets; a function must not return them."""
 
 PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
-"""Keys of ``reward_extra_info`` by which a function says where in the response parts of its reward go: a number for
-each token, or for each turn of the policy. What they leave of the reward goes to the last token."""
+"""Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
+number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
 
 
 class Outcome(StrEnum):
-    """How the scoring of one sample ended. The three are never confused."""
+    """The outcome of scoring one sample."""
 
     SCORED = "scored"
     """The function returned a finite score."""
     UNSCORED = "unscored"
-    """The function returned ``None``: it has no opinion, or the judge's answer could not be parsed."""
+    """The function returned ``None``: it cannot judge the sample, or could not parse the judge's reply."""
     FAILED = "failed"
-    """The function raised, timed out, or returned something that is no score."""
+    """The function raised an error, timed out, or returned a value that is not a valid score."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One finished rollout, as a reward function sees it. Names are verl's."""
+    """One finished rollout, as a reward function receives it. The field names are those of verl."""
 
     solution_str: str
-    """The decoded response, special tokens left out."""
+    """The decoded response, without special tokens."""
     data_source: str = ""
-    """Which data set the prompt came from; functions choose their rule by it."""
+    """The data set of the prompt; a function may score by it."""
     ground_truth: Any = None
-    """The reference answer, or ``None`` where the data has none."""
+    """The reference answer; ``None`` if the data has none."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the data set carries. A function receives a copy; the caller's mapping is never changed."""
+    """Other fields of the data set. A function receives a copy; the caller's mapping is never changed."""
     uid: str | None = None
     """The sample's name in messages and logs."""
     error: str | None = None
-    """Why it cannot be scored, where the row it was made from is broken. Such a sample fails without a call."""
+    """Why the sample cannot be scored, if its data is invalid. Such a sample fails without a call of the function."""
     validate: bool = False
-    """Whether it belongs to validation. Training and validation get their turns at a limit alternately."""
+    """Whether the sample belongs to validation. A limit serves waiting training and validation samples alternately."""
     response_length: int | None = None
-    """Tokens of the response, where they were counted."""
+    """Number of response tokens; ``None`` if unknown."""
     group: str | None = None
-    """Names the prompt that it answers: what managers that compare samples compare it within."""
+    """Id of the group: all samples for the same prompt. Managers that compare samples compare them within a group."""
     group_size: int | None = None
-    """How many samples its group has."""
+    """Number of samples in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What became of one sample."""
+    """The result of scoring one sample."""
 
     outcome: Outcome
     score: float | None
-    """A finite number if and only if the outcome is *scored*."""
+    """The score: a finite number if the outcome is *scored*, else ``None``."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys that the function returned, for logs."""
+    """The other keys that the function returned, for logging."""
     error: str | None = None
-    """For a failed sample: what went wrong, naming sample and function."""
+    """For a failed sample: the error message, with the names of the sample and the function."""
     seconds: float = 0.0
-    """How long the function itself ran, in seconds, over all attempts; waiting is not counted."""
+    """Run time of the function in seconds, summed over all attempts, without waiting time."""
     attempts: int = 1
-    """How often the function was called; 0 for a score from the cache, and for a sample that needed no call."""
+    """Number of calls of the function; 0 if the score came from the cache or no call was needed."""
     wait_seconds: float = 0.0
-    """How long it waited for limits, and between attempts, in seconds."""
+    """Time in seconds spent waiting for limits and between attempts."""
     exception: ScoringError | None = field(default=None, repr=False, compare=False)
-    """For an unscored or failed sample: what to raise where the policy is to raise."""
+    """For an unscored or failed sample: the error that the policy ``raise`` raises."""
     policy: Policy | None = None
-    """For an unscored or failed sample: what becomes of it, where that is not what the run's options say."""
+    """For an unscored or failed sample: the policy, if it differs from that in the run's options."""
     queue_seconds: float = 0.0
-    """How long a sync function waited for a thread or a process, in seconds, over all attempts."""
+    """Time in seconds that a sync function waited for a free thread or process, summed over all attempts."""
 
 
 class Reward(TypedDict):
-    """What ``run_single`` returns: verl's own contract."""
+    """The return value of ``run_single``, the same as in verl."""
 
     reward_score: float
     reward_extra_info: dict[str, Any]
@@ -104,12 +105,17 @@ class Reward(TypedDict):
 class ComputeScore(Protocol):
     """A reward function, sync or async.
 
-    It is called by keyword with those of ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``,
-    ``reward_router_address`` (``host:port``), ``reward_model_tokenizer`` and the configured ``reward_kwargs`` that its
-    signature names; with all of them if it takes ``**kwargs``.
+    The function receives only the arguments it declares, as keyword arguments, or all of them if it declares
+    ``**kwargs``. Available are ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``,
+    ``reward_router_address`` (``host:port``), ``reward_model_tokenizer`` and the configured ``reward_kwargs``.
 
-    It returns a number, a bool, a dict with ``score``, a tuple ``(score, prompt, explanation)``, or ``None``
+    The function returns a number, a bool, a dict with ``score``, a tuple ``(score, prompt, explanation)``, or ``None``
     (*unscored*).
+
+    Example::
+
+        def compute_score(solution_str, ground_truth):
+            return float(solution_str.strip() == ground_truth)
     """
 
     def __call__(self, **kwargs: Any) -> Any | Awaitable[Any]: ...

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Counting:
-    """Gives 1.0, and knows how many of its calls were in flight at a time, at most."""
+    """Returns 1.0; ``peak`` is the maximum number of concurrent calls."""
 
     def __init__(self) -> None:
         self.running = 0

@@ -1,4 +1,4 @@
-"""What a piece of code leaves open."""
+"""Finds file descriptors that a piece of code leaves open."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _ROOT = Path(__file__).parents[1]
 
 
 def left_open(scenario: Callable[[Callable[[], None]], Any]) -> list[str]:
-    """Runs ``scenario`` in a process of its own, and says what it has left open there, e.g. ``["socket:[31337]"]``.
+    """Run ``scenario`` in a new process, and return what it left open there, such as ``["socket:[31337]"]``.
 
-    The process of the tests opens and closes descriptors on its own: its watchdog answers `reward-loop stuck` of other
-    processes, Ray's and earlier tests' threads end when they like.
+    A new process is needed because other threads of the test process also open and close descriptors: the watchdog,
+    Ray's threads, and threads of earlier tests.
 
     Args:
-        scenario: a function of a module. It gets one to call once everything that may stay open is there.
+        scenario: a function at module level. It receives a callback, which it must call when all descriptors that may
+            stay open have been opened.
     """
     program = f"from {__name__} import _main; _main({scenario.__module__!r}, {scenario.__qualname__!r})"
     done = subprocess.run(
@@ -45,9 +46,9 @@ def _main(module: str, name: str) -> None:
 
 
 def _open_descriptors() -> Counter[str]:
-    """Counts the descriptors of this process by what they lead to."""
+    """Count the open descriptors of this process by target."""
     found: Counter[str] = Counter()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
     return found

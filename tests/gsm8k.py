@@ -1,4 +1,4 @@
-"""Where the GSM8K data lies, for the tests that need it. The project ships none of it."""
+"""The location of the GSM8K data, for the tests that need it. The project does not contain the data."""
 
 import os
 from pathlib import Path

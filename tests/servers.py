@@ -1,4 +1,4 @@
-"""Helpers of this directory's tests: ASGI apps on real sockets, stub servers in processes, and whether one is gone."""
+"""Test helpers: ASGI apps on real sockets, the command of the stub server, and waiting for processes to end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Server(uvicorn.Server):
 async def serving(
     app: Any, http: Any = "httptools", listener: socket.socket | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """Serves an ASGI app on this loop; yields its URL."""
+    """Serve an ASGI app on this event loop; yields its URL."""
     listener = listener or listen("127.0.0.1")
     lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
     options |= {"log_level": "error", "date_header": False, "server_header": False}
@@ -53,17 +53,18 @@ async def serving(
 
 
 IN_TASKS = False
-"""Whether the router's app is served with a task for each request, as any ASGI server would, or as the router does."""
+"""If true, a generic ASGI server serves the router's app, with a task for each request. If false, the router's own
+protocol serves it."""
 
 
 def served_by_router(app: Proxy | Router) -> contextlib.AbstractAsyncContextManager[str]:
-    """Serves the router's app; yields its URL."""
+    """Serve the router's app; yields its URL."""
     return serving(app) if IN_TASKS else serving(app, protocol_for(65536, app.begin))
 
 
 @contextlib.asynccontextmanager
 async def resetting() -> AsyncIterator[str]:
-    """A server that reads a request and then closes the connection; yields its URL."""
+    """Run a server that reads a request and then closes the connection; yields its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -75,9 +76,9 @@ async def resetting() -> AsyncIterator[str]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Lets the loop run until something is the case."""
+    """Run the event loop until the condition is true, for at most 60 s."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event of its own)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0)
 
 
@@ -89,12 +90,12 @@ def _bound() -> socket.socket:
 
 
 def refusing() -> str:
-    """The URL of a port that nobody listens on: it is taken, so that no other process can."""
+    """Return the URL of a port that refuses connections. It is bound, so that no other process can listen on it."""
     return url_of(_bound())
 
 
 async def post(url: str, path: str = "/", body: bytes = b"", **options: Any) -> tuple[int, bytes]:
-    """One request on a connection of its own; returns status and body."""
+    """Send a POST request on a new connection, and return status and body."""
     async with (
         aiohttp.ClientSession(auto_decompress=False) as session,
         session.post(url + path, data=body, **options) as response,
@@ -106,7 +107,7 @@ CHAT = "/v1/chat/completions"
 
 
 def model_server(name: str, seen: list[Any] | None = None, status: int = 200, headers: Any = ()) -> Any:
-    """Lists one model, and answers with its name, or with a status once it is up."""
+    """Return an ASGI app that lists the model ``name``. Health checks get status 200, other requests ``status``."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -127,7 +128,7 @@ def model_server(name: str, seen: list[Any] | None = None, status: int = 200, he
 
 @asynccontextmanager
 async def routed(*workers: Any, wait_for: int | None = None, **options: Any) -> Any:
-    """The router in front of ASGI apps, once all of them are in use; yields its URL and theirs."""
+    """Run the router with ASGI apps as backends; when all are up, yields its URL, the backend URLs and a session."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(worker)) for worker in workers]
         url = await stack.enter_async_context(served_by_router(create_app(urls, RouterConfig(**options))))
@@ -146,16 +147,16 @@ async def listed(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
 
 
 class Watched:
-    """Some processes, watched from before they end."""
+    """Watches some processes by pidfd, so that their end cannot be missed."""
 
     def __init__(self, pids: list[int]) -> None:
         self._fds = []
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
+            with contextlib.suppress(ProcessLookupError):  # the process has already ended
                 self._fds.append(os.pidfd_open(pid))
 
     def left_after(self, seconds: float = 60) -> int:
-        """How many are still there; returns as soon as none is."""
+        """Return how many processes still run after ``seconds``, or 0 as soon as all have ended."""
         deadline = time.monotonic() + seconds
         left = list(self._fds)
         while left:

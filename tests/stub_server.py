@@ -1,7 +1,10 @@
-"""A server process that starts at once. ``POST /echo`` answers with the body, everything else with its process id.
+"""A stub server process that starts fast. A POST request returns its body; a GET request returns the process id.
 
-Environment: ``STUB_DELAY`` seconds for an echo; ``STUB_EXIT`` makes it complain and exit with that status;
-``STUB_DEAF`` makes it never answer, and ignore SIGTERM.
+Environment variables:
+
+- ``STUB_DELAY``: seconds to wait before a POST request is answered.
+- ``STUB_EXIT``: print an error and exit with this status.
+- ``STUB_DEAF``: never accept a connection, and ignore SIGTERM.
 """
 
 from __future__ import annotations

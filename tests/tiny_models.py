@@ -1,4 +1,4 @@
-"""Tiny models and their tokenizer, made on the spot: no download, no GPU, a fraction of a second each."""
+"""Creates tiny models and their tokenizer without downloads or a GPU, in less than a second each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHATML = (
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer: one token for each of the 256 bytes and three special ones. Its eos is ``<|im_end|>``."""
+    """Return a byte-level tokenizer: 256 byte tokens and three special tokens. The eos token is ``<|im_end|>``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,9 +44,9 @@ def build_tiny_model(
     max_position_embeddings: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Saves a random Qwen2 in float32, with its tokenizer, to ``path``, and returns that.
+    """Save a Qwen2 model with random float32 weights and its tokenizer to ``path``, and return ``path``.
 
-    The discriminative one has one label and a ``score.bias`` of zero: SGLang draws a missing bias at random.
+    The discriminative model has one label and a ``score.bias`` of zero, because SGLang fills a missing bias randomly.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification

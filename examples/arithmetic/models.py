@@ -1,9 +1,11 @@
-"""Makes what the demo trains with, on the spot: a tokenizer, problems, a policy that adds badly, and a reward model.
+"""Creates the inputs of the demo: a tokenizer, addition problems, a policy that often adds wrongly, and a reward model.
 
-One small network learns two things at a time: to add, and to tell right answers from wrong ones. It becomes the reward
-model. A copy of it then learns from a pupil who adds column by column and nearly always forgets to carry. That copy
-becomes the policy: about one problem in four needs no carry, and those are what it gets right. No download, no GPU,
-about a minute on two cores.
+The recipe, without downloads or a GPU, takes about a minute on two cores:
+
+1. One small network is trained on two tasks at once: to add, and to classify answers as right or wrong. It becomes the
+   reward model.
+2. The same network is then trained on answers that usually omit the carry. It becomes the policy. About one problem in
+   four needs no carry; the policy answers these correctly.
 """
 
 from __future__ import annotations
@@ -30,63 +32,63 @@ CHATML = (
 )
 DATA_SOURCE = "arithmetic"
 HEAD_SIZE = 32
-"""The smallest that vLLM's attention has on a CPU."""
+"""The smallest head size that vLLM's attention supports on a CPU."""
 THREADS = 2
-"""That train at a time, each on a part of the batch."""
+"""Number of training threads; each processes a part of the batch."""
 LONGEST_ANSWER = 6
-"""Characters of the longest answer that the reward model learns to judge."""
+"""Maximum number of characters of the answers that the reward model is trained on."""
 MALFORMED = ("", "+", "=", "x", "-", " ", "?", "a7", "1 2", "00", "1=")
 
 Split = Literal["train", "development", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 Report = Callable[[float, str], None]
-"""Called with the share of the work that is done, and a detail."""
+"""Progress callback: called with the completed share of the work (0 to 1) and a detail."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How long something is learnt."""
+    """One training phase: its number of steps, learning rate and batch size."""
 
     steps: int
     lr: float
     batch_size: int = 64
-    """Problems a step."""
+    """Problems per step."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the models are like."""
+    """All parameters that determine the models."""
 
     seed: int = 0
     smallest: int = 10
     largest: int = 99
     held_out: int = 256
-    """Unordered pairs of operands that are kept from all training, for the report."""
+    """Number of unordered operand pairs excluded from training, for the report."""
     development: int = 256
-    """As many again, to choose settings by."""
+    """Number of further pairs excluded from training, for choosing settings."""
     hidden_size: int = 192
     layers: int = 2
     intermediate_size: int = 512
     learning: Course = Course(steps=280, lr=6e-3)
     judging: float = 2.0
-    """What judging counts in the loss; adding, which is learnt sooner, counts 1."""
+    """Weight of the classification loss. The loss of adding, which is learned faster, has weight 1."""
     forgetting: Course = Course(steps=30, lr=1e-3)
     carries: float = 0.15
-    """How often the pupil does not forget to carry."""
+    """Probability that an answer in the training data of the policy includes the carries."""
 
     @property
     def steps(self) -> int:
-        """Of all courses."""
+        """Number of steps of both training phases."""
         return self.learning.steps + self.forgetting.steps
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What was made, and where it is."""
+    """The created files and figures about them."""
 
     directory: Path
     figures: dict[str, float]
-    """Accuracy of policy and reward model, parameters, seconds."""
+    """Accuracy of the policy and the reward model, number of parameters, and seconds that the creation took."""
     cached: bool
 
     @property
@@ -99,7 +101,7 @@ class Artifacts:
 
     @property
     def data(self) -> dict[Split, Path]:
-        """The file of each split, in the format of verl's data sets."""
+        """The parquet file of each split, in verl's data format."""
         return {split: self.directory / f"{split}.parquet" for split in SPLITS}
 
 
@@ -120,12 +122,12 @@ class Problem:
 
     @property
     def without_carrying(self) -> str:
-        """Each column by itself: ``37+85=12``."""
+        """The answer with each column added separately: ``37+85=12``."""
         tens, ones = (self.a // 10 + self.b // 10) % 10, (self.a + self.b) % 10
         return f"{tens}{ones}"
 
     def row(self, index: int, split: str) -> dict[str, Any]:
-        """The problem in the format of verl's data sets."""
+        """Return the problem as a row in verl's data format."""
         return {
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": self.question}],
@@ -136,7 +138,7 @@ class Problem:
 
 
 def make_problems(recipe: Recipe) -> dict[Split, list[Problem]]:
-    """All problems, by split. Of ``a+b`` and ``b+a``, both are trained on, or one is kept apart and neither is."""
+    """Return all problems, by split. If ``a+b`` is held out for another split, ``b+a`` is not in ``train`` either."""
     rng = random.Random(recipe.seed)
     numbers = range(recipe.smallest, recipe.largest + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a <= b]
@@ -149,7 +151,7 @@ def make_problems(recipe: Recipe) -> dict[Split, list[Problem]]:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level ChatML tokenizer: a token for each of the 256 bytes, and one for each of ChatML's words."""
+    """Return a byte-level ChatML tokenizer: 256 byte tokens, and one token for each ChatML role and marker."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,7 +172,7 @@ def make_tokenizer() -> Any:
 
 
 def wrong_answer(problem: Problem, rng: random.Random) -> str:
-    """An answer that is wrong in one of the ways that a model is: by a digit, by a carry, in length, in form."""
+    """Return a wrong answer with a typical model error: a wrong digit, a missing carry, a wrong length or format."""
     right = problem.a + problem.b
     while True:
         kind = rng.randrange(10)
@@ -178,9 +180,9 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
             answer = str(right + rng.choice((-1, 1)) * rng.choice((1, 10, 100)))
         elif kind == 1:
             answer = str(right + rng.randint(-12, 12))
-        elif kind == 2:  # one carry forgotten
+        elif kind == 2:  # the carry to the tens is missing
             answer = str((problem.a // 10 + problem.b // 10) * 10 + (problem.a + problem.b) % 10)
-        elif kind in (3, 4):  # all of them
+        elif kind in (3, 4):  # all carries are missing
             answer = problem.without_carrying
         elif kind in (5, 6):
             digits = list(str(right))
@@ -198,17 +200,24 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
 
 
 def near_misses(problem: Problem, rng: random.Random) -> tuple[str, str]:
-    """The right answer but for its last digit, and but for the one before: the hardest to tell, for it takes the exact
-    sum of a column."""
+    """Return two answers with one wrong digit: the last, and the last but one.
+
+    They are the hardest to classify, because that requires the exact sum of a column.
+    """
     right = problem.answer
     last, before = (rng.choice([digit for digit in "0123456789" if digit != right[at]]) for at in (-1, -2))
     return right[:-1] + last, right[:-2] + before + right[-1]
 
 
 def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lambda share, detail: None) -> Artifacts:
-    """Makes tokenizer, data, policy and reward model under ``cache``, or finds them there.
+    """Create tokenizer, data, policy and reward model under ``cache``, or load them from there.
 
-    The folder's name is a hash of the recipe and of this file, so a change of either makes them anew.
+    The folder's name is a hash of the recipe and of this file: if either changes, the models are created again.
+
+    Args:
+        cache: folder of all cached models.
+        recipe: parameters of the models; by default those of the demo.
+        report: progress callback.
     """
     recipe = recipe or Recipe()
     source = Path(__file__).read_bytes() + json.dumps(asdict(recipe), sort_keys=True).encode()
@@ -217,7 +226,7 @@ def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lamb
     if figures_file.exists():
         return Artifacts(directory, json.loads(figures_file.read_text()), cached=True)
     cache.mkdir(parents=True, exist_ok=True)
-    # Made elsewhere and moved, so that an interruption leaves nothing that looks complete.
+    # Created in a temporary folder and renamed, so that an interruption never leaves an incomplete cache entry.
     building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     try:
         figures = _Maker(recipe, building, report).run()
@@ -229,7 +238,7 @@ def make_models(cache: Path, recipe: Recipe | None = None, report: Report = lamb
 
 
 def write_data(recipe: Recipe, directory: Path) -> dict[Split, list[Problem]]:
-    """Writes a parquet file for each split, and returns the problems."""
+    """Write a parquet file for each split, and return the problems."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -242,32 +251,35 @@ def write_data(recipe: Recipe, directory: Path) -> dict[Split, list[Problem]]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Problems with answers to each, as tokens. A row is a question and its answers, one after another; each answer
-    sees the question and itself, so that the question need be read once. All tensors are rows by tokens."""
+    """Tokenized problems, each with several answers. All tensors have the shape (rows, tokens).
+
+    A row is a question followed by its answers. An answer attends to the question and to itself only, so the question
+    is processed once for all its answers.
+    """
 
     tokens: Any
     answer: Any
-    """Which answer a token belongs to: 1 for the first one, 0 in the question, -1 in the padding."""
+    """The answer that a token belongs to: 1 for the first answer, 0 for the question, -1 for padding."""
     position: Any
     right: Any
-    """1 where an answer is right so far; at its end, if it is right as a whole."""
+    """1 if the answer is right up to this token. On the end tokens of an answer: 1 if the whole answer is right."""
 
     @property
     def mask(self) -> Any:
-        """What a token sees: rows by one by tokens by tokens."""
+        """The attention mask: shape (rows, 1, tokens, tokens), true if a token attends to another."""
         seen, seeing = self.answer[:, None, :], self.answer[:, :, None]
         return (((seen == 0) | (seen == seeing)).tril())[:, None]
 
     @property
     def ends(self) -> Any:
-        """The last token of every answer."""
+        """True at the last token of each answer."""
         following = self.answer.roll(-1, dims=1)
         following[:, -1] = -1
         return (self.answer > 0) & (self.answer != following)
 
 
 class _Maker:
-    """One run of the recipe."""
+    """Executes a recipe once."""
 
     def __init__(self, recipe: Recipe, directory: Path, report: Report) -> None:
         import torch
@@ -281,7 +293,7 @@ class _Maker:
         self.torch = torch
         self.tokenizer = make_tokenizer()
         self.steps = 0
-        """Taken so far, in all courses."""
+        """Number of completed steps of all training phases."""
 
     def run(self) -> dict[str, float]:
         torch = self.torch
@@ -300,7 +312,7 @@ class _Maker:
         from transformers import Qwen2ForCausalLM
 
         model = Qwen2ForCausalLM(self._config())
-        # transformers gives this head no bias, and SGLang draws a missing one at random: it is saved as zero.
+        # transformers creates this head without a bias, and SGLang fills a missing bias randomly: a zero bias is saved.
         verdict = self.torch.nn.Linear(self.recipe.hidden_size, 1)
         verdict.bias.data.zero_().requires_grad_(False)
         self._learn_to_add_and_to_judge(model, verdict)
@@ -321,7 +333,7 @@ class _Maker:
 
         def loss(batch: _Batch) -> Any:
             hidden = _run(model, batch)
-            # Not only the whole answer is judged, but also how it begins: many more verdicts to learn from.
+            # All prefixes of an answer are classified, not only the whole answer: that gives more training signal.
             judged = batch.answer > 0
             verdicts = verdict(hidden[judged]).squeeze(-1)
             judging = self.torch.nn.functional.binary_cross_entropy_with_logits(verdicts, batch.right[judged])
@@ -348,7 +360,14 @@ class _Maker:
         answers: Callable[[Problem], Sequence[str]],
         loss: Callable[[_Batch], Any],
     ) -> None:
-        """Takes the steps of a course, with these answers to the problems of a step."""
+        """Run a training phase.
+
+        Args:
+            what: name of the phase, for progress reports.
+            named_parameters: the parameters to train.
+            course: steps, learning rate and batch size.
+            answers: returns the answers to a problem.
+            loss: returns the loss of a batch."""
         with _Trainer(named_parameters, course) as trainer:
             for _ in range(course.steps):
                 problems = self.rng.choices(self.problems["train"], k=course.batch_size)
@@ -359,7 +378,7 @@ class _Maker:
                 self.report(self.steps / self.recipe.steps, f"{what} {value:.2f}")
 
     def _language_loss(self, model: Any, hidden: Any, batch: _Batch) -> Any:
-        """Of the first answers: they follow their questions directly."""
+        """Return the language-model loss of the first answers, which directly follow their questions."""
         predicted = batch.answer[:, 1:] == 1
         logits = model.lm_head(hidden[:, :-1][predicted])
         return self.torch.nn.functional.cross_entropy(logits, batch.tokens[:, 1:][predicted])
@@ -399,7 +418,7 @@ class _Maker:
         self.tokenizer.save_pretrained(self.directory / name)
 
     def _encode(self, problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -> _Batch:
-        """Problems with the answers to each."""
+        """Return problems and their answers as a batch."""
         openings = self._tokenize([_opening(problem) for problem in problems])
         completions = iter(self._tokenize([f"{answer}{IM_END}\n" for given in answers for answer in given]))
         rows = []
@@ -423,7 +442,7 @@ class _Maker:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _greedy_accuracy(self, model: Any) -> float:
-        """The share of the held-out problems that the model answers right."""
+        """Return the share of held-out problems that the model answers correctly with greedy decoding."""
         torch, problems = self.torch, self.problems["held_out"]
         prompts = self._tokenize([_opening(problem) for problem in problems])
         with torch.no_grad():
@@ -436,7 +455,7 @@ class _Maker:
         return sum(a[: len(r)] == r for a, r in zip(answers, right, strict=True)) / len(right)
 
     def _verdict_accuracy(self, judge: Any) -> float:
-        """How often the reward model is right about held-out problems, half of them with right answers."""
+        """Return the accuracy of the reward model on held-out problems; half of the answers are right."""
         problems = self.problems["held_out"] * 4
         batch = self._encode(problems, [(p.answer, wrong_answer(p, self.rng)) for p in problems])
         with self.torch.no_grad():
@@ -445,7 +464,7 @@ class _Maker:
 
 
 def _run(model: Any, batch: _Batch) -> Any:
-    """What the model makes of every token."""
+    """Return the last hidden state of every token."""
     return model.model(input_ids=batch.tokens, attention_mask=batch.mask, position_ids=batch.position).last_hidden_state
 
 
@@ -454,10 +473,11 @@ def _opening(problem: Problem) -> str:
 
 
 class _Trainer:
-    """Muon for the matrices and AdamW for the rest, with a warm-up and a decay.
+    """Optimizes matrices with Muon and other parameters with AdamW, with a learning-rate warm-up and decay.
 
-    Each thread has a part of the batch, and then of the matrices. On matrices as small as these it is nearly twice as
-    fast as two threads that share each multiplication, and the result does not depend on the number of cores.
+    Each thread computes the gradients of one part of the batch, and then updates one part of the matrices. For these
+    small matrices, this is nearly twice as fast as two threads per multiplication. The result does not depend on the
+    number of cores.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Any]], course: Course) -> None:
@@ -487,7 +507,7 @@ class _Trainer:
         self._threads.shutdown()
 
     def step(self, loss: Callable[[_Batch], Any], batches: Sequence[_Batch]) -> float:
-        """A step on the mean of the batches' losses, which is returned."""
+        """Make a step on the mean loss of the batches, and return that loss."""
 
         def gradients(batch: _Batch) -> tuple[Any, ...]:
             value = loss(batch)

@@ -1,4 +1,4 @@
-"""What a run of the demo achieved: read from the metrics that verl logs, as a table, as JSON and as a figure."""
+"""The report of a demo run, read from the metrics that verl logs: values for the table and JSON, and a figure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PHASES = {
     "update": ("timing_s/update_actor",),
     "weights to rollout": ("timing_s/update_weights",),
 }
-"""Parts of a step, and verl's names for them. What is left of ``timing_s/step`` is "other"."""
+"""Phases of a step, with verl's metrics for each. The rest of ``timing_s/step`` is "other"."""
 
 COLORS = ("#0b6e4f", "#a23b72", "#e0a458", "#9c9c9c", "#3a6ea5", "#6b4c9a", "#d7d9dd")
-"""Of the phases, and of "other"."""
+"""Colors of the phases and of "other"."""
 
 HIDDEN = "#7fb8a4"
-"""The colour of judging that nothing waited for."""
+"""Color of hidden judging time."""
 
 OVERLAP = "reward_pipeline/"
-"""What the trainer mode of that name says about a step begins so."""
+"""Prefix of the metrics that the trainer mode ``reward_pipeline`` logs."""
 
 OUTCOMES = ("scored", "unscored", "failed")
 
@@ -41,22 +41,22 @@ class Step:
     phases: dict[str, float]
     outcomes: dict[str, int]
     reward_seconds: float | None
-    """How long a reward took, on average."""
+    """Mean time of a reward, in seconds; ``None`` if it was not logged."""
     overlap: dict[str, float]
-    """What the trainer mode ``reward_pipeline`` logged, by its names for it; empty in other modes."""
+    """Metrics of the trainer mode ``reward_pipeline``, without their prefix; empty in other modes."""
 
     @property
     def waited(self) -> float:
-        """Seconds of its judging that the trainer waited for."""
+        """Seconds of this step's judging during which the trainer waited."""
         return min(self.overlap.get("waiting_for_rewards_s", 0.0), self.overlap.get("judging_s", 0.0))
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run, or as much of it as there is."""
+    """The metrics of a run, or of the completed part of a run."""
 
     accuracy: dict[int, float]
-    """The share of held-out problems answered exactly right, by the step after which it was measured."""
+    """Share of held-out problems with an exactly right answer, by the number of the step before the measurement."""
     steps: list[Step]
 
     @property
@@ -69,27 +69,27 @@ class Report:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many rewards of training ended in which way."""
+        """Number of training rewards by outcome."""
         return {name: sum(step.outcomes[name] for step in self.steps) for name in OUTCOMES}
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds a step, the median over the steps, the first left out where there are more: it warms up."""
+        """Median seconds per step of each phase. The first of several steps is excluded: it includes the warm-up."""
         steps = self.steps[1:] or self.steps
         phases = [*PHASES, "other"]
         return {name: median(step.phases[name] for step in steps) for name in phases} if steps else {}
 
     @property
     def total_by_phase(self) -> dict[str, float]:
-        """Seconds of all steps together."""
+        """Seconds of each phase, summed over all steps."""
         return {name: sum(step.phases[name] for step in self.steps) for name in (*PHASES, "other")}
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds of all steps together; empty where the trainer logged no judging.
+        """Seconds summed over all steps, and the hidden share of judging; empty if the trainer logged no judging.
 
-        ``without_overlap`` is what the same steps would have taken had the trainer waited for all judging: a step's
-        seconds, less those it waited for rewards, and the seconds that its judging takes by itself.
+        ``without_overlap`` is the time that the same steps would have taken without overlap: the length of the steps,
+        minus the time waited for rewards, plus the time of all judging.
         """
         steps = [step for step in self.steps if "judging_s" in step.overlap]
         if not steps:
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def overlap(self) -> dict[str, float]:
-        """What the trainer mode ``reward_pipeline`` logged: medians over the steps, without the first one."""
+        """Median of each metric of the trainer mode ``reward_pipeline``, without the first of several steps."""
         steps = self.steps[1:] or self.steps
         names = dict.fromkeys(name for step in steps for name in step.overlap)
         return {name: median(step.overlap[name] for step in steps if name in step.overlap) for name in names}
@@ -133,7 +133,7 @@ class Report:
 
 
 def read_report(metrics_file: Path) -> Report:
-    """Reads what verl's ``file`` logger has written so far."""
+    """Read the metrics that verl's ``file`` logger has written so far."""
     accuracy, steps = {}, []
     for number, metrics in _records(metrics_file):
         for name, value in metrics.items():
@@ -148,7 +148,7 @@ def _records(metrics_file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     if not metrics_file.exists():
         return
     for line in metrics_file.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):  # the last line may still be being written
+        if line.endswith(b"\n"):  # the last line may be incomplete while verl writes it
             record = json.loads(line)
             yield record["step"], record["data"]
 
@@ -169,13 +169,13 @@ def _step(number: int, metrics: dict[str, Any]) -> Step:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median; 0 of nothing."""
+    """Return the median; 0 if there are no values."""
     known = list(values)
     return statistics.median(known) if known else 0.0
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draws accuracy, reward and time by step, and, where it was logged, how much of the judging was hidden."""
+    """Draw accuracy, reward and time by step and, if it was logged, the hidden part of judging."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -222,9 +222,9 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _plot_phases(axes: Any, report: Report) -> None:
-    """Draw the seconds of each step by phase. Where the first step, which warms up, does not fit, its length is given.
+    """Draw the seconds of each step by phase. If the first step, with the warm-up, is too high, its length is printed.
 
-    A phase is left out only if no step has any of it, so that each bar is as high as its step is long.
+    Phases that take no time in any step are omitted. The height of a bar is the length of the step.
     """
     phases = [name for name, seconds in report.total_by_phase.items() if seconds > 0]
     colors = dict(zip([*PHASES, "other"], COLORS, strict=True))
@@ -247,12 +247,12 @@ def _plot_phases(axes: Any, report: Report) -> None:
 
 
 def _plot_judging(axes: Any, steps: list[Step], hidden_share: float) -> None:
-    """Draw which part of each step's judging the trainer waited for, and which was hidden.
+    """Draw the seconds of each step's judging: waited for, and hidden.
 
     Args:
         axes: where to draw.
-        steps: those for which the trainer logged the judging.
-        hidden_share: of the judging of all steps together, for the title.
+        steps: the steps for which the trainer logged the judging.
+        hidden_share: hidden share of the judging of all steps, for the title.
     """
     judging = [step.overlap["judging_s"] for step in steps]
     waited = [step.waited for step in steps]

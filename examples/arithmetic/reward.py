@@ -1,4 +1,4 @@
-"""The reward: a reward model's verdict over HTTP, mixed with a rule about the form of the answer."""
+"""The reward: a weighted sum of a reward model's score, requested over HTTP, and a rule about the answer's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from reward_loop.client import classify
 
 FORMAT_WEIGHT = 0.1
-"""The share of the score that the form of an answer decides; the rest is the reward model's."""
+"""Weight of the format rule in the score; the reward model has the rest."""
 
 
 async def compute_score(
@@ -21,13 +21,13 @@ async def compute_score(
     reward_model_tokenizer: Any,
     latency_s: float = 0.0,
 ) -> dict[str, float]:
-    """How likely the answer is right, in the reward model's view, and whether it consists of digits alone.
+    """Return the score of an answer: the reward model's probability that it is right, and whether it is all digits.
 
-    The reward model is small and quick. `latency_s` makes it as slow as a large one: in training, a verdict takes that
-    many seconds longer on average, drawn at random between half of it and one and a half times.
+    The small reward model is fast. `latency_s` simulates a slow one: in training, each call takes that many additional
+    seconds on average, drawn uniformly between 0.5 and 1.5 times `latency_s`.
 
-    `acc` says whether the answer is the reference's. It is for information: the score does not depend on it. verl makes
-    it the headline of a validation.
+    `acc` is 1 if the answer equals the reference answer. The score does not depend on it; verl reports it as the main
+    metric of a validation.
     """
     conversation = [
         {"role": "user", "content": extra_info["question"]},

@@ -1,4 +1,4 @@
-"""A reward function for GSM8K: 1 where the final answer of a solution is the reference's, else 0.
+"""A reward function for GSM8K: 1 if the final answer of a solution equals the reference answer, else 0.
 
 Score stored solutions with it:
 
@@ -8,18 +8,18 @@ Score stored solutions with it:
 import re
 from decimal import Decimal, InvalidOperation
 
-# The data set marks its final answers with `####`; the solutions that OpenAI published beside it with `A:`.
+# The data set marks final answers with `####`; the model solutions that OpenAI published use `A:`.
 FINAL_ANSWER = re.compile(r"(?:####|\bA:)[ \t]*([^\n]*)")
 
 
 def final_answer(text: str) -> str | None:
-    """Return what follows the last answer mark, or None where there is no mark."""
+    """Return the text after the last answer mark, or None if there is no mark."""
     answers = FINAL_ANSWER.findall(text)
     return answers[-1] if answers else None
 
 
 def as_number(text: str) -> Decimal | None:
-    """Read `$1,234.50` or `18.` as a number; None where it is none."""
+    """Parse a number such as `$1,234.50` or `18.`; return None if the text is not a number."""
     text = text.strip().rstrip(".").replace(",", "").replace("$", "").replace(" ", "")
     try:
         number = Decimal(text)
@@ -29,7 +29,7 @@ def as_number(text: str) -> Decimal | None:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> dict:
-    """Compare final answers; the ground truth is a bare number, or a whole solution that ends in one."""
+    """Compare the final answers. The ground truth is a number, or a solution that ends in one."""
     reference = str(ground_truth)
     expected = as_number(final_answer(reference) or reference)
     if expected is None:

@@ -1,1 +1,1 @@
-"""Try a reward function before a run."""
+"""Checks a reward function before a run (``reward-loop check``)."""

@@ -1,4 +1,4 @@
-"""``reward-loop check``."""
+"""The command ``reward-loop check``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _MAX_PRINTED_BYTES = 8192
-"""Of what the function prints, so much is shown."""
+"""Maximum number of bytes of the function's own output that are shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
@@ -103,7 +103,7 @@ def _try(
     concurrency: int,
     given: dict[str, Any],
 ) -> Report:
-    # Here, so that the other commands start without them.
+    # Imported here to keep the start of the other commands fast.
     from reward_loop.check.dry_run import check
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.offline.scorer import load_scorer
@@ -112,7 +112,9 @@ def _try(
     err = Console(stderr=True, soft_wrap=True)
     options = parse(RewardLoopConfig, given, "reward_loop")
     if fn is not None:
-        load_function(fn)  # an error here is wrong usage; one below is a problem of the function
+        load_function(
+            fn
+        )  # an error here is wrong usage (status 2); an error below is a problem of the function (status 1)
     try:
         scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
     except FunctionLoadError as error:
@@ -122,7 +124,7 @@ def _try(
     fields = Fields(paths, data_source=data_source, requires=scorer.requires)
     samples = [fields.to_sample(row) for row in islice(read_rows(data), rows)]
     spinner = Spinner("dots", "loading")
-    # stdout is redirected already: on a terminal, Live would send what the function prints elsewhere.
+    # stdout is already redirected to stderr. Live must not redirect it again.
     with Live(spinner, console=err, transient=True, redirect_stdout=False):
         return run(
             check(

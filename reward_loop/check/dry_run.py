@@ -1,4 +1,4 @@
-"""Try a reward function on a few samples, as a run would call it, and look for what would go wrong in the run."""
+"""Calls a reward function on a few samples, as a run would call it, and reports problems that would occur in a run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["Callee", "Finding", "Report", "Row", "check"]
 Status = Literal["ok", "note", "problem", "skipped"]
 
 MAX_LAG_S = 0.1
-"""How long an async function may keep the event loop, and with it all other samples, from going on."""
+"""Maximum time in seconds for which an async function may block the event loop, and with it all other samples."""
 
 _TICK_S = 0.01
 _ERROR_CHARACTERS = 2000
-"""Of an error, as many characters are shown."""
+"""Maximum number of characters of an error that are shown."""
 _HUGE_CHARACTERS = 1_000_000
 _HUGE_TIMEOUT_S = 30.0
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
@@ -47,51 +47,51 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one sample."""
+    """The result of one sample."""
 
     uid: str
     outcome: str
     score: float | None
     seconds: float
-    """How long the function ran."""
+    """Run time of the function, in seconds."""
     components: Mapping[str, Any]
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check has shown."""
+    """The result of one check."""
 
     check: str
     status: Status
     text: str
-    """What was seen and, for a problem, what to change."""
+    """What was observed and, for a problem, what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A function that is called."""
+    """A function that the check calls."""
 
     name: str
-    """Its own name and its file; of a composite's component, after the component's name."""
+    """Name and file of the function. For a composite, the name of the component precedes them."""
     is_async: bool
     in_processes: bool
 
 
 @dataclass(slots=True)
 class Report:
-    """All that was found out about a function."""
+    """The report on a function, or on all functions of a composite."""
 
     functions: list[Callee]
-    """One, or those of a composite's components."""
+    """The function, or the functions of the components of a composite."""
     of_lists: bool = False
-    """Whether it takes lists of samples, and was called with all of these at once."""
+    """Whether the function takes lists of samples. Such a function is called with all samples at once."""
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def problems(self) -> list[Finding]:
-        """What should be changed before a run."""
+        """The findings that should be fixed before a run."""
         return [finding for finding in self.findings if finding.status == "problem"]
 
 
@@ -107,26 +107,29 @@ async def check(
     max_lag_s: float = MAX_LAG_S,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
-    """Call a reward function in the ways that a run may call it.
+    """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
-    It is called some ``2 * len(samples) + concurrency + 6`` times; a function of lists some
-    ``concurrency / len(samples) + 9`` times, with all samples.
+    The function is called about ``2 * len(samples) + concurrency + 6`` times. A function of lists is called about
+    ``concurrency / len(samples) + 9`` times, each time with all samples.
 
     Args:
-        function: in any form that `ScoringFunction` takes, or, for managers such as `batch` and `group`, of lists.
-            ``None`` where each component of a composite has its own.
-        samples: a few, such as a run would have.
+        function: the function, in any form that `ScoringFunction` takes. For managers such as `batch` and `group`, a
+            function of lists. ``None`` if each component of a composite has its own.
+        samples: a few samples like those of a run.
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
-        router_address: what the function gets as ``reward_router_address``.
-        options: as in a run; none of the policies and bounds on failures holds here.
-        concurrency: how many calls are made at a time where that is tried.
-        max_lag_s: how long an async function may block the event loop.
-        on_step: told what is tried next.
+        router_address: ``host:port`` that the function receives as ``reward_router_address``.
+        options: options of the run; the policies and bounds on failures are ignored here.
+        concurrency: maximum number of calls in flight when concurrent calls are tested.
+        max_lag_s: maximum time in seconds for which an async function may block the event loop.
+        on_step: called with a description of each step before it starts.
+
+    Returns:
+        The report. It has problems if something should be changed before a run.
 
     Raises:
-        FunctionLoadError: it cannot be called with what the reward loop provides.
-        ConfigError: there are no samples, some are broken, or there is no such manager.
+        FunctionLoadError: the function cannot be called with the arguments of the reward loop.
+        ConfigError: there are no samples, a sample is broken, or the manager does not exist.
     """
     if not samples:
         raise ConfigError("there are no samples to try the function on")
@@ -147,7 +150,7 @@ async def check(
             on_step(step)
             report.findings += await look(samples)
             if all(row.outcome == "failed" for row in trial.first):
-                break  # whatever else is tried would show the same
+                break  # all other checks would fail for the same reason
     finally:
         await asyncio.to_thread(trial.close)
     report.rows = trial.first
@@ -173,7 +176,7 @@ class _Trial:
         cls: Any = get_manager(manager)
         self.of_lists = getattr(cls, "function_type", ScoringFunction) is ListScoringFunction
         self.of_groups = getattr(cls, "needs_group", False)
-        # What goes wrong is to be seen, not to stop the trial. All samples are one call for a function of lists.
+        # Failures are reported and must not stop the check. A function of lists gets all samples in one call.
         batch = options.batch.model_copy(update={"max_batch_size": samples})
         update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "max_threads": concurrency}
         self.options = options.model_copy(update={**update, "batch": batch})
@@ -190,7 +193,7 @@ class _Trial:
         self._manager = self._new_manager(compute_score=self.function)
         self.is_composite = isinstance(self._manager, CompositeRewardLoopManager)
         self.functions: dict[str, Any] = self._manager.functions if self.is_composite else {"": self.function}
-        """What is called, by the component that it is."""
+        """The functions by name of their component; the name is empty if the manager is not a composite."""
         self.is_async = any(one.is_async for one in self.functions.values())
         self.in_processes = any(one.in_processes for one in self.functions.values())
         self._groups = itertools.count()
@@ -199,25 +202,25 @@ class _Trial:
         self.lags: list[float] = []
 
     def callees(self) -> list[Callee]:
-        """What is called, for the report."""
+        """Return the called functions, for the report."""
         return [
             Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes)
             for name, one in self.functions.items()
         ]
 
     def close(self) -> None:
-        """End the processes of all functions."""
+        """Stop the worker processes of all functions."""
         for function in self.functions.values():
             function.close()
 
     async def rows(self, samples: Sequence[RewardSample], manager: Any = None) -> list[Row]:
-        """What becomes of the samples: one after the other, or, of a function of lists, all together."""
+        """Score the samples and return their results: one after another, or in one call for a function of lists."""
         if not self.of_lists:
             rows = []
             for sample in samples:
                 rows.append(await self.run(sample, manager))
                 if self.is_async:
-                    await asyncio.sleep(_TICK_S)  # else the delays by two calls would be taken for one
+                    await asyncio.sleep(_TICK_S)  # lets the lag be measured for each call separately
             return rows
         group = f"group {next(self._groups)}" if self.of_groups else None
         together = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
@@ -275,7 +278,7 @@ class _Trial:
         if not self.is_async:
             where = "processes" if self.in_processes else "threads"
             return Finding("event loop", "ok", f"it is not async, and runs in {where}, where it may block")
-        # A busy machine delays now and then, what blocks does each time.
+        # The smaller of two measurements: a busy machine delays the loop once, a blocking function delays it each time.
         lag = min(self.lags)
         if lag <= self.max_lag_s:
             return Finding("event loop", "ok", f"no delay beyond {max(lag, 0.001) * 1000:.0f} ms")
@@ -339,7 +342,7 @@ class _Trial:
                 "a malformed response": _MALFORMED,
             }.items():
                 one = replace(samples[0], solution_str=response, uid=name)
-                # A function of lists gets it among others, which must not suffer from it.
+                # A function of lists gets this response together with normal ones, which must not fail because of it.
                 row, *others = await self.rows([one, *samples[1:]] if self.of_lists else [one])
                 if row.outcome == "failed":
                     advice = "Policies write such: give a score, or None for no score, instead of failing"
@@ -365,7 +368,7 @@ class _Trial:
             passed |= target.reward_kwargs
             copies = {}
             for name, value in passed.items():
-                with contextlib.suppress(Exception):  # a lock, a model: what cannot be copied is not compared
+                with contextlib.suppress(Exception):  # values that cannot be copied (a lock, a model) are not compared
                     copies[name] = copy.deepcopy(value)
             return passed, copies
 
@@ -390,7 +393,7 @@ class _Trial:
                     compare(passed, copies)
                 return returned
 
-        # In this process, so that changes are seen, though a run may have it in others.
+        # Run in this process: changes made in a worker process would not be visible here.
         here = self.options.model_copy(update={"isolation": "thread"})
         function = type(self.function)(watched, options=here)
         if self.in_processes and not self.of_lists:
@@ -401,7 +404,7 @@ class _Trial:
         await self.rows(samples if self.of_lists else samples[:1], manager)
         own = {"extra_info", *FIELDS} & changed
         if repr([sample.ground_truth for sample in samples]) != truths:
-            own -= {"ground_truths"}  # the list is the call's own, what is in it is not
+            own -= {"ground_truths"}  # each call has its own list, but the elements of the list are shared
         shared = changed - own
         if shared:
             text = f"it changes {listing(shared)}, which other calls share: work on a copy"
@@ -444,7 +447,7 @@ class _Trial:
 
     @contextlib.asynccontextmanager
     async def _watched_loop(self) -> AsyncIterator[None]:
-        """Take down by how much, at most, the event loop was late."""
+        """Measure the maximum lag of the event loop within ``with``, and append it to ``lags`` (seconds)."""
         worst = 0.0
 
         async def tick() -> None:
@@ -474,7 +477,7 @@ def _shown(row: Row) -> str:
 
 
 def _explained(error: str) -> str:
-    """Return the error, cut if it is long, with advice where there is any."""
+    """Return the error, shortened if it is long, with advice if the cause is known."""
     advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
     text = cut(error, _ERROR_CHARACTERS)
     return f"{text}\nWhat helps: {advice}" if advice else text

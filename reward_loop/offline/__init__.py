@@ -1,4 +1,4 @@
-"""Score stored rollouts with the managers and functions of a training run, resumably."""
+"""Scores a file of stored rollouts with the managers and functions of a training run. Runs are resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reward-loop score``."""
+"""The command ``reward-loop score``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["score"]
 
 _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_unscored", "default_score"}
-"""Options of a component that change a score."""
+"""The options of a component that affect a score."""
 
 _SHOWN_CAUSES = 5
 _STDOUT = Path("-")
@@ -123,7 +123,7 @@ def score(
         "max_failed_share": max_failed_share,
         **cli_options.nested(cli_options.pairs(option, "--option"), "--option"),
     }
-    # Here, so that the other commands start without them.
+    # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.offline.scorer import load_scorer
 
@@ -195,7 +195,10 @@ def _identity(
     manager: str,
     reward_kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What changes a score is part of the run's identity; what only changes its pace may differ when it goes on."""
+    """Return the identity of the run: all options that affect scores.
+
+    Options that affect only the speed are left out, so that they may change when a run is resumed.
+    """
     from reward_loop.scoring import load_function
     from reward_loop.scoring.load import source_hash
 

@@ -1,4 +1,4 @@
-"""The output of a finished run, of which the failed rows can be scored again."""
+"""The output file of a finished run, whose failed rows can be scored again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["FinishedOutput"]
 
 
 class FinishedOutput:
-    """A complete output file, and a small file beside it that identifies the run.
+    """A complete output file ``<output>``, and the identity file ``<output>.run``.
 
-    The small file exists only while the output has failed rows: it is the header of the run's journal, by which
-    `take_over` refuses to mix the results of two different runs.
+    The identity file exists only while the output has failed rows. It contains the header of the run's journal. `check`
+    compares this header with that of the current run, so that the results of two different runs are never mixed.
     """
 
     def __init__(self, output: Path) -> None:
@@ -31,21 +31,21 @@ class FinishedOutput:
 
     @property
     def is_identified(self) -> bool:
-        """Whether the file that identifies the run exists."""
+        """Whether the identity file exists."""
         return self._identity.exists()
 
     def identify(self, header: Mapping[str, Any]) -> None:
-        """Write the file that identifies the run: the output has failed rows."""
+        """Write the identity file; called when the output has failed rows."""
         self._identity.write_bytes(to_json(header) + b"\n")
 
     def forget(self) -> None:
-        """Remove the file that identifies the run."""
+        """Remove the identity file if it exists."""
         self._identity.unlink(missing_ok=True)
 
     def advice(self) -> str:
-        """Say how to go on where the output exists, for an error message."""
+        """Return the end of the error message for an output that already exists: what the user can do."""
         failed = rows = 0
-        with contextlib.suppress(ConfigError):  # any other file
+        with contextlib.suppress(ConfigError):  # the file is not an output of `reward-loop score`
             for _, record in self._records():
                 rows += 1
                 failed += record["outcome"] == Outcome.FAILED
@@ -57,11 +57,15 @@ class FinishedOutput:
         return ": choose another output, or replace it: --restart"
 
     def check(self, source: Path, header: Mapping[str, Any]) -> None:
-        """Check that the output is that of this run.
+        """Check that the output belongs to this run.
+
+        Args:
+            source: the input file.
+            header: the journal header of this run.
 
         Raises:
-            ConfigError: it is not an output, has another number of rows than the input, or has rows with a result from
-                another run.
+            ConfigError: the file is not an output of `reward-loop score`, its number of rows differs from that of the
+                input, or it contains results of a different run.
         """
         has_results, rows = False, 0
         for _, record in self._records():
@@ -80,7 +84,7 @@ class FinishedOutput:
             )
 
     def take_over(self, journal: Journal) -> None:
-        """Append the rows that did not fail to a journal, except those that the journal already has."""
+        """Copy the records of rows that did not fail to a journal, without rows that the journal already contains."""
         for row, record in self._records():
             if record["outcome"] != Outcome.FAILED and row not in journal:
                 journal.append(row, record)

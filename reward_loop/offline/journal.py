@@ -1,4 +1,4 @@
-"""The journal beside the output: what an interrupted run has done already."""
+"""The journal file of an offline run: the results of all completed rows, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ __all__ = ["Journal", "differences"]
 
 
 class Journal:
-    """A JSONL file: a header that says which run it belongs to, and a record for every completed row.
+    """A JSONL file with a header line that identifies the run, and one record for each completed row.
 
-    Each record is written whole, in one piece, as soon as its row is done. A torn last line, left by a kill or a full
-    disk, is cut off when the journal is opened again.
+    Invariants:
+
+    - A record is written as one line, as soon as its row is complete.
+    - An incomplete last line, left by a killed process or a full disk, is removed when the journal is opened again.
+    - If a row has several records, the last one is valid.
+    - Only one process writes the file; it holds an exclusive lock.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, restart: bool = False) -> None:
         """Open or create the journal.
 
         Args:
-            path: where it lies.
-            header: the run's input, function and options.
-            restart: discard what is in it.
+            path: the journal file.
+            header: the run's input file, function and options.
+            restart: discard the content of an existing file.
 
         Raises:
-            ConfigError: it holds results of another run, or another process is writing it.
+            ConfigError: the file contains results of a different run, or another process has it open.
         """
         self.path = path
         self._offsets: dict[int, int] = {}
         self._file = path.open("a+b", buffering=0)
         try:
             self._lock()
-            if restart:  # no sooner: it may be that of a run that goes on
+            if restart:  # only with the lock: another process may be writing the file
                 self._file.truncate(0)
             self._recover(header)
         except BaseException:
@@ -62,7 +66,7 @@ class Journal:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         self._file.seek(self._offsets[row])
-        # The file is unbuffered for its writers' sake, and readline without a buffer reads byte by byte.
+        # The file is unbuffered, and readline on an unbuffered file reads byte by byte.
         data = self._file.read(4096)
         while b"\n" not in data:
             data += self._file.read(max(4096, len(data)))
@@ -73,7 +77,7 @@ class Journal:
         """Write the record of a completed row."""
         try:
             line = to_json({"row": row, **record})
-        except Exception as error:  # a value whose str() raises, or one that holds itself
+        except Exception as error:  # a value whose str() raises, or a value that contains itself
             info = {key: value for key, value in record["reward_extra_info"].items() if key in RESERVED_KEYS}
             info["record_error"] = f"{type(error).__name__}: {error}"
             line = to_json({"row": row, **record, "reward_extra_info": info})
@@ -82,11 +86,11 @@ class Journal:
         self._offsets[row] = offset
 
     def forget_failed(self) -> None:
-        """Mark the failed rows as not done; a later record of a row replaces the earlier one."""
+        """Mark the failed rows as not completed. Their next record replaces the old one."""
         self._offsets = {row: at for row, at in self._offsets.items() if self[row]["outcome"] != Outcome.FAILED}
 
     def delete(self) -> None:
-        """Remove the file: the output is complete."""
+        """Remove the file; called when the output is complete."""
         self.path.unlink(missing_ok=True)
 
     def _write(self, line: bytes) -> None:
@@ -95,7 +99,7 @@ class Journal:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            error.filename = str(self.path)  # "No space left on device" alone does not say on which
+            error.filename = str(self.path)  # "No space left on device" does not include the path
             raise
 
     def _lock(self) -> None:
@@ -121,7 +125,7 @@ class Journal:
                 else:
                     self._offsets[record["row"]] = good
                 good += len(line)
-        if changed:  # all rows of the other run failed: the file contains no result
+        if changed:  # all rows of the different run failed: there are no results to keep
             self._offsets.clear()
             good = 0
         self._file.truncate(good)
@@ -130,14 +134,14 @@ class Journal:
 
 
 def differences(header: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Name what differs between the headers of two runs; an empty string if nothing does."""
-    header = json.loads(to_json(header))  # tuples become lists, for example, as in the header that was read
+    """Return the names of the fields that differ between two headers; an empty string if the headers are equal."""
+    header = json.loads(to_json(header))  # converts tuples to lists, for example, as in the header read from the file
     changed = [key for key in header.keys() | found.keys() if header.get(key) != found.get(key)]
     return " and another ".join(sorted(changed))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a whole line, None for a torn one."""
+    """Return the record in a line, ``None`` if the line is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The output: every input row, in order, with what became of it."""
+"""Writes the output: every input row, in order, with its result."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from reward_loop.offline.rows import Row, is_parquet, read_rows
 __all__ = ["RESULT_COLUMNS", "write_output", "write_rows"]
 
 RESULT_COLUMNS = ("row", "score", "outcome", "error", "reward_extra_info")
-"""The columns that are added. A column of the input that has such a name is kept as ``input_<name>``."""
+"""The columns that the output adds. An input column of the same name is renamed to ``input_<name>``."""
 
 ResultOf = Callable[[Row], Mapping[str, Any]]
 
 
 def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
-    """Write the rows of ``source`` with their results to ``output``: all of it, or nothing."""
+    """Write the rows of ``source`` with their results to ``output``. The file is replaced when all rows are written."""
     temporary = output.with_name(output.name + ".tmp")
     try:
         if is_parquet(output):
@@ -63,7 +63,7 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
     writer = None
     try:
         for columns, count in _tables(source, pa):
-            # Extra info differs in keys and types from row to row, which no parquet struct can hold: it is JSON text.
+            # Written as JSON text: keys and types of extra info differ between rows, which parquet does not allow.
             results = [_results(row, result_of) for row, _ in zip(rows, range(count), strict=False)]
             for result in results:
                 result["reward_extra_info"] = to_json(result["reward_extra_info"]).decode()
@@ -80,7 +80,7 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
 
 
 def _tables(source: Path, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Give the columns of the input as arrow arrays, with their length: in batches, or a JSONL file in one."""
+    """Yield the input columns as arrow arrays, with the number of rows: parquet in batches, JSONL all at once."""
     if is_parquet(source):
         for batch in read_batches(source):
             yield dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows
@@ -92,7 +92,8 @@ def _tables(source: Path, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _array(pa: Any, values: list[Any]) -> Any:
-    # JSON lets one field hold a number here and a list there, and an object without fields; a parquet column does not.
+    # In JSON, the type of a field may differ between rows, and an object may be empty. Parquet allows neither: such a
+    # column is written as JSON text.
     with contextlib.suppress(pa.ArrowException, OverflowError):
         array = pa.array(_encodable(values))
         if not _has_empty_struct(pa, array.type):
@@ -107,7 +108,7 @@ def _has_empty_struct(pa: Any, kind: Any) -> bool:
 
 
 def _encodable(value: Any) -> Any:
-    """Write lone surrogates, which JSON may hold and UTF-8 does not, as their escapes."""
+    """Replace lone surrogates by their escapes: JSON allows them, UTF-8 does not."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):

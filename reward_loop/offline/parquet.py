@@ -1,4 +1,4 @@
-"""pyarrow, which is optional."""
+"""Reads parquet files with pyarrow, an optional dependency."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["import_parquet", "parquet_rows", "read_batches"]
 
 
 def import_parquet() -> tuple[ModuleType, ModuleType]:
-    """Return ``pyarrow`` and ``pyarrow.parquet``.
+    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
 
     Raises:
-        ConfigError: they are not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -27,7 +27,7 @@ def import_parquet() -> tuple[ModuleType, ModuleType]:
 
 
 def parquet_rows(path: Path) -> int:
-    """Return how many rows a file has.
+    """Return the number of rows of a file.
 
     Raises:
         ConfigError: pyarrow is not installed, or cannot read the file.
@@ -40,7 +40,7 @@ def parquet_rows(path: Path) -> int:
 
 
 def read_batches(path: Path) -> Iterator[Any]:
-    """Read one record batch of at most 1024 rows after the other.
+    """Yield the file's record batches, each of at most 1024 rows.
 
     Raises:
         ConfigError: pyarrow is not installed, or cannot read the file.

@@ -1,4 +1,4 @@
-"""Rows of a file of rollouts, and the sample in each."""
+"""Reads the rows of a rollout file, and makes a sample from each row."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class Row:
     """One row of the input."""
 
     index: int
-    """Its place among the rows, from 0; blank lines are no rows."""
+    """Index of the row, from 0; blank lines are not counted."""
     name: str
-    """For messages: ``line 7`` of a JSONL file, ``row 6`` of a parquet file."""
+    """Name in messages: ``line 7`` in a JSONL file, ``row 6`` in a parquet file."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """Why it cannot be read, if so."""
+    """Why the row cannot be read; ``None`` if it can."""
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the suffix says parquet; everything else is JSONL."""
+    """Whether the file has a parquet suffix; all other files are read as JSONL."""
     return path.suffix.lower() in (".parquet", ".pq")
 
 
 def check_format(path: Path) -> None:
-    """Refuse a suffix that promises another format.
+    """Check that the suffix is not that of an unsupported format, such as CSV.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the format is not supported.
     """
     if path.suffix.lower() in _OTHER_FORMATS:
         raise ConfigError(f"{path}: rollouts are JSONL, or parquet by the suffix .parquet, and not {path.suffix}")
 
 
 def check_input(path: Path) -> None:
-    """Refuse what is no file of rollouts.
+    """Check that the path is a regular file of a supported format.
 
     Raises:
-        ConfigError: there is nothing at that path, or a folder, a pipe or a device; or its suffix is of another format.
+        ConfigError: the path does not exist, is a folder, a pipe or a device, or has an unsupported suffix.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file of rollouts, but a {'folder' if path.is_dir() else 'pipe or device'}")
@@ -64,10 +64,10 @@ def check_input(path: Path) -> None:
 
 
 def count_rows(path: Path) -> int:
-    """Count the rows that `read_rows` will give.
+    """Return the number of rows that `read_rows` yields.
 
     Raises:
-        ConfigError: it is a parquet file that cannot be read.
+        ConfigError: the parquet file cannot be read.
     """
     if is_parquet(path):
         return parquet_rows(path)
@@ -76,10 +76,10 @@ def count_rows(path: Path) -> int:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read one row after the other; a malformed line is a row with an error.
+    """Yield the rows of a file. A malformed line becomes a row with an error.
 
     Raises:
-        ConfigError: it is a parquet file that cannot be read.
+        ConfigError: the parquet file cannot be read.
     """
     if is_parquet(path):
         index = 0
@@ -107,7 +107,7 @@ def _parse(index: int, name: str, line: bytes) -> Row:
 
 
 class Fields:
-    """Which field of a row becomes which part of a sample."""
+    """The field mapping: which field of a row becomes which part of a sample."""
 
     def __init__(
         self,
@@ -116,18 +116,18 @@ class Fields:
         data_source: str | None = None,
         requires: frozenset[str] = frozenset(),
     ) -> None:
-        """Check the names.
+        """Check the mapping.
 
         Args:
-            paths: part of the sample to field of the row, which may be a dotted path; parts are ``solution_str``,
-                ``ground_truth``, ``data_source``, ``extra_info`` and ``extra_info.KEY``. A part that is not named
-                here is looked for under its own name.
-            data_source: a data source for all rows.
-            requires: parts without which a row fails. ``solution_str`` and those in ``paths`` are always required.
-                A path for ``extra_info.KEY`` supplies ``extra_info``: then a row needs no field of that name.
+            paths: maps a part of the sample to a field of the row, which may be a dotted path. Parts are
+                ``solution_str``, ``ground_truth``, ``data_source``, ``extra_info`` and ``extra_info.KEY``. The default
+                field of a part is the field of the same name.
+            data_source: one data source for all rows.
+            requires: required parts; a row without one of them fails. ``solution_str`` and the parts in ``paths`` are
+                always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field ``extra_info``.
 
         Raises:
-            ConfigError: there is no such part, or ``data_source`` and a path for it contradict each other.
+            ConfigError: a part does not exist, or both ``data_source`` and a path for it are given.
         """
         self.paths = dict(paths or {})
         self.data_source = data_source
@@ -144,7 +144,7 @@ class Fields:
             self._requires.discard("extra_info")
 
     def to_sample(self, row: Row) -> RewardSample:
-        """Return the row's sample; where a required field is missing, one that fails."""
+        """Return the sample of a row; if the row is malformed or lacks a required field, a sample with an error."""
         if row.error is not None:
             return RewardSample("", uid=row.name, error=row.error)
         try:
@@ -194,14 +194,14 @@ class Fields:
 
 
 class _FieldError(Exception):
-    """A row lacks what a sample needs."""
+    """A row lacks a required field, or the field has the wrong type."""
 
 
 def check_fields(path: Path, fields: Fields) -> None:
-    """Refuse a mapping of fields that fits none of the rows. It reads rows up to the first one that fits.
+    """Check that the field mapping fits at least one row. Reading stops at the first row that fits.
 
     Raises:
-        ConfigError: no row of the file gives a sample; the message has the reason for the first row.
+        ConfigError: the mapping fits no row of the file; the message contains the error of the first row.
     """
     first, count = "", 0
     for row in read_rows(path):
@@ -215,7 +215,7 @@ def check_fields(path: Path, fields: Fields) -> None:
 
 
 def _look_up(columns: Any, path: str) -> Any:
-    """Follow a dotted path through objects and lists; a field whose own name has dots goes first."""
+    """Return the value at a dotted path through objects and lists. A field named like the whole path has priority."""
     if isinstance(columns, Mapping) and path in columns:
         return columns[path]
     value = columns

@@ -1,4 +1,12 @@
-"""Score a file: bounded in memory, resumable, in order."""
+"""Scores a file of rollouts.
+
+Invariants:
+
+- The input is read as needed: while rows are scored, only the rows in flight are in memory, and for parquet also the
+  current record batch.
+- The result of a completed row is in the journal before its worker takes the next row, so a run can be resumed.
+- The output has every row of the input, in the order of the input.
+"""
 
 from __future__ import annotations
 
@@ -28,38 +36,38 @@ _KEPT = 5
 
 @dataclass(slots=True)
 class Summary:
-    """What a run gave."""
+    """Summary of a run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     total: float = 0.0
-    """Sum of all scores, those of the policy ``default`` included."""
+    """Sum of all scores, including the default scores under the policy ``default``."""
     scores: int = 0
     resumed: int = 0
-    """Rows whose results are those of an earlier run."""
+    """Number of rows whose results come from an earlier run."""
     seconds: float = 0.0
-    """Wall-clock time of this run."""
+    """Wall-clock time of this run, in seconds."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
-    """Seconds and name of the slowest rows, slowest first."""
+    """Seconds and name of each of the slowest rows, the slowest first."""
     causes: Causes = field(default_factory=Causes)
-    """The errors, counted by cause, with the first example of each."""
+    """Errors counted by cause, with the first example of each cause."""
 
     @property
     def rows(self) -> int:
-        """All rows of the input."""
+        """Number of rows of the input."""
         return self.outcomes.total()
 
     @property
     def mean(self) -> float | None:
-        """Mean over the rows that have a score."""
+        """Mean score of the rows that have a score; ``None`` if no row has one."""
         return self.total / self.scores if self.scores else None
 
     @property
     def rows_per_second(self) -> float:
-        """Throughput of this run."""
+        """Throughput of this run, without the rows of an earlier run."""
         return (self.rows - self.resumed) / self.seconds if self.seconds else 0.0
 
     def add(self, row: Row, record: Mapping[str, Any]) -> None:
-        """Count one row."""
+        """Add the record of one row."""
         self.outcomes[record["outcome"]] += 1
         if record["score"] is not None:
             self.total += record["score"]
@@ -72,7 +80,7 @@ class Summary:
 
 
 def partial_of(source: Path, output: Path | IO[bytes]) -> Path:
-    """Return the path of the journal, which keeps completed rows until the output is complete."""
+    """Return the path of the journal, which contains the completed rows until the output is complete."""
     if isinstance(output, Path):
         return output.with_name(output.name + ".partial")
     return source.with_name(source.stem + ".stdout.partial")
@@ -92,26 +100,29 @@ def score_file(
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
-    Completed rows are kept in a journal, ``<output>.partial``, until the output is complete. Where that file exists,
-    the run scores the rows that are missing from it. While the output has failed rows, ``<output>.run`` identifies
-    the run that wrote it, for ``retry_failed``.
+    The journal ``<output>.partial`` contains the completed rows until the output is complete. If the journal exists,
+    only the rows that it does not contain are scored. If rows of the output failed, the file ``<output>.run``
+    identifies the run, so that ``retry_failed`` can check that it is the same run.
 
     Args:
-        source: JSONL or, by its suffix, parquet.
-        output: JSONL or, by its suffix, parquet; or a binary stream, which receives JSONL at the end. The journal of a
-            stream is ``<source without suffix>.stdout.partial``.
-        manager: a reward manager; its ``run_single`` is given a `RewardSample` for each row.
-        fields: where the parts of a sample are found.
-        identity: what makes two runs the same, beside the input file: the function and its options.
-        concurrency: how many rows are scored at a time.
+        source: the input file: JSONL, or parquet if it has a parquet suffix.
+        output: the output file: JSONL, or parquet if it has a parquet suffix. Or a binary stream, to which JSONL is
+            written when all rows are scored. The journal of a stream is ``<source without suffix>.stdout.partial``.
+        manager: a reward manager; its ``run_single`` receives a `RewardSample` for each row.
+        fields: the field mapping.
+        identity: what identifies the run in addition to the input file: the function and its options.
+        concurrency: maximum number of rows in flight.
         restart: discard an interrupted run, and overwrite an existing output.
         retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
-        on_row: called with the number of completed rows, at first and whenever it grows.
+        on_row: called with the number of completed rows, at the start and after each row.
+
+    Returns:
+        The summary of the run.
 
     Raises:
-        ConfigError: a file is missing or of the wrong kind, would be overwritten, or belongs to another run; or no row
-            fits ``fields``.
-        RewardLoopError: the run was stopped, by a policy or by the bound on failures. Completed rows are kept.
+        ConfigError: a file does not exist, has an unsupported format, would be overwritten, or belongs to a different
+            run; or ``fields`` fits no row.
+        RewardLoopError: a policy or the bound on failures stopped the run. The journal keeps the completed rows.
     """
     check_input(source)
     partial = partial_of(source, output)
@@ -170,7 +181,7 @@ def score_file(
 def _check_output(source: Path, output: Path) -> None:
     check_format(output)
     if is_parquet(output):
-        import_parquet()  # so that a missing pyarrow is reported before the first row is scored
+        import_parquet()  # reports a missing pyarrow before the first row is scored
     if output.exists() and not output.is_file():
         raise ConfigError(
             f"the output must be a file of its own, and {output} is a folder or a device: -o - writes to stdout"
@@ -195,7 +206,7 @@ async def _score_rows(
     on_row: Callable[[int], None],
 ) -> None:
     async def worker() -> None:
-        # All workers draw from one iterator, so that no more rows are in memory than are in work.
+        # The workers share one iterator, so that only the rows in flight are in memory.
         for row in rows:
             journal.append(row.index, _record(await _run_single(manager, row, fields)))
             on_row(len(journal))
@@ -219,7 +230,7 @@ async def _run_single(manager: Any, row: Row, fields: Fields) -> Reward:
     except RewardLoopError:
         raise
     except Exception as error:
-        # The manager's own fault, not the reward function's: it would be the same for every row.
+        # An error of the manager, not of the reward function: it would occur for every row.
         raise RewardLoopError(
             f"{row.name}: {type(manager).__name__}.run_single raised {type(error).__name__}: {error}"
         ) from error
@@ -227,7 +238,7 @@ async def _run_single(manager: Any, row: Row, fields: Fields) -> Reward:
 
 
 def _record(reward: Reward) -> dict[str, Any]:
-    """Return what the journal keeps; a manager that states no outcome has scored."""
+    """Return the journal record of a reward. If the manager reports no outcome, the outcome is *scored*."""
     extra_info = dict(reward.get("reward_extra_info") or {})
     masked = extra_info.get("reward_masked", False)
     return {

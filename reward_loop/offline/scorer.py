@@ -1,4 +1,4 @@
-"""What scores the rows: the function and the manager that a command was given."""
+"""Loads the reward function and the manager that a command names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Scorer", "load_scorer"]
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A manager, and the user's function within it."""
+    """A reward manager, and the user's function that it calls."""
 
     loaded: Any
-    """The function as it was found; ``None`` where each component of a composite has its own."""
+    """The loaded function; ``None`` if each component of a composite has its own function."""
     manager: Any
     requires: frozenset[str]
-    """The fields of a sample that it cannot do without."""
+    """The fields of a sample that the function requires."""
     has_post_process: bool
-    """Whether the function has a ``post_process_scores``."""
+    """Whether the function has a method ``post_process_scores``."""
 
 
 def load_scorer(
@@ -35,19 +35,20 @@ def load_scorer(
     reward_kwargs: Mapping[str, Any] | None = None,
     router_address: str | None = None,
 ) -> Scorer:
-    """Load a function, and make the manager that calls it.
+    """Load a function, and create the manager that calls it.
 
     Args:
-        spec: the function, as ``file.py:name`` or ``package.module:name``. ``None`` where each component of a composite
+        spec: the function, as ``file.py:name`` or ``package.module:name``. ``None`` if each component of a composite
             has its own.
-        manager: its name, or an import path.
-        options: those of the run.
+        manager: name or import path of the manager.
+        options: the options of the run.
         reward_kwargs: configured arguments of the function.
-        router_address: what functions get as ``reward_router_address``.
+        router_address: ``host:port`` that functions receive as ``reward_router_address``.
 
     Raises:
-        ConfigError: there is no such manager, it has options that are wrong, or a function has no effect or is missing.
-        FunctionLoadError: a function cannot be found, or not be called with what the reward loop provides.
+        ConfigError: the manager does not exist or its options are invalid; or the function is missing, or would have
+            no effect because each component has its own.
+        FunctionLoadError: a function cannot be found, or cannot be called with the arguments of the reward loop.
     """
     cls: Any = managers.get(manager)
     is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
@@ -58,7 +59,7 @@ def load_scorer(
     if spec is not None and components and all(component.path for component in components):
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
     if issubclass(cls, managers.RewardLoopManagerBase):
-        options = cls.read_options(options)  # for the function, too: a manager may set limits
+        options = cls.read_options(options)  # also used for the function: a manager may set limits
     loaded = load_function(spec) if spec is not None else None
     function = None
     if loaded is not None:

@@ -1,4 +1,4 @@
-"""The samples that this process is scoring: each is listed from its start to its end."""
+"""The active samples of this process: those whose scoring has started and not ended."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["ActiveBatch", "ActiveSample", "current", "in_work", "waiting_for"]
 
 
 MAX_COPIES = 256
-"""Samples times transcripts of a call for several samples, up to which each sample gets all transcripts of the call:
-records with that many copies of larger batches would fill the disk."""
+"""Maximum number of transcript copies (samples x transcripts) of one batch call. Up to this number, each sample of the
+batch gets all transcripts; above it, only the first sample gets them, since the copies would fill the disk."""
 
 
 class ActiveSample:
     """A sample that is being scored, and the requests that its reward function makes.
 
-    It is active within ``with``. There, and in the threads that are started there, it is the `current` one.
+    The sample is active within ``with``. There, and in threads that copy this context, `current` returns it.
 
     Args:
         sample: the sample.
         function: name and file of the function.
-        watchdog_s: seconds after which the watchdog logs it; ``None`` for never.
+        watchdog_s: seconds after which the watchdog logs the sample; ``None`` to never log it.
     """
 
-    # Defaults of the class, so that a sample without requests takes little memory.
+    # Class attributes as defaults, so that a sample without requests takes little memory.
     asking: Sequence[str] = ()
-    """What the sample waits for: requests to servers, limits, the pause before another attempt."""
+    """What the sample waits for: requests to servers, limits, or the pause before a retry."""
     transcripts: Sequence[Mapping[str, Any]] = ()
-    """The questions to judges, with their replies."""
+    """The prompts sent to judges, with the replies."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     batch: ActiveBatch | None = None
-    """The call that this sample shares with others."""
+    """The batch call that contains this sample; ``None`` before it starts, and for functions of single samples."""
     batch_s: float = 0.0
-    """Seconds from the sample's start to the start of that call: the wait for the other samples."""
+    """Seconds from the start of the sample to the start of its batch call: the wait for the other samples."""
 
     def __init__(self, sample: RewardSample, function: str, watchdog_s: float | None = None) -> None:
         self.sample = sample
@@ -58,26 +58,26 @@ class ActiveSample:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del _in_work[self]
-        with contextlib.suppress(ValueError):  # the garbage collector ends coroutines outside of their contexts
+        with contextlib.suppress(ValueError):  # the garbage collector closes coroutines outside of their context
             _current.reset(self._token)
 
     @property
     def seconds(self) -> float:
-        """How long the sample has been active."""
+        """Time for which the sample has been active, in seconds."""
         return time.perf_counter() - self.started
 
     def ask(self, request: str) -> None:
-        """Add a request that is sent."""
+        """Add an open request."""
         self.asking = [*self.asking, request]
 
     def answered(self, request: str) -> None:
-        """Remove a request that has ended, with or without an answer."""
+        """Remove a request that has ended, with or without a response."""
         left = list(self.asking)
         left.remove(request)
         self.asking = left
 
     def describe(self) -> dict[str, Any]:
-        """Return the sample's names, its function, its time and its open requests, for people."""
+        """Return uid, data source, function, time in seconds and open requests, for ``reward-loop stuck``."""
         return {
             "uid": self.sample.uid,
             "data_source": self.sample.data_source,
@@ -88,10 +88,10 @@ class ActiveSample:
 
 
 class ActiveBatch(ActiveSample):
-    """One call of a function for several samples. Within ``with`` it is the `current` one, in place of its samples.
+    """One batch call: a call of a function of lists for several samples. Within ``with``, `current` returns the batch.
 
-    Requests in a function of lists cannot be assigned to one of its samples. So at the end each sample gets an even
-    share of the tokens, and all transcripts of the call, or those of a large call only the first sample.
+    Requests of a function of lists cannot be assigned to a single sample. At the end of the call, each sample gets an
+    equal share of the tokens and all transcripts. Above `MAX_COPIES`, only the first sample gets the transcripts.
     """
 
     def __init__(self, members: Sequence[ActiveSample]) -> None:
@@ -119,20 +119,20 @@ class ActiveBatch(ActiveSample):
                 member.transcripts = [*member.transcripts, *self.transcripts]
             member.prompt_tokens += _share(self.prompt_tokens, i, count)
             member.completion_tokens += _share(self.completion_tokens, i, count)
-        self.members = ()  # its members refer to it: no cycles for the garbage collector
+        self.members = ()  # breaks the reference cycle with the members
 
 
 def _share(total: int, index: int, count: int) -> int:
-    """Return the share of one of ``count`` members; the shares add up to ``total``."""
+    """Return the share of member ``index`` of ``count`` members; the shares add up to ``total``."""
     return total * (index + 1) // count - total * index // count
 
 
-_in_work: dict[ActiveSample, None] = {}  # in the order in which they started
+_in_work: dict[ActiveSample, None] = {}  # in the order of their start
 _current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
 
 
 def current() -> ActiveSample | None:
-    """Return the sample that this code is scoring, or the batch of them; ``None`` outside of a reward function."""
+    """Return the active sample or batch of the calling code; ``None`` outside of a reward function."""
     return _current.get()
 
 
@@ -141,9 +141,9 @@ def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
     """Record, within ``with``, that a sample waits for something other than a request; `describe` shows it.
 
     Args:
-        sample: the sample, ``None`` outside of any. It is not always the `current` one: a limit for a function in a
-            process is granted by another task.
-        what: what it waits for, such as ``limit 'judge'``.
+        sample: the sample; ``None`` does nothing. It may differ from `current`: the permit for a function in a worker
+            process is requested by another task.
+        what: what the sample waits for, such as ``limit 'judge'``.
     """
     if sample is not None:
         sample.ask(what)

@@ -1,4 +1,4 @@
-"""``reward-loop stuck``."""
+"""The command ``reward-loop stuck``."""
 
 from __future__ import annotations
 

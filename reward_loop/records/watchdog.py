@@ -1,4 +1,8 @@
-"""The watchdog: one thread of a process that logs slow samples, and answers ``reward-loop stuck`` and ``limits``."""
+"""The watchdog thread: logs slow samples, and answers ``reward-loop stuck`` and ``reward-loop limits``.
+
+A process has at most one watchdog. It listens on an abstract Unix socket named after the user and the process id. It
+answers only processes of the same user or of root. As a thread, it also answers while an event loop is blocked.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 _LISTED = 20
 _LOGGED = 3
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a peer
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the client process
 _TALK_S = 5.0
-"""Seconds that a client may take to ask, or to take its answer."""
+"""Timeout in seconds for reading a client's question, and for sending the answer."""
 
 
 def watch() -> None:
-    """Start the watchdog of this process, unless it runs already. Managers call this with each sample.
+    """Start the watchdog of this process if it does not run yet. Managers call this for each sample.
 
-    It logs how many samples have been running for longer than their ``watchdog_s``, and names the oldest; it repeats
-    that every ``watchdog_s`` seconds. Samples whose managers have different values are logged apart. It answers `ask`
-    in any case. It is a thread, so that it also works while an event loop is blocked.
+    The watchdog logs how many samples have been running for longer than their ``watchdog_s`` seconds, and the oldest of
+    them. It repeats the message every ``watchdog_s`` seconds. Samples with different values of ``watchdog_s`` get
+    separate messages. The watchdog answers `ask` even if ``watchdog_s`` is ``None``.
     """
     global _watchdog
     if _watchdog is None:
@@ -45,11 +49,11 @@ def watch() -> None:
 
 
 def report() -> dict[str, Any]:
-    """What this process is at: the oldest calls, and where its threads are."""
+    """Return the state of this process: the oldest active samples, and the stacks of its threads."""
     calls = in_work()
     return {
         "pid": os.getpid(),
-        # Not sys.argv: Ray gives its workers titles that say what they do.
+        # Not sys.argv: Ray sets process titles that describe its workers.
         "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
         "in_work": len(calls),
         "oldest": [call.describe() for call in calls[:_LISTED]],
@@ -58,22 +62,29 @@ def report() -> dict[str, Any]:
 
 
 def processes() -> list[int]:
-    """Those processes of this user, on this machine, that answer `ask`."""
+    """Return the process ids of this user's processes on this machine that have a watchdog."""
     prefix = f"@{_name('')}"
     found = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     return sorted(int(name.removeprefix(prefix)) for name in found if name.startswith(prefix))
 
 
 answers: dict[str, Callable[..., Any]] = {"report": report}
-"""What processes can be asked: a function for each question. It is called in the watchdog's thread."""
+"""The function that answers each question. It is called in the watchdog's thread."""
 
 
 def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: Any) -> Any:
-    """Ask another process: for its `report`, or another of its `answers`.
+    """Send a question to the watchdog of another process, and return its answer.
+
+    Args:
+        pid: id of the process.
+        timeout: seconds to wait for each step of the exchange.
+        question: one of the keys of `answers`, such as ``report``.
+        arguments: arguments of the question; they must be JSON values.
 
     Raises:
-        OSError: there is no such process, or it does not answer, as code that keeps the interpreter to itself.
-        ConfigError: it refuses what is asked.
+        OSError: the process does not exist, has no watchdog, or does not answer. A process does not answer while
+            native code holds Python's global lock, for example.
+        ConfigError: the process rejects the question.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)
@@ -90,7 +101,7 @@ def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: An
 
 
 def why(error: Exception) -> str:
-    """Say why a process did not answer `ask`."""
+    """Return the reason why `ask` failed, for a message."""
     if isinstance(error, TimeoutError):
         return "it does not answer: some code may be keeping Python's global lock"
     if isinstance(error, ConnectionRefusedError):
@@ -99,7 +110,7 @@ def why(error: Exception) -> str:
 
 
 def _name(pid: int | str) -> str:
-    # In Linux' abstract namespace: there is no file that a killed process could leave behind.
+    # A name in Linux's abstract socket namespace: a killed process leaves no file behind.
     return f"reward-loop/{os.getuid()}/{pid}"
 
 
@@ -107,7 +118,7 @@ class _Watchdog:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._logged: dict[float, float] = {}
-        # The socket is made here, so that the process answers from now on.
+        # The socket is created here, before the thread starts, so that the process accepts questions at once.
         threading.Thread(target=self._run, args=(self._listen(),), name="reward-watchdog", daemon=True).start()
 
     def _run(self, listener: socket.socket | None) -> None:
@@ -120,7 +131,7 @@ class _Watchdog:
                 self._look()
             except Exception:
                 logger.exception("the watchdog failed")
-                time.sleep(1)  # It may fail again at once: without a file descriptor, nobody who asks can be let in.
+                time.sleep(1)  # Avoids a busy loop if the error repeats, such as "too many open files" in accept.
 
     def _listen(self) -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX)
@@ -149,7 +160,7 @@ class _Watchdog:
             try:
                 question, *arguments = json.loads(questions.readline())
             except (OSError, ValueError):
-                return  # whoever it was did not ask
+                return  # the client sent no valid question
             answer, refusal = None, None
             if question in answers:
                 try:
@@ -158,7 +169,7 @@ class _Watchdog:
                     refusal = str(error)
             else:
                 refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
-            with contextlib.suppress(OSError):  # who asked does not wait any more
+            with contextlib.suppress(OSError):  # the client has closed the connection
                 connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
 
     def _look(self) -> None:
@@ -188,7 +199,7 @@ def _line(call: dict[str, Any]) -> str:
 
 
 def _stacks() -> Iterator[tuple[str, list[str]]]:
-    """The innermost lines of the threads that run user code: the main one, and those of sync reward functions."""
+    """Yield the innermost stack lines of threads that run user code: the main thread and those of sync functions."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
@@ -203,7 +214,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """In a fork of this process, which has the variable and not the thread."""
+    """Reset the watchdog in a forked child, which inherits the variable but not the thread."""
     global _watchdog, _lock
     _watchdog, _lock = None, threading.Lock()
 

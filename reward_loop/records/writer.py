@@ -1,4 +1,4 @@
-"""A record of every sample, as JSONL."""
+"""Writes one record per sample to a JSONL file, in a background thread."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Records", "record", "records"]
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 10.0
-"""Seconds that the exit of the process waits for records that are not written yet."""
+"""Maximum time in seconds that the process waits at exit until all records are written."""
 
 GATHERING_S = 0.05
-"""Seconds in which records are gathered before they are written: a thread that is woken for each of them takes the
-interpreter's lock from the event loop each time."""
+"""Seconds for which records are collected before they are written. Waking the thread for each record would take
+Python's global lock from the event loop each time."""
 
 
 class Records:
     """The file of the records of one process, ``DIRECTORY/HOST-PID.jsonl``.
 
-    A thread, started with the first record, encodes and writes them. If the disk is full or the directory cannot be
-    written to, that is logged once and the records are dropped; scoring continues.
+    A thread encodes and writes the records; it starts with the first record. If the disk is full or the directory not
+    writable, the records are dropped and scoring continues; a warning is logged once until writing succeeds again.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -46,7 +46,7 @@ class Records:
         self._started = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Queue a record for writing; it must not be changed afterwards."""
+        """Queue a record for writing. The caller must not change it afterwards."""
         self._waiting.append(record)
         if not self._started:
             self._start()
@@ -54,7 +54,7 @@ class Records:
             self._news.set()
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
-        """Wait until all records so far are in the file; return whether they were within ``timeout`` seconds."""
+        """Wait until all queued records are written; return ``False`` if that takes longer than ``timeout`` seconds."""
         if not self._started:
             return True
         written = threading.Event()
@@ -96,7 +96,7 @@ class Records:
                         left = left[file.write(left) :]
                 except OSError:
                     with contextlib.suppress(OSError):
-                        file.truncate(start)  # no torn line, which would spoil the file for its readers
+                        file.truncate(start)  # removes an incomplete line, which readers could not parse
                     raise
         except OSError as error:
             if not self._failed:
@@ -111,7 +111,7 @@ _lock = threading.Lock()
 
 
 def records(directory: str | Path) -> Records:
-    """Return the writer of this process for a directory."""
+    """Return this process's writer for a directory."""
     key = (os.path.abspath(directory), os.getpid())
     with _lock:
         if key not in _writers:
@@ -120,10 +120,13 @@ def records(directory: str | Path) -> Records:
 
 
 def record(active: ActiveSample, result: RewardResult) -> dict[str, Any]:
-    """Return the record of a sample. All times are in seconds; ``time`` is that of its end, since 1970.
+    """Return the record of a sample. All times are in seconds.
 
-    ``batch_s`` is the wait for the other samples of its call, ``queue_s`` that for a thread or process, ``wait_s`` that
-    for limits and between attempts, ``work_s`` the time of the function itself. Each is measured.
+    - ``time``: when the sample ended, as Unix time.
+    - ``batch_s``: wait for the other samples of the batch call.
+    - ``queue_s``: wait for a free thread or process.
+    - ``wait_s``: wait for limits and between attempts.
+    - ``work_s``: run time of the function itself.
     """
     return {
         "time": time.time(),
@@ -149,6 +152,6 @@ def record(active: ActiveSample, result: RewardResult) -> dict[str, Any]:
 def _line(record: Mapping[str, Any]) -> bytes:
     try:
         return encode(record) + b"\n"
-    except Exception as error:  # a value whose str() raises, or one that holds itself
+    except Exception as error:  # a value whose str() raises, or a value that contains itself
         kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
         return encode({**kept, "record_error": f"{type(error).__name__}: {error}"}) + b"\n"
