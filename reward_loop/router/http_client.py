@@ -14,8 +14,8 @@ closed       None      None       never used again
 Invariants:
 
 - An `Arrival` is called at most once, and never after its request has been closed.
-- An answer with a ``Content-Length`` of at most `_WHOLE_UP_TO` bytes is delivered complete; other answers are delivered
-  when their head is complete.
+- An answer without a body, or with a ``Content-Length`` of at most `_WHOLE_UP_TO` bytes, is delivered complete; other
+  answers are delivered when their head is complete.
 """
 
 from __future__ import annotations
