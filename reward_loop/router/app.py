@@ -174,7 +174,7 @@ class Router:
             self._proxy = Proxy(self._pool, self._config)
             self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
             await send({"type": "lifespan.startup.complete"})
-            with contextlib.suppress(asyncio.CancelledError):  # After a second Ctrl-C, uvicorn cancels the lifespan.
+            with contextlib.suppress(asyncio.CancelledError):  # After a second Ctrl-C, the event loop cancels this.
                 await receive()
             self._proxy.close()
             await self._control

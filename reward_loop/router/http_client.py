@@ -417,7 +417,7 @@ class Upstream:
     Each request in flight has its own connection. The most recently used idle connection is reused first; idle
     connections are closed after some seconds.
 
-    Create it in a running event loop, and call :meth:`close` at the end::
+    Create it in a running event loop, and call :meth:`close` at the end.
 
         upstream = Upstream("http://127.0.0.1:8000")
         answer = await upstream.request(b"GET", b"/health")

@@ -287,7 +287,7 @@ class _Cycle(RequestResponseCycle):
 
     @property
     def message_event(self) -> Any:  # type: ignore[override]
-        """Returns the cycle itself, which has uvicorn's method `set`.
+        """Returns the cycle itself: it implements `set`, the method that uvicorn calls on the event.
 
         A stored reference to itself would be a reference cycle, which only the garbage collector frees.
         """
