@@ -151,6 +151,7 @@ class Answer:
             self._connection.close()
 
     def add(self, part: bytes) -> None:
+        """Appends a received part of the body; pauses reading if the buffer is full."""
         self._parts.append(part)
         self.size += len(part)
         # An answer that is delivered complete has no reader yet, so it must not pause.
@@ -159,6 +160,7 @@ class Answer:
         self.wake()
 
     def wake(self, error: UpstreamError | None = None) -> None:
+        """Wakes `read`; with an error, `read` raises it after the buffered parts."""
         self._error = self._error or error
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
@@ -254,11 +256,13 @@ class Connection(asyncio.Protocol):
             arrival.set_exception(error)
 
     def pause(self) -> None:
+        """Stops reading from the server, if the connection is open."""
         if not self._paused and not self.closed:
             self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
+        """Continues to read from the server, if the connection is open."""
         if self._paused and not self.closed:
             self._paused = False
             self._transport.resume_reading()
@@ -444,7 +448,7 @@ class Upstream:
         self.reads = 0
         """How many times bytes were received from the server."""
         self._host = parts.hostname or ""
-        # Created once, because it is slow; asyncio would create one for each connection.
+        # Created once, because it takes about 0.1 s; asyncio would create one for each connection.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._connect_timeout_s = connect_timeout_s

@@ -66,7 +66,6 @@ class _Protocol(HttpToolsProtocol):
 
     def __init__(self, max_head_bytes: int, begin: Callable[[Client], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Values read for each request are instance attributes: in Python 3.11, class attributes are slower to look up.
         self._max_head_bytes = max_head_bytes
         self._begin = begin
         self._served: _Cycle | None = None

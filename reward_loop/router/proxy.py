@@ -244,7 +244,6 @@ class Proxy:
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
         """Starts to enforce the deadline of a request; after `WATCH_AFTER_S`, also detects a client disconnect."""
-        # All requests share one timer: a timer for each request is expensive compared with a short request.
         self.watched.add(exchange)
         if self._sweeping is None:
             self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep)
