@@ -1,17 +1,19 @@
-"""For tests of reward functions: a judge server that answers as it is told, and fails as real ones do.
+"""A fake judge server for tests of reward functions, with scripted and random faults.
 
-import pytest
-from reward_loop.testing import Drop, FakeJudge, Status
+Example with pytest:
 
-@pytest.fixture
-def judge():
-    with FakeJudge("Score: 7") as judge:
-        yield judge
+    import pytest
+    from reward_loop.testing import Drop, FakeJudge, Status
 
-async def test_a_busy_judge(judge):
-    judge.script(Status(429, retry_after=1), Drop())     # the first two requests; then the normal reply
-    ...
-    assert judge.requests[0].body["messages"][-1]["content"].startswith("Rate the answer")
+    @pytest.fixture
+    def judge():
+        with FakeJudge("Score: 7") as judge:
+            yield judge
+
+    async def test_a_busy_judge(judge):
+        judge.script(Status(429, retry_after=1), Drop())     # the first two requests; then the normal reply
+        ...
+        assert judge.requests[0].body["messages"][-1]["content"].startswith("Rate the answer")
 """
 
 from __future__ import annotations
@@ -50,40 +52,45 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Answer:
-    """A chat reply."""
+    """A chat reply with status 200."""
 
     text: str
+    """The text of the reply."""
     finish_reason: str = "stop"
-    """``length`` for a reply that is cut off."""
+    """``stop`` for a complete reply, ``length`` for one that was cut off."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """A classification."""
+    """An answer to ``/classify`` or ``/v1/rerank``, with status 200."""
 
     values: tuple[float, ...]
+    """The logits of the labels, or the scores of the documents."""
 
 
 @dataclass(frozen=True)
 class Body:
-    """Status 200, and this as JSON: for what was recorded from a real server."""
+    """A JSON answer with status 200, for example one recorded from a real server."""
 
     json: Any
+    """The body before encoding."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """An error: 429 and 503 for a busy server, 500 for a broken one, 401 for a wrong key."""
+    """An HTTP error, such as 429 or 503 (overloaded), 500 (internal error) or 401 (wrong API key)."""
 
     code: int
+    """The HTTP status."""
     retry_after: float | None = None
-    """Seconds in the header ``Retry-After``."""
+    """Seconds for the ``Retry-After`` header; ``None`` for no header."""
     message: str = "the fake judge was told to answer so"
+    """The error message in the body."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """No answer at all, for as long as the client waits."""
+    """The request hangs: there is no answer until the client disconnects or the fake judge stops."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,12 @@ class Drop:
 
 @dataclass(frozen=True)
 class BadJson:
-    """Status 200, and a body that ends in the middle."""
+    """Status 200, with truncated JSON."""
 
 
 @dataclass(frozen=True)
 class NoChoices:
-    """Status 200, and an empty list where the reply or the logits should be."""
+    """Status 200, with an empty list instead of the reply or the logits."""
 
 
 Behaviour = Answer | Logits | Body | Status | Stall | Drop | BadJson | NoChoices
@@ -106,27 +113,28 @@ Behaviour = Answer | Logits | Body | Status | Stall | Drop | BadJson | NoChoices
 
 @dataclass(eq=False)
 class Received:
-    """One request that the server was sent."""
+    """A request that the fake judge received."""
 
     path: str
+    """The URL's path."""
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """The headers; their names are in lower case."""
     body: Any
-    """The JSON in it, decoded; bytes if it is none."""
+    """The decoded JSON body; bytes if the body is not JSON."""
     behaviour: Behaviour
-    """What the server did."""
+    """The answer or the fault that the fake judge chose."""
     abandoned: bool = False
-    """Whether the client closed the connection before the answer."""
+    """Whether the client disconnected, or the fake judge stopped, before the answer."""
     ended: threading.Event = field(default_factory=threading.Event, repr=False)
-    """Set when it was answered or abandoned; wait for it with a timeout."""
+    """Set when the request was answered or abandoned; pass a timeout to `ended.wait`."""
 
 
 class FakeJudge:
-    """An HTTP server on the loopback interface, with the endpoints of a generative and a discriminative model.
+    """A fake HTTP server on the loopback interface, with the endpoints of a generative and a discriminative model.
 
-    It answers ``/v1/chat/completions`` (with or without ``/v1``), ``/classify``, ``/v1/rerank``, ``/v1/models`` and
-    ``/health``. ``with`` and ``async with`` start and stop it; it runs in a thread of its own, so that it also serves
-    functions that block.
+    Endpoints: ``/v1/chat/completions`` (with or without ``/v1``), ``/classify``, ``/v1/rerank``, ``/v1/models`` and
+    ``/health``. ``with`` and ``async with`` start and stop it. It runs in its own thread, so functions under test may
+    block.
     """
 
     def __init__(
@@ -139,25 +147,26 @@ class FakeJudge:
         model: str = "fake-judge",
         seed: int = 0,
     ) -> None:
-        """Say how it answers where it is not told otherwise.
+        """Defines the answers to requests that are not scripted.
 
         Args:
-            reply: the text of chat replies, or a function from the request's body to it.
-            logit: the logit of a text, or a function from a text to it; also the score of reranked documents.
-            faults: what it does instead, at random, and the probability of each.
-            latency: seconds before it answers, or the least and the greatest, between which they are drawn.
-            model: the name in its answers.
-            seed: of its random choices.
+            reply: the text of chat replies, or a function that returns it for the decoded body of a request.
+            logit: the logit of each text and the score of each reranked document, or a function that returns it for a
+                text.
+            faults: the probability of each random fault, which replaces the normal answer.
+            latency: seconds before each answer, or a range ``(low, high)`` from which they are drawn uniformly.
+            model: the model's name in answers.
+            seed: the seed of random faults and latencies.
 
         Raises:
-            ConfigError: the probabilities of the faults are negative, or more than 1 together; or one is no fault.
+            ConfigError: a probability is negative, their sum is more than 1, or a fault is not a `Behaviour`.
         """
         if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
             raise ConfigError(f"faults: probabilities from 0 to 1, and no more than 1 together; got {dict(faults)}")
         for fault in faults or ():
             _known(fault)
         self.requests: list[Received] = []
-        """All requests so far, but those to ``/health`` and ``/v1/models``."""
+        """All requests received so far, except those to ``/health`` and ``/v1/models``."""
         self.model = model
         self._reply = reply
         self._logit = logit
@@ -175,14 +184,17 @@ class FakeJudge:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as its ``base_url``."""
+        """``http://host:port/v1``, the ``base_url`` for an OpenAI client."""
         return f"{self._url}/v1"
 
     def script(self, *behaviours: Behaviour | str) -> None:
-        """Have the next requests, in the order in which they arrive, met so; text stands for an `Answer`.
+        """Sets the answers or faults for the next requests, one for each, in the order of their arrival.
+
+        Args:
+            behaviours: the answers and faults; a string stands for an `Answer` with this text.
 
         Raises:
-            ConfigError: one is no behaviour.
+            ConfigError: an argument is not a `Behaviour` or a string.
         """
         self._script.extend([_known(Answer(given) if isinstance(given, str) else given) for given in behaviours])
 
@@ -209,8 +221,8 @@ class FakeJudge:
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", self._receive)
-        # Handlers are cancelled when their client leaves, so that a test can see whether it did; and at the end, where
-        # a shutdown_timeout of 0 would wait for a stall for ever.
+        # Handlers are cancelled when their client disconnects or the server stops, which sets `Received.abandoned`.
+        # With a shutdown_timeout of 0, aiohttp would wait for a `Stall` indefinitely.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await runner.setup()
         try:
@@ -280,7 +292,7 @@ class FakeJudge:
 
     def _answer(self, done: Behaviour, received: Received) -> Any:
         text = done.text if isinstance(done, Answer) else ""
-        # One token a word: enough to test that usage is counted.
+        # Counts each word as one token, which is enough to test the accounting of usage.
         prompt_tokens, completion_tokens = len(json.dumps(received.body, default=str).split()), len(text.split())
         answer = {
             "id": f"fake-{len(self.requests)}",

@@ -1,4 +1,16 @@
-"""Ask model servers from within reward functions: vLLM, SGLang, the embedded server, any OpenAI-compatible service."""
+"""Clients for model servers, for use in reward functions.
+
+They work with vLLM, SGLang, the embedded server, and OpenAI-compatible services.
+
+    from reward_loop.client import Choice, Judge, Number, chat_complete, classify, score
+
+======================== =====================================================================
+`Judge`                  asks a generative model for a verdict, and reads the score from it
+`chat_complete`          sends a prompt to a generative model
+`classify`               returns the logits of a discriminative model
+`score`                  returns a reranking model's scores of documents
+======================== =====================================================================
+"""
 
 from __future__ import annotations
 

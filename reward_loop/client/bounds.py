@@ -1,4 +1,4 @@
-"""Bounds of what requests take from this process: file descriptors, and memory for a reply."""
+"""Limits on the resources of requests: file descriptors, and memory for a reply."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import aiohttp
 __all__ = ["MAX_REPLY_BYTES", "ReplyTooLongError", "max_connections", "read", "with_descriptor"]
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
-"""The longest reply by default, in bytes after decompression."""
+"""The default limit on the length of a reply, in bytes after decompression."""
 
 _RETRY_S = 0.1
 
 
 class ReplyTooLongError(Exception):
-    """A reply is longer than its bound."""
+    """A reply is longer than the limit."""
 
 
 def max_connections() -> int:
-    """Return how many connections an event loop may use at a time; 0 for no bound.
+    """Returns the maximum number of concurrent connections of an event loop; 0 for no limit.
 
-    That is half of the file descriptors that this process can still open (``ulimit -n``). The other half is left to
-    other event loops and to the rest of the program.
+    This is half of the file descriptors that this process can still open (``ulimit -n``). The other half is for other
+    event loops and the rest of the program.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -39,24 +39,27 @@ def max_connections() -> int:
 
 
 async def with_descriptor(send: Callable[[], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
-    """Send a request; if the process has no free file descriptor for its connection, wait until it has one.
+    """Sends a request; while the process has no free file descriptor for the connection, retries every `_RETRY_S` s.
 
-    There is no event to wait for: any part of the program may close a file.
+    It polls, because any part of the program may free a descriptor.
+
+    Args:
+        send: opens the connection and sends the request.
     """
     while True:
         try:
             return await send()
-        except OSError as error:  # before anything was sent
+        except OSError as error:  # Nothing has been sent yet.
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
         await asyncio.sleep(_RETRY_S)
 
 
 async def read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of a reply, decompressed.
+    """Returns the decompressed body of a reply.
 
     Raises:
-        ReplyTooLongError: it has more bytes; the rest is not read.
+        ReplyTooLongError: the body is longer than `max_bytes`; the connection is closed.
     """
     chunks: list[bytes] = []
     size = 0

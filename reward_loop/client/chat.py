@@ -1,4 +1,4 @@
-"""Ask a generative model."""
+"""Chat completions from generative models."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request took, as far as the server said."""
+    """The number of tokens of a request and its reply, as the server reports them; 0 if it does not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model wrote."""
+    """The reply of a generative model."""
 
     text: str
-    """The reply, without reasoning that the server keeps apart; empty if the model wrote none."""
+    """The text of the reply, without reasoning that the server returns separately; empty if there is none."""
     finish_reason: str | None = None
-    """``stop`` if the model ended by itself, ``length`` if it ran out of tokens; others as the server has them."""
+    """``stop`` if the model ended the reply, ``length`` if it reached the token limit; servers may use other values."""
     usage: Usage = Usage()
+    """The number of tokens used."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
-    """With ``logprobs=True``: for each token ``token``, ``logprob`` and ``top_logprobs``."""
+    """With ``logprobs=True``: a mapping with ``token``, ``logprob`` and ``top_logprobs`` for each token."""
     reasoning: str | None = None
-    """The reasoning, where the server keeps it apart."""
+    """The reasoning, if the server returns it separately."""
     model: str | None = None
-    """The model that the server says has written it."""
+    """The name of the model, as the server reports it."""
     body: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The whole answer."""
+    """The decoded JSON answer of the server."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether the model could not end its reply: out of tokens, filtered, or aborted."""
+        """Whether the reply is incomplete: the token limit was reached, or it was filtered or aborted."""
         return self.finish_reason in _CUT_OFF
 
 
@@ -67,21 +68,24 @@ async def chat_complete(
     max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
 ) -> Reply:
-    """Ask a generative model through ``/v1/chat/completions``.
+    """Sends a prompt to a generative model through ``/v1/chat/completions``, and returns the reply.
+
+        reply = await chat_complete(reward_router_address, f"Is this correct? {solution_str}", max_tokens=256)
+        return 1.0 if reply.text.strip() == "yes" else 0.0
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service.
         prompt: the user's message, or all messages of a conversation.
-        model: which model; vLLM, SGLang and the embedded server do not need to be told where they have only one.
-        timeout: seconds until the reply must be there; ``None`` for no limit but the reward's own deadline.
-        api_key_env: the name of an environment variable that holds the service's API key.
+        model: the model's name; not needed if the address serves only one model.
+        timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
+        api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request, such as ``temperature``, ``max_tokens``, ``seed``, ``logprobs``,
-            ``response_format``. Streams and several choices (``n``) are not supported.
+            ``response_format``. Streaming and several choices (``n``) are not supported.
 
     Raises:
-        RequestError: there is no usable answer; it has ``status``, ``retry_after`` and ``transient``.
-        ConfigError: there is no address, or no key, or a field is not supported.
+        RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
+        ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
     if request.get("stream") or request.get("n", 1) != 1:
         raise ConfigError("chat_complete gives one whole reply: leave out `stream` and `n`")
@@ -126,12 +130,17 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
-    """A conversation; text alone is what the user says."""
+    """Returns the prompt as a list of messages; a string becomes one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def book_usage(answer: Any, field: str = "usage") -> Usage:
-    """Return the tokens that an answer reports, and count them: for the sample, the limits that hold and the budget."""
+    """Returns the token usage that an answer reports, and adds it to the sample, the held limits and the budget.
+
+    Args:
+        answer: the decoded JSON answer.
+        field: the field of the answer with the token counts.
+    """
     counts = answer.get(field) if isinstance(answer, Mapping) else None
     counts = counts if isinstance(counts, Mapping) else {}
     completion = _tokens(counts.get("completion_tokens"))

@@ -1,4 +1,4 @@
-"""Ask a discriminative reward model."""
+"""Scores from discriminative reward models and rerankers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ async def classify(
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> float | list[float]:
-    """Return the raw logit of a text, or the logits of a model with several labels.
+    """Returns the raw logit of a text, or a list of logits if the model has several labels.
+
+        logit = await classify(reward_router_address, [{"role": "user", "content": question}, ...])
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or a base URL.
-        text: what to score, its chat template applied; or messages, to which vLLM and the embedded server apply the
-            model's own template (SGLang does not).
-        model: which model, where there are several.
-        timeout: seconds until the answer must be there; ``None`` for no limit but the reward's own deadline.
-        api_key_env: the name of an environment variable that holds the API key.
+        text: the text to score, with the chat template applied; or messages, to which vLLM and the embedded server
+            apply the model's chat template (SGLang does not).
+        model: the model's name; needed if the address serves several models.
+        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function.
+        api_key_env: the name of the environment variable with the API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
 
     Raises:
-        RequestError: there is no usable answer; it has ``status``, ``retry_after`` and ``transient``.
-        ConfigError: there is no address, or no key.
+        RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
+        ConfigError: the address is missing or invalid, or the API key is not set.
     """
-    # vLLM reads `input`, and gives logits where it is told to leave its activation out. SGLang's native endpoint of
-    # that name reads `text`, and gives logits always. Each ignores the fields of the other.
+    # vLLM reads `input`, and returns logits if `use_activation` is false. SGLang's `/classify` reads `text`, and always
+    # returns logits. Each ignores the fields of the other.
     given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
     answer = await post(
@@ -68,24 +70,26 @@ async def score(
     max_reply_bytes: int = MAX_REPLY_BYTES,
     **request: Any,
 ) -> list[float]:
-    """Return how well each document answers a query, by a reranking model, through ``/v1/rerank``.
+    """Returns a reranking model's scores of documents for a query, through ``/v1/rerank``.
+
+        [relevance] = await score(reward_router_address, question, [solution_str])
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or a base URL.
-        query: the question.
-        documents: what to score against it.
-        model: which model, where there are several.
-        timeout: seconds until the answer must be there; ``None`` for no limit but the reward's own deadline.
-        api_key_env: the name of an environment variable that holds the API key.
+        query: the query, such as a question.
+        documents: the documents to score, such as answers.
+        model: the model's name; needed if the address serves several models.
+        timeout: seconds until the answer is received; ``None`` for no limit but the deadline of the reward function.
+        api_key_env: the name of the environment variable with the API key.
         max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
         request: other fields of the request.
 
     Returns:
-        one score a document, in their order, on the server's scale.
+        one score for each document, in the order of `documents`, on the server's scale.
 
     Raises:
-        RequestError: there is no usable answer; it has ``status``, ``retry_after`` and ``transient``.
-        ConfigError: there is no address, or no key.
+        RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
+        ConfigError: the address is missing or invalid, or the API key is not set.
     """
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
     answer = await post(
@@ -93,7 +97,7 @@ async def score(
     )
     book_usage(answer)
     try:
-        # vLLM, Jina and Cohere send a mapping with `results`, SGLang a list of results, each with its tokens.
+        # vLLM, Jina and Cohere send a mapping with `results`; SGLang sends a list of results, each with token counts.
         results = answer["results"] if isinstance(answer, Mapping) else answer
         if not isinstance(answer, Mapping):
             for result in results:

@@ -1,4 +1,4 @@
-"""Requests to model servers, over connections that all reward functions of an event loop share."""
+"""HTTP requests to model servers, over one connection pool for each event loop."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ async def post(
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> Any:
-    """Send a JSON body, and return the JSON answer.
+    """Sends a JSON body with POST, and returns the decoded JSON answer.
 
-    A cancelled request closes its connection, which tells the server to stop. An event loop uses half of the file
-    descriptors that the process has left (``ulimit -n``) for connections; further requests wait for a connection.
+    A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
+    use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
+    requests wait for a connection.
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
         path: the endpoint, such as ``/v1/chat/completions``.
-        body: the request.
-        timeout: seconds until the whole answer must be there, the wait for a connection included; ``None`` for no
+        body: the JSON body of the request.
+        timeout: seconds until the whole answer is received, including the wait for a connection; ``None`` for no
             limit.
-        api_key_env: the name of an environment variable that holds the service's API key.
+        api_key_env: the name of the environment variable with the service's API key.
         max_reply_bytes: the longest answer, in bytes after decompression.
 
     Raises:
-        RequestError: there was no answer in time, or its status is not 200, or it is not JSON, or too long.
-        ConfigError: there is no address, or no key.
+        RequestError: the request failed or timed out, its status is not 200, or the answer is too long or not JSON.
+        ConfigError: the address is missing or invalid, or the environment variable for the API key is not set.
     """
     try:
         return await _post(address, path, body, timeout, api_key_env, max_reply_bytes)
@@ -86,7 +87,7 @@ async def _post(
             url,
             data=encode(body),
             headers=headers,
-            proxy=_proxy(url) if "://" in (address or "") else None,  # `host:port` is a server of the cluster
+            proxy=_proxy(url) if "://" in (address or "") else None,  # No proxy for `host:port`: it is in the cluster.
             timeout=aiohttp.ClientTimeout(total=None),
         )
         async with asyncio.timeout(timeout), await with_descriptor(send) as response:
@@ -121,12 +122,17 @@ async def _post(
 
 
 def url_of(address: str | None, path: str) -> str:
-    """The URL of an endpoint.
+    """Returns the URL of an endpoint.
 
-    A base URL that has a path, such as ``https://api.openai.com/v1``, stands for the ``/v1`` of the endpoint.
+    If the address is a base URL with a path, that path replaces the ``/v1`` of the endpoint:
+    ``https://api.openai.com/v1`` and ``/v1/models`` give ``https://api.openai.com/v1/models``.
+
+    Args:
+        address: ``host:port``, or a base URL.
+        path: the endpoint, such as ``/v1/chat/completions``.
 
     Raises:
-        ConfigError: there is no address, or it is not valid.
+        ConfigError: the address is missing or invalid.
     """
     if not address:
         raise ConfigError(
@@ -142,13 +148,16 @@ def url_of(address: str | None, path: str) -> str:
 
 
 async def shared_session() -> aiohttp.ClientSession:
-    """The session of the running event loop; it is closed when that loop shuts down (`asyncio.run` does so)."""
+    """Returns the HTTP session of the running event loop.
+
+    The session closes when the loop shuts down its asynchronous generators, as `asyncio.run` does.
+    """
     loop = asyncio.get_running_loop()
     if loop in _sessions and not _sessions[loop][1].closed:
         return _sessions[loop][1]
     for ended in [other for other in _sessions if other.is_closed()]:
         del _sessions[ended]
-    # A loop that shuts down closes its asynchronous generators, so a session that lives in one is closed in time.
+    # The session is held by an asynchronous generator, which the loop closes when it shuts down.
     keeper = _keep(loop)
     session = await anext(keeper)
     _sessions[loop] = keeper, session
@@ -174,7 +183,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 
 def _proxy(url: str) -> str | None:
-    """Return the proxy of ``http_proxy``, ``https_proxy`` and ``no_proxy``; loopback addresses have none."""
+    """Returns the proxy from ``http_proxy``, ``https_proxy`` and ``no_proxy``; ``None`` for loopback addresses."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if _is_loopback(host) or proxy_bypass(parts.netloc.rpartition("@")[2]):

@@ -1,4 +1,4 @@
-"""A judge: a prompt, a model, and a way to read the verdict."""
+"""Judges: a generative model answers a prompt, and a score is read from its reply."""
 
 from __future__ import annotations
 
@@ -18,25 +18,31 @@ __all__ = ["Judge", "Judgement"]
 
 
 class _Template(string.Template):
-    # Not `$name` and not `{name}`: prompts are full of TeX and JSON.
+    # `$name` and `{name}` are not placeholders, because prompts often contain TeX and JSON.
     pattern = r"\{\{\s*(?P<named>[a-z_]\w*)\s*\}\}|(?P<escaped>(?!))|(?P<braced>(?!))|(?P<invalid>(?!))"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge made of a response."""
+    """A judge's verdict on a response, with its prompt and its reply."""
 
     score: float | None
-    """The score of the verdict; ``None`` where there is none."""
+    """The score of the verdict; ``None`` if the reply has no valid verdict."""
     verdict: Any
-    """A number, a word, or the containers of a JSON object."""
+    """The verdict: a number, a word, or a decoded JSON object; ``None`` if there is none."""
     prompt: str
+    """The rendered prompt."""
     reply: Reply
+    """The model's reply."""
     unscored: str | None = None
-    """Why there is no score."""
+    """Why there is no score; ``None`` if there is one."""
 
     def reward(self, **components: Any) -> dict[str, Any]:
-        """What a reward function returns, with further components for the logs; *unscored* where there is no score."""
+        """Returns the dict that a reward function returns; without a score, the sample is *unscored*.
+
+        Args:
+            components: further keys of the dict, for the logs.
+        """
         explanation = self.reply.text if self.unscored is None else f"unscored: {self.unscored}\n{self.reply.text}"
         return {
             "score": self.score,
@@ -48,7 +54,7 @@ class Judgement:
 
 
 class Judge:
-    """Asks a generative model for a verdict.
+    """Asks a generative model for a verdict on a response.
 
         judge = Judge("Rate the answer to {{question}} from 1 to 10: {{answer}}\\nEnd with `Score: N`.", Number(1, 10))
 
@@ -56,7 +62,7 @@ class Judge:
             judgement = await judge(reward_router_address, question=extra_info["question"], answer=solution_str)
             return judgement.reward()
 
-    What is asked and replied is also kept in the sample's record (``reward_loop.log_dir``).
+    Prompts and replies are also stored in the sample's record (``reward_loop.log_dir``).
     """
 
     def __init__(
@@ -71,17 +77,17 @@ class Judge:
         max_reply_bytes: int = MAX_REPLY_BYTES,
         **request: Any,
     ) -> None:
-        """Say what to ask, and how.
+        """Creates a judge.
 
         Args:
-            template: the prompt; ``{{name}}`` stands for a field. The text of a field is not looked through for more.
-            verdict: `Number`, `Choice`, `Json`, or something of your own that has `read`.
-            system: a system message.
-            model: which model, where there are several.
-            timeout: seconds until a reply must be there; ``None`` for no limit but the reward's own deadline.
-            api_key_env: the name of an environment variable that holds the service's API key.
+            template: the prompt, with placeholders ``{{name}}``. Placeholders in the text of a field are not replaced.
+            verdict: the format of the verdict: `Number`, `Choice`, `Json`, or another object that implements `Verdict`.
+            system: the system message.
+            model: the model's name; needed if the address serves several models.
+            timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
+            api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
-            request: other fields of the request; ``temperature`` is 0 unless it is given.
+            request: other fields of the request; ``temperature`` is 0 by default.
         """
         self._template = _Template(template)
         self._fields = set(self._template.get_identifiers())
@@ -98,10 +104,13 @@ class Judge:
         }
 
     def render(self, **fields: Any) -> str:
-        """Put the fields into the template.
+        """Returns the prompt: the template with its placeholders replaced.
+
+        Args:
+            fields: the text for each placeholder.
 
         Raises:
-            ConfigError: a field is missing, or the template has no such field.
+            ConfigError: a field is missing, or the template has no placeholder for a field.
         """
         if wrong := self._fields ^ fields.keys():
             raise ConfigError(
@@ -111,11 +120,19 @@ class Judge:
         return self._template.substitute(fields)
 
     async def __call__(self, address: str | None, **fields: Any) -> Judgement:
-        """Ask about one response.
+        """Asks the model for a verdict on one response.
+
+        Args:
+            address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service.
+            fields: the text for each placeholder of the template.
+
+        Returns:
+            the judgement; its `score` is ``None`` if the reply is cut off or has no valid verdict.
 
         Raises:
-            RequestError: there is no usable answer; it has ``status``, ``retry_after`` and ``transient``.
-            ConfigError: the fields are not those of the template, or there is no address or no key.
+            RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
+            ConfigError: the fields do not match the template, the address is missing or invalid, or the API key is not
+                set.
         """
         prompt = self.render(**fields)
         messages = [{"role": "user", "content": prompt}]

@@ -1,7 +1,7 @@
-"""How a judge's verdict is read from its reply.
+"""Verdict formats: parsers that read a judge's verdict and score from its reply.
 
-The last verdict counts: a judge may quote the response that it judges, and with it a verdict that the response made up.
-A last verdict that cannot be read is none; no earlier one takes its place. Nothing is evaluated.
+Only the last verdict in the reply counts: a judge may quote the response, which may contain a forged verdict. If the
+last verdict is invalid, the reply has no verdict; earlier ones are not used. No text is evaluated as code.
 """
 
 from __future__ import annotations
@@ -19,51 +19,54 @@ from reward_loop.errors import ConfigError
 
 __all__ = ["Choice", "Json", "NoVerdictError", "Number", "Verdict"]
 
-# What models put around a verdict: spaces, emphasis, quotes, brackets, TeX's box.
+# What models write before a verdict: spaces, emphasis, quotes, opening brackets, TeX's \boxed{.
 _AROUND = r"(?:[\s*_\"'`(\[]|\\boxed\{|\\text\{)*"
 _NUMBER = r"([-+]?\d++(?:\.\d++)?+(?:[eE][-+]?\d++)?+)"
-# What must not follow a number, or it was only a part of what is meant: 1,000, 7-8, 70 %, 7/x.
+# Rejects a number that is only part of an expression: 1,000, 7-8, 70 %, 7/x.
 _WHOLE = r"(?!\w|[.,]\d|\s*[-\u2013/]\s*\w|\s*%)"
 
 
 class NoVerdictError(ValueError):
-    """There is no verdict in the reply."""
+    """The reply contains no valid verdict."""
 
 
 class Verdict(Protocol):
-    """A kind of verdict."""
+    """A verdict format."""
 
     request: Mapping[str, Any]
-    """Fields of the request that have the server write such a verdict."""
+    """Fields to add to the request, for example to make the server write this format."""
 
     def read(self, reply: str) -> tuple[Any, float]:
-        """Return the verdict, and its score.
+        """Returns the verdict and its score.
 
         Raises:
-            NoVerdictError: there is none.
+            NoVerdictError: the reply contains no valid verdict.
         """
 
 
 class Number:
-    """A number in a range, such as ``Score: 7`` or ``Score: 7/10``. It is the score."""
+    """A number in a range, such as ``Score: 7`` or ``Score: 7/10``; the number is the score."""
 
     request: Mapping[str, Any] = {}
 
     def __init__(self, low: float, high: float, *, after: str | None = "Score:") -> None:
-        """Say what the judge was asked for.
+        """Defines the format.
 
         Args:
-            low: the least number that is a verdict.
-            high: the greatest; a number that is given as ``7/10`` counts only if it is out of this.
-            after: what stands before it, without regard to case, spaces and emphasis; ``None`` where the reply's last
-                line is the number alone.
+            low: the smallest valid number.
+            high: the largest valid number; also the only valid denominator in ``7/10``.
+            after: the text before the number; case, spaces and emphasis are ignored. ``None`` if the last line of the
+                reply must contain only the number.
+
+        Raises:
+            ConfigError: `low` is not less than `high`.
         """
         if not low < high:
             raise ConfigError(f"Number({low}, {high}): the range must go upwards")
         self.low, self.high, self.after = low, high, after
 
     def read(self, reply: str) -> tuple[float, float]:
-        """Return the number, twice."""
+        """Returns the number as the verdict and as the score."""
         place = _place(reply, self.after)
         found = re.match(rf"{_AROUND}{_NUMBER}(?:\s*/\s*(\d++(?:\.\d++)?+))?+{_WHOLE}", place)
         if found is None or (self.after is None and found.end() < len(place)):
@@ -82,24 +85,27 @@ class Choice:
     request: Mapping[str, Any] = {}
 
     def __init__(self, scores: Mapping[str, float], *, after: str | None = "Verdict:") -> None:
-        """Say what the judge was asked for.
+        """Defines the format.
 
         Args:
-            scores: the words, and the score of each. Case does not matter.
-            after: what stands before it, without regard to case, spaces and emphasis; ``None`` where the reply's last
-                line is the word alone.
+            scores: the score of each word. Case is ignored.
+            after: the text before the word; case, spaces and emphasis are ignored. ``None`` if the last line of the
+                reply must contain only the word.
+
+        Raises:
+            ConfigError: there are no words, a word is empty, or two words differ only in case or spaces.
         """
         self._scores = {_squeezed(choice): (choice, float(score)) for choice, score in scores.items()}
         if not scores or len(self._scores) < len(scores) or "" in self._scores:
             raise ConfigError(f"Choice({dict(scores)}): name the words, each once")
         self.after = after
-        # The longest first, as one may be the beginning of another.
+        # The longest word first, because one word may be the beginning of another.
         words = sorted(self._scores, key=len, reverse=True)
         either = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
         self._pattern = re.compile(rf"{_AROUND}({either})(?!\w|-\w)", re.IGNORECASE)
 
     def read(self, reply: str) -> tuple[str, float]:
-        """Return the word, as it was given, and its score."""
+        """Returns the word, as written in `scores`, and its score."""
         place = _place(reply, self.after)
         found = self._pattern.match(place)
         if found is None or (self.after is None and found.end() < len(place)):
@@ -109,16 +115,16 @@ class Choice:
 
 
 class Json:
-    """A JSON object, such as ``{"reason": "...", "score": 7}``, of a schema that pydantic checks."""
+    """A JSON object, such as ``{"reason": "...", "score": 7}``, validated with pydantic."""
 
     def __init__(self, schema: Any, *, score: str = "score", enforce: bool = False) -> None:
-        """Say what the judge was asked for.
+        """Defines the format.
 
         Args:
-            schema: a pydantic model, a dataclass, or whatever else pydantic's ``TypeAdapter`` takes.
-            score: which of its fields is the score.
-            enforce: have the server write nothing else, by ``response_format``; vLLM, SGLang and OpenAI can. A server
-                that cannot, such as the embedded one, answers with status 400.
+            schema: a pydantic model, a dataclass, or another type that pydantic's ``TypeAdapter`` supports.
+            score: the name of the field with the score.
+            enforce: restrict the output of the server to the schema, with ``response_format``. vLLM, SGLang and OpenAI
+                support it; a server that does not, such as the embedded one, answers with status 400.
         """
         self._adapter: TypeAdapter[Any] = TypeAdapter(schema)
         self._field = score
@@ -128,7 +134,7 @@ class Json:
             self.request = {"response_format": {"type": "json_schema", "json_schema": form}}
 
     def read(self, reply: str) -> tuple[Any, float]:
-        """Return the object, as plain containers, and its score."""
+        """Returns the validated object, as dicts, lists and scalars, and its score."""
         found = _last_object(reply)
         if found is None:
             raise NoVerdictError("there is no JSON object in it")
@@ -145,7 +151,7 @@ class Json:
 
 
 def _place(reply: str, after: str | None) -> str:
-    """What follows the last ``after``; or the last line, if it is the verdict alone."""
+    """Returns the text after the last occurrence of `after`; if `after` is ``None``, the last line."""
     if after is None:
         lines = [line.strip(" \t*_\"'`.!()[]") for line in reply.splitlines() if line.strip()]
         return lines[-1] if lines else ""
@@ -166,7 +172,7 @@ def _squeezed(text: str) -> str:
 
 
 def _last_object(text: str) -> Any:
-    """The last JSON object that is not inside of another."""
+    """Returns the last JSON object that is not nested in another, or ``None``."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     found, start = None, text.find("{")
     while start >= 0:

@@ -1,4 +1,4 @@
-"""One server behind the router, and what the router knows about it."""
+"""One server behind the router: its state, its load, and its health."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ __all__ = ["Backend", "BackendState"]
 
 
 class BackendState(StrEnum):
-    """What the router knows about a server."""
+    """Whether a server receives requests; :mod:`~reward_loop.router.pool` has the table of states and transitions."""
 
     DOWN = "down"
-    """Not in use: it is being asked for its health until it answers."""
+    """Not in use: health checks are repeated until one succeeds."""
     TRIAL = "trial"
-    """Well again after a failure: one request at a time, until the first one succeeds."""
+    """Healthy again after a failure: one request at a time, until the first one succeeds."""
     UP = "up"
     """In use."""
     DRAINING = "draining"
-    """Gets no new requests, and finishes those that it has."""
+    """Receives no new requests; requests in flight continue."""
     ASLEEP = "asleep"
-    """Its engine sleeps, because its owner wants it to: requests for it wait."""
+    """Its owner has put the engine to sleep: requests for it wait."""
     GIVEN_UP = "retired"
-    """Never used again. The value is the one that the control plane and the metrics have always shown."""
+    """Not used until `BackendPool.resume`. The control plane and the metrics show the value, which is older than the
+    name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,29 +41,32 @@ class Backend:
     upstream: Upstream
     state: BackendState = BackendState.DOWN
     last_error: str | None = None
-    """Why it was last taken out of use, or why its latest check failed."""
+    """Why the server was last taken out of use, or why its latest health check failed."""
     requests: int = 0
-    """How many requests it was given."""
+    """The number of requests sent so far."""
     in_flight: int = 0
+    """The number of requests in flight."""
     models: tuple[str, ...] = ()
-    """The models that it serves; none if that is not known."""
+    """The names of the models that it serves; empty if unknown."""
     cards: list[dict[str, Any]] = field(default_factory=list)
-    """Their entries in its ``/v1/models``."""
+    """The models' entries in the server's ``/v1/models``."""
     stats: BackendStats = field(default_factory=BackendStats)
     failures: int = 0
-    """5xx answers since the last other one."""
+    """The number of 5xx answers in a row."""
     failed_checks: int = 0
-    """Failed health checks since the last one that succeeded, while it is in use."""
+    """The number of failed health checks in a row while the server is in use."""
     frozen: bool = False
-    """Whether it is out of use because it accepts connections and answers nothing."""
+    """Whether the server is out of use because it accepts connections but its health checks time out."""
     relapses: int = 0
-    """How often in a row it failed on trial."""
+    """How many trials in a row have failed."""
     cools_down_until: float = 0.0
-    """It asked for a pause until then (monotonic)."""
+    """The end of its cool-down, in seconds of `time.monotonic`."""
     trial_until: float = 0.0
+    """When its trial counts as passed although the first request has not ended, in seconds of `time.monotonic`."""
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server is taken out of use; starts its readmission."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an asleep server has finished its last request, and while it is not asleep."""
+    """Set when a sleeping server has no more requests in flight, and when it is not asleep."""
 
     @property
     def url(self) -> str:
@@ -71,16 +75,21 @@ class Backend:
 
     @property
     def cooling_down(self) -> bool:
-        """Whether it has asked for a pause."""
+        """Whether the server is cooling down after a 429 or 503."""
         return self.cools_down_until > time.monotonic()
 
     def begin(self) -> None:
-        """It is given a request."""
+        """Counts a request that is being sent."""
         self.requests += 1
         self.in_flight += 1
 
     def end(self, status: int, seconds: float) -> None:
-        """It is done with a request, which it answered with a status, or with 0 if it did not."""
+        """Counts the end of a request.
+
+        Args:
+            status: the HTTP status of the answer; 0 if there was none.
+            seconds: the duration of the attempt.
+        """
         self.in_flight -= 1
         if not self.in_flight and self.state is BackendState.ASLEEP:
             self.idle.set()
@@ -88,7 +97,12 @@ class Backend:
             self.stats.count(status, seconds)
 
     def can_answer(self, model: str | None, kind: RequestKind | None) -> bool:
-        """Whether it serves a model and a kind of request, as far as is known; ``None`` stands for any."""
+        """Returns whether the server can answer requests of a kind for a model; ``True`` if that is unknown.
+
+        Args:
+            model: the model's name; ``None`` for any model.
+            kind: the kind of request; ``None`` for any kind.
+        """
         if model is not None and self.models and model not in self.models:
             return False
         own = self.config.kind

@@ -1,4 +1,4 @@
-"""``reward-loop route``."""
+"""The command ``reward-loop route``."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def route(
 
 
 def parse_worker(spec: str) -> Any:
-    """A server from ``URL,KEY=VALUE,...``.
+    """Parses the ``--worker`` option ``URL,KEY=VALUE,...`` into a `BackendConfig`.
 
     Raises:
-        ConfigError: it is malformed.
+        ConfigError: the option is malformed.
     """
     from reward_loop.router.config import BackendConfig
 

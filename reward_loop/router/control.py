@@ -1,4 +1,4 @@
-"""The router's control plane."""
+"""The router's control plane: an HTTP API that lists, adds and changes servers, and shows metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from reward_loop.router.router_error import Refusal
 __all__ = ["control_plane"]
 
 _PROBLEMS = 5
-"""How many of an invalid request's mistakes its answer names."""
+"""The number of validation errors that the answer to an invalid request lists."""
 
 
 def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
-    """An app that shows the servers and changes what is done with them."""
+    """Returns the app of the control plane; :func:`~reward_loop.router.app.create_app` lists its endpoints."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(StarletteHTTPException)
@@ -35,7 +35,7 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
-        # Without the request's own values, which may be long.
+        # Leave out the request's values, which may be long.
         problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
         message = "; ".join(f"{where}: {what}" for where, what in problems[:_PROBLEMS])
         return answer(request, Refusal(422, message[:1000], param=problems[0][0][:100]))
@@ -59,7 +59,7 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
             raise HTTPException(409, f"{backend.url} is a server of this router already")
         if await is_this_router(pool.connect(backend.url)):
             raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
-        if pool.find(backend.url):  # Another request has added it meanwhile.
+        if pool.find(backend.url):  # Another request may have added it during the await.
             raise HTTPException(409, f"{backend.url} is a server of this router already")
         return _shown(pool.add(backend))
 

@@ -1,4 +1,4 @@
-"""Work that is given up when the client that asked for it goes away."""
+"""Cancels the work for a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ async def stop_on_disconnect(receive: Receive, work: Callable[[], Awaitable[None
     """Runs ``work`` and cancels it if the client disconnects first.
 
     Args:
-        receive: the ASGI channel of a request whose body has been read.
-        work: what to do for the client.
+        receive: the ASGI `receive` of a request whose body has been read.
+        work: the coroutine function to run.
 
     Returns:
-        whether ``work`` was done to the end.
+        whether ``work`` finished.
+
+    Raises:
+        whatever ``work`` raises.
     """
     done = False
 
@@ -37,6 +40,6 @@ async def stop_on_disconnect(receive: Receive, work: Callable[[], Awaitable[None
             done = True
             scope.cancel()
     except BaseExceptionGroup as group:
-        # The group can hold nothing but what `work` raised: `watch` does not fail.
+        # The group contains only the exception of `work`: `watch` does not fail.
         raise group.exceptions[0] from None
     return done

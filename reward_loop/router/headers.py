@@ -1,4 +1,4 @@
-"""Which HTTP headers a proxy passes on (RFC 9110, 7.6.1)."""
+"""HTTP headers: which ones a proxy forwards (RFC 9110, 7.6.1), and how they are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 __all__ = ["HOP_BY_HOP", "RawHeader", "end_to_end", "find", "is_looping", "named_by_connection", "to_wire"]
 
 RawHeader = tuple[bytes, bytes]
-"""A header's name, in lower case, and its value."""
+"""The name of a header, in lower case, and its value."""
 
 HOP_BY_HOP = frozenset(
     {
@@ -23,23 +23,23 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-"""Headers about one connection only."""
+"""Headers that apply to a single connection, and are not forwarded."""
 
 _TRIVIAL_OPTIONS = frozenset({b"", b"close", b"keep-alive"})
 
-# They say how long the body is and where the request goes; a sender cannot have them taken away (RFC 9110, 7.6.1).
+# The proxy needs the body's length and the request's host: a `Connection` header cannot remove them (RFC 9110, 7.6.1).
 _NEVER_NAMED = frozenset({b"content-length", b"host"})
 
 
 def end_to_end(headers: list[RawHeader], hop_by_hop: Sequence[RawHeader]) -> list[RawHeader]:
-    """``headers`` without those that a ``Connection`` among the hop-by-hop ones names."""
+    """Returns `headers` without those listed in a ``Connection`` header among `hop_by_hop`."""
     named = named_by_connection(hop_by_hop)
     return [header for header in headers if header[0] not in named] if named else headers
 
 
 def named_by_connection(headers: Sequence[RawHeader]) -> frozenset[bytes]:
-    """The names of headers that ``Connection`` says are about this connection only."""
-    # Nearly always there is one, and it is one of two.
+    """Returns the names of the hop-by-hop headers that the ``Connection`` headers list."""
+    # The result is cached: nearly all requests have "close" or "keep-alive".
     return _options(b",".join([value for name, value in headers if name == b"connection"]))
 
 
@@ -50,19 +50,24 @@ def _options(connection: bytes) -> frozenset[bytes]:
 
 
 def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:
-    """Header lines as they are written, each with its line end."""
+    """Returns the header lines in wire format, each with CRLF.
+
+    Args:
+        headers: names and values.
+        without: names of headers to leave out.
+    """
     lines = [b": ".join(header) for header in headers if header[0] not in without]
     lines.append(b"")
     return b"\r\n".join(lines)
 
 
 def is_looping(headers: Sequence[RawHeader], identity: bytes) -> bool:
-    """Whether a ``Via`` header says that a request has passed the router with this identity."""
+    """Returns whether a ``Via`` header contains `identity`, so that the request has passed that router before."""
     return any(name == b"via" and identity in value for name, value in headers)
 
 
 def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:
-    """The value of the first header called ``name``."""
+    """Returns the value of the first header with this name (in lower case), or ``None``."""
     for candidate, value in headers:
         if candidate == name:
             return value

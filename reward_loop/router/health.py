@@ -1,4 +1,4 @@
-"""Whether a server is well, and what it serves."""
+"""Health checks of servers, and the discovery of their models."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _BODY_UP_TO = 4 * 1024 * 1024
 
 
 class UnhealthyError(ServerError):
-    """It answers, and says that it is not well."""
+    """A server answered a health check with a status of 400 or above."""
 
 
 async def check_health(backend: Backend) -> None:
-    """Requests a server's health, and its models while it is not in use.
+    """Checks a server's health; while the server is DOWN, also updates its `models` and `cards`.
 
     Raises:
         LoopError: the server is this router.
-        UnhealthyError: the server reports that it is unhealthy.
+        UnhealthyError: the server answered with a status of 400 or above.
         AsleepError: the server's engine sleeps.
-        UpstreamError: there was no whole answer.
+        UpstreamError: the server sent no complete answer.
     """
     status, body = await _get(backend.upstream, backend.config.health_path)
     if _is_own_loop(status, body):
@@ -41,7 +41,7 @@ async def check_health(backend: Backend) -> None:
     if status >= 400:
         raise UnhealthyError(f"{backend.config.health_path} is answered with {status}")
     if backend.config.engine == "vllm":
-        # A sleeping engine's health is good. Servers that cannot sleep do not know this path.
+        # /health of a sleeping engine is 200. Servers that cannot sleep do not have /is_sleeping.
         status, body = await _get(backend.upstream, "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine sleeps")
@@ -50,7 +50,10 @@ async def check_health(backend: Backend) -> None:
 
 
 async def is_this_router(upstream: Upstream) -> bool:
-    """Whether the server is this router, perhaps under another address. One that does not answer at once is not."""
+    """Returns whether the server is this router, for example under another address.
+
+    A server that does not answer within `_LOOP_CHECK_S` seconds counts as another server. Closes `upstream`.
+    """
     try:
         async with asyncio.timeout(_LOOP_CHECK_S):
             return _is_own_loop(*await _get(upstream, "/live"))
@@ -81,7 +84,7 @@ async def _get(upstream: Upstream, path: str) -> tuple[int, bytes]:
     try:
         answer = await upstream.request(b"GET", path.encode())
     except StaleError:
-        # The server has closed its idle connections. The others of this pool are of about the same age.
+        # The server has probably closed the other idle connections too: they are of about the same age.
         upstream.close_idle()
         answer = await upstream.request(b"GET", path.encode())
     try:

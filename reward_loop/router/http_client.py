@@ -1,4 +1,22 @@
-"""A small HTTP/1.1 client for one server: pooled connections without a cap, parsed by httptools."""
+"""A small HTTP/1.1 client for one server: an unbounded pool of connections, parsed by httptools.
+
+A connection has at most one request in flight. Its state:
+
+============ ========= ========== ==================================================================
+State        `_answer` `_arrival` Meaning
+============ ========= ========== ==================================================================
+idle         None      None       no request; in `Upstream._idle`, unless it is new
+unanswered   set       set        the `Arrival` has not been called yet; in `Upstream.busy`
+streaming    set       None       the head was delivered, the body is being read; in `Upstream.busy`
+closed       None      None       never used again
+============ ========= ========== ==================================================================
+
+Invariants:
+
+- An `Arrival` is called at most once, and never after its request has been closed.
+- An answer without a body, or with a ``Content-Length`` of at most `_WHOLE_UP_TO` bytes, is delivered complete; other
+  answers are delivered when their head is complete.
+"""
 
 from __future__ import annotations
 
@@ -28,86 +46,86 @@ __all__ = [
 ]
 
 _WHOLE_UP_TO = 1 << 20
-"""Answers of a known length up to this are awaited whole: should one break off, it can still be asked for again."""
+"""Answers with a known length up to this (in bytes) are delivered complete, so they can be retried if they break."""
 
 _BUFFER = 256 * 1024
-"""Reading pauses while this much of an answer waits to be passed on."""
+"""Reading from the server pauses while this many bytes of an answer are buffered."""
 
 _HEAD_UP_TO = 64 * 1024
-"""Bytes that may arrive without a byte of the body: longer heads, trailers and chunk extensions are errors."""
+"""The most bytes received without any byte of the body: longer heads, trailers and chunk extensions are errors."""
 
 _IDLE_S = 4.0
-"""An idle connection is closed after this time: uvicorn's servers close theirs after 5 s."""
+"""Idle connections are closed after this time, in seconds; servers that run in uvicorn close theirs after 5 s."""
 
 _FULL_S = 0.05
-"""Between two looks whether a file can be opened again."""
+"""The pause before a new attempt to connect when the process has no free file descriptor, in seconds."""
 
 NO_BODY = frozenset({204, 304})
-"""Statuses of answers without a body, whatever their headers say."""
+"""HTTP statuses whose answers have no body, whatever their headers say."""
 
 
 class UpstreamError(ServerError):
-    """A server gave no whole answer."""
+    """A server sent no complete answer."""
 
 
 class ConnectError(UpstreamError):
-    """It could not be connected to, so the request has not reached it."""
+    """The connection to the server failed, so the request was not sent."""
 
 
 class BrokenError(UpstreamError):
-    """The connection broke, or what came is not HTTP."""
+    """The connection broke, or the answer is not valid HTTP."""
 
 
 class StaleError(BrokenError):
-    """A connection that was used before broke, without a byte of the answer.
+    """A reused connection broke before the first byte of the answer.
 
-    Either the server closed it while it was idle, or the server died with the request. In the second case its socket
-    may still accept connections, as a process that restarts it keeps the socket open.
+    Either the server closed the connection while it was idle, or the server died. A dead server's socket may still
+    accept connections, because the process that restarts the server keeps the socket open.
     """
 
 
 class Arrival(Protocol):
-    """What is told when an answer is there, or will not come; an `asyncio.Future` is one."""
+    """Receives the answer to a request, or its error. An `asyncio.Future` implements it."""
 
     def done(self) -> bool:
-        """Whether nobody wants to know."""
+        """Returns whether to discard the answer, because it is already set or cancelled."""
 
     def set_result(self, answer: Answer, /) -> None:
-        """It is there: all of it if it is of a known, moderate length, else its head."""
+        """Receives the answer: complete if its length is known and at most `_WHOLE_UP_TO` bytes, else its head."""
 
     def set_exception(self, error: UpstreamError, /) -> None:
-        """The connection broke first."""
+        """Receives the error of a request without an answer."""
 
 
 class Sending(Protocol):
-    """A request on its way."""
+    """A request in flight, which can be cancelled."""
 
     def close(self) -> None:
-        """Gives it up; nobody is told any more."""
+        """Cancels the request; its `Arrival` is not called any more."""
 
 
 class Answer:
-    """A server's answer: its head, and its body as far as it has come."""
+    """A server's answer: its head, and the part of the body received so far."""
 
     __slots__ = ("_connection", "_error", "_parts", "_waiter", "complete", "headers", "length", "size", "status")
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: list[RawHeader] = []
-        """Those that are not about the connection to the server."""
+        """The end-to-end headers."""
         self.length: int | None = None
-        """What ``Content-Length`` says."""
+        """The value of ``Content-Length``."""
         self.complete = False
-        """Whether the body has come to its end."""
+        """Whether the whole body has been received."""
         self.size = 0
-        """How many bytes of the body wait to be read."""
+        """The number of buffered bytes of the body."""
         self._parts: list[bytes] = []
         self._connection = connection
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | None = None
 
     def take(self) -> bytes:
-        """What has come of the body since the last time."""
+        """Returns and removes the buffered part of the body; does not wait."""
         parts, self._parts = self._parts, []
         if self.size >= _BUFFER:
             self._connection.resume()
@@ -115,7 +133,7 @@ class Answer:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read(self) -> bytes:
-        """The next part of the body, as soon as there is one; empty at its end.
+        """Waits for the next part of the body, and returns it; empty at the end of the body.
 
         Raises:
             BrokenError: the connection broke before the end.
@@ -128,26 +146,28 @@ class Answer:
         return self.take()
 
     def close(self) -> None:
-        """Gives up what has not come yet, by closing the connection."""
+        """Discards the rest of the answer: closes the connection unless the answer is complete."""
         if not self.complete:
             self._connection.close()
 
     def add(self, part: bytes) -> None:
+        """Appends a received part of the body; pauses reading if the buffer is full."""
         self._parts.append(part)
         self.size += len(part)
-        # One that is awaited whole has no reader yet.
+        # An answer that is delivered complete has no reader yet, so it must not pause.
         if self.size >= _BUFFER and not self._connection.unanswered:
             self._connection.pause()
         self.wake()
 
     def wake(self, error: UpstreamError | None = None) -> None:
+        """Wakes `read`; with an error, `read` raises it after the buffered parts."""
         self._error = self._error or error
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a server, with at most one request on its way."""
+    """One connection to a server, with at most one request in flight."""
 
     __slots__ = (
         "_answer",
@@ -173,9 +193,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, upstream: Upstream) -> None:
         self.closed = False
         self.used = False
-        """Whether an answer has come over it."""
+        """Whether an earlier answer was received over this connection."""
         self.heard = False
-        """Whether anything has come since the request was sent."""
+        """Whether any bytes were received since the request was sent."""
         self.idle_since = 0.0
         self._upstream = upstream
         self._parser = httptools.HttpResponseParser(self)
@@ -194,11 +214,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def unanswered(self) -> bool:
-        """Whether a request waits for its answer to begin."""
+        """Whether a request is in flight whose `Arrival` has not been called."""
         return self._answer is not None and self._arrival is not None
 
     def send(self, message: bytes, head_only: bool, arrival: Arrival) -> None:
-        """Sends a request; `arrival` is told of its answer."""
+        """Sends a request; `arrival` receives its answer or its error."""
         self._upstream.busy.add(self)
         self._arrival = arrival
         self._answer = Answer(self)
@@ -211,7 +231,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     def close(self) -> None:
-        """Closes it at once, without waiting for what is still to be written; nobody is told any more."""
+        """Closes the connection at once, and discards unsent data; the `Arrival` is not called any more."""
         self.closed = True
         self._answer = self._arrival = None
         self._upstream.busy.discard(self)
@@ -236,11 +256,13 @@ class Connection(asyncio.Protocol):
             arrival.set_exception(error)
 
     def pause(self) -> None:
+        """Stops reading from the server, if the connection is open."""
         if not self._paused and not self.closed:
             self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
+        """Continues to read from the server, if the connection is open."""
         if self._paused and not self.closed:
             self._paused = False
             self._transport.resume_reading()
@@ -264,8 +286,8 @@ class Connection(asyncio.Protocol):
             wrong = "it switched to another protocol"
         except httptools.HttpParserError as error:
             wrong = f"its answer is not HTTP: {error.__context__ or error}"
-        # Not before all bytes are parsed: the arrival may send the next request over this connection, and these bytes
-        # are no answer to that request.
+        # Finish only after all bytes are parsed: the arrival may send the next request over this connection, and the
+        # remaining bytes are not the answer to that request.
         if self._ended:
             self._finish(keep=self._keep and not wrong)
         elif wrong:
@@ -284,7 +306,7 @@ class Connection(asyncio.Protocol):
     # The parser's callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # Otherwise it is a trailer.
+        if not self._in_body:  # Ignore trailers.
             name = name.lower()
             (self._hop_by_hop if name in HOP_BY_HOP else self._headers).append((name, value))
 
@@ -311,7 +333,7 @@ class Connection(asyncio.Protocol):
         if (length := find(headers, b"content-length")) is not None:
             answer.length = int(length)
         if self._head_only:
-            # The parser would wait for a body: it does not know what was asked.
+            # The parser does not know that this answers a HEAD request, and would wait for a body.
             self._ended = True
             self._keep = self._parser.should_keep_alive()
             return
@@ -342,7 +364,7 @@ class Connection(asyncio.Protocol):
         self.used = True
         if self._head_only:
             self._parser = httptools.HttpResponseParser(self)
-        # A server may answer before it has read everything: such a connection is of no more use.
+        # If the server answered before it read the whole request, the connection cannot be reused.
         if keep and not self._transport.get_write_buffer_size():
             self.resume()
             self._upstream.release(self)
@@ -355,7 +377,7 @@ class Connection(asyncio.Protocol):
 
 
 class _Opening:
-    """A request whose connection is being made."""
+    """A request whose connection is being opened."""
 
     __slots__ = ("_arrival", "_connection", "_task", "_upstream")
 
@@ -365,17 +387,17 @@ class _Opening:
         self._connection: Connection | None = None
         upstream.opening.add(self)
         self._task = upstream.loop.create_task(self._send(message, head_only))
-        # A task that is cancelled before its first step does not reach its own `finally`.
+        # A task that is cancelled before its first step does not run its `finally`.
         self._task.add_done_callback(lambda _: upstream.opening.discard(self))
 
     def close(self) -> None:
-        """Cancels the request; its arrival gets neither an answer nor an error."""
+        """Cancels the request; its `Arrival` is not called any more."""
         self._task.cancel()
         if self._connection:
             self._connection.close()
 
     def fail(self, reason: str) -> None:
-        """Ends the request with an error. To be called only while the connection is being made."""
+        """Ends the request with an error. Call it only while the connection is being opened."""
         self.close()
         self._upstream.opening.discard(self)
         if not self._arrival.done():
@@ -394,18 +416,24 @@ class _Opening:
 
 
 class Upstream:
-    """The connections to one server.
+    """An HTTP client for one server, with a pool of connections.
 
-    There are as many as requests in flight; the one used last is used next, and idle ones are closed after some
-    seconds.
+    Each request in flight has its own connection. The most recently used idle connection is reused first; idle
+    connections are closed after some seconds.
 
-    To be made in a running event loop.
+    Create it in a running event loop, and call :meth:`close` at the end.
+
+        upstream = Upstream("http://127.0.0.1:8000")
+        answer = await upstream.request(b"GET", b"/health")
+        body = b""
+        while part := await answer.read():
+            body += part
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
         api_key: sent as a bearer token with every request.
         via: the name of this router, sent in a ``Via`` header with every request.
-        connect_timeout_s: seconds until a connection must be made.
+        connect_timeout_s: the timeout for opening a connection, in seconds.
     """
 
     def __init__(
@@ -414,13 +442,13 @@ class Upstream:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
-        """The connections with a request on its way."""
+        """The connections with a request in flight."""
         self.opening: set[_Opening] = set()
-        """The requests that wait for a connection."""
+        """The requests whose connection is being opened."""
         self.reads = 0
-        """How often bytes have arrived from the server."""
+        """How many times bytes were received from the server."""
         self._host = parts.hostname or ""
-        # Made once: it takes long, and asyncio would make one for each connection.
+        # Created once, because it takes about 0.1 s; asyncio would create one for each connection.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._connect_timeout_s = connect_timeout_s
@@ -428,26 +456,30 @@ class Upstream:
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
         self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
-        # After the client's headers: the entries of `Via` are in the order of the routers (RFC 9110, 7.6.3).
+        # Written after the client's headers: `Via` entries are in the order of the proxies (RFC 9110, 7.6.3).
         self._head_end = b"via: 1.1 %b\r\n\r\n" % via if via else b"\r\n"
         self._idle: list[Connection] = []
         self._trimming: asyncio.TimerHandle | None = None
 
     async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
-        """Sends a request and waits for its answer: its head, or all of it if it is of a known, moderate length.
+        """Sends a request and waits for its answer.
 
         Cancelling it closes the connection.
 
         Args:
-            method, target: as they stand in the request line.
-            headers: header lines (see :func:`~reward_loop.router.headers.to_wire`), with the length of the body, and
-                without ``Host``.
+            method: the HTTP method.
+            target: the path and the query, as in the request line.
+            headers: header lines (see :func:`~reward_loop.router.headers.to_wire`), with ``Content-Length`` if there is
+                a body, and without ``Host``.
             body: the whole body.
 
+        Returns:
+            the answer: complete if its length is known and at most `_WHOLE_UP_TO` bytes, else with its head.
+
         Raises:
-            ConnectError: no connection could be made.
-            StaleError: a connection that was used before broke, without a byte of the answer.
-            BrokenError: the connection broke.
+            ConnectError: the connection could not be opened.
+            StaleError: a reused connection broke before the first byte of the answer.
+            BrokenError: the connection broke, or the answer is not valid HTTP.
         """
         arrival: asyncio.Future[Answer] = self.loop.create_future()
         sending = self.send(arrival, method, target, headers, body)
@@ -458,12 +490,16 @@ class Upstream:
             raise
 
     def send(self, arrival: Arrival, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Sending:
-        """Sends a request, at once if a connection is idle; `arrival` gets its answer or its error.
+        """Sends a request, without waiting if a connection is idle; `arrival` receives its answer or its error.
 
-        After a :class:`StaleError` the request can be repeated: the server has not begun to answer.
+        After a :class:`StaleError`, the request can be retried: the server has not begun to answer.
+
+        Args:
+            arrival: receives the answer or the error.
+            method, target, headers, body: as in :meth:`request`.
 
         Returns:
-            the request in flight; closing it cancels it.
+            the request in flight; closing it cancels the request.
         """
         message = b"".join((method, b" ", target, self._own_headers, headers, self._head_end, body))
         connection = self._take_idle()
@@ -473,14 +509,14 @@ class Upstream:
         return connection
 
     def break_off(self, reason: str, allowed: Callable[[], bool] = lambda: True) -> None:
-        """Fails the requests whose answers have not begun, and closes the idle connections.
+        """Fails the requests that have no answer yet with a `BrokenError`, and closes the idle connections.
 
-        Requests whose connection is still being made fail too: the kernel may accept the connection for a process that
+        Requests whose connection is still being opened fail too: the kernel may accept a connection for a process that
         is dead.
 
         Args:
-            reason: the message of their error.
-            allowed: asked before each request; the first ``False`` leaves the other requests in flight.
+            reason: the message of the error.
+            allowed: called before each request; after the first ``False``, the other requests stay in flight.
         """
         self.close_idle()
         for opening in list(self.opening):
@@ -501,7 +537,7 @@ class Upstream:
         self.close_idle()
 
     def release(self, connection: Connection) -> None:
-        """Takes a connection back whose answer is complete."""
+        """Returns a connection to the pool, after its answer is complete."""
         self.busy.discard(connection)
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
@@ -516,16 +552,16 @@ class Upstream:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection. Where this process may open no more files, it waits until it may.
+        """Opens a connection. If the process has no free file descriptor, it retries until it has one.
 
         Raises:
-            ConnectError: it could not be made.
+            ConnectError: the connection could not be opened.
         """
         while True:
             try:
                 return await self._connect()
             except ConnectError as error:
-                # It is not the server's fault, and soon over: there are requests in work.
+                # The server is not the cause, and requests in flight will soon free descriptors.
                 if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):
                     raise
                 await asyncio.sleep(_FULL_S)
@@ -545,7 +581,7 @@ class Upstream:
         return connection
 
     def _trim(self) -> None:
-        """Closes the connections that have been idle for long; the oldest ones are in front."""
+        """Closes the connections that have been idle for too long; the list starts with the oldest."""
         before = time.monotonic() - _IDLE_S / 2
         old = 0
         while old < len(self._idle) and (self._idle[old].closed or self._idle[old].idle_since < before):
@@ -555,7 +591,7 @@ class Upstream:
         self._trimming = self.loop.call_later(_IDLE_S / 2, self._trim) if self._idle else None
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses."""
+        """Closes the idle connections."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()

@@ -1,4 +1,4 @@
-"""Log lines about single requests, at a bounded rate."""
+"""Rate-limited log lines about single requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_S = 10.0
 class LimitedLog:
     """Logs the first message of a kind at once, then counts, and logs a summary every ten seconds.
 
-    To be made in a running event loop.
+    Create it in a running event loop.
 
     Args:
         logger: the logger that gets the lines, as warnings.
@@ -31,19 +31,19 @@ class LimitedLog:
         self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
         self._suppressed: dict[Hashable, int] = {}
-        """Messages of a kind since its last line."""
+        """The number of suppressed messages of each kind since its last line."""
         self._latest: dict[Hashable, str] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
 
     def refused_request(self, method: str, path: str, refusal: Refusal) -> None:
-        """Counts a refused request, and logs it; statuses are the kinds."""
+        """Counts a refused request, and logs it; each HTTP status is a kind of message."""
         self.refused[refusal.status] += 1
-        # A path is decoded, and may have line ends in it.
+        # A path is percent-decoded, so it may contain line breaks.
         printable = path[:200].encode("unicode_escape").decode()
         self.warning(refusal.status, "%s %s: %d, %s", method, printable, refusal.status, refusal.message)
 
     def warning(self, kind: Hashable, message: str, *args: object) -> None:
-        """Logs a message, or counts it."""
+        """Logs a message, or only counts it if a line of this kind was logged within the interval."""
         if kind in self._suppressed:
             self._suppressed[kind] += 1
             self._latest[kind] = message % args
@@ -52,7 +52,7 @@ class LimitedLog:
             self._wait(kind)
 
     def close(self) -> None:
-        """Logs the summaries that are due."""
+        """Logs the summaries of all suppressed messages now."""
         for kind in list(self._timers):
             self._timers[kind].cancel()
             self._summarise(kind, last=True)

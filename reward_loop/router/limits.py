@@ -1,4 +1,4 @@
-"""How much the router takes on: requests in work, requests that wait, and retries."""
+"""Limits of the router: requests in flight, waiting requests, and retries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ __all__ = ["Gate", "RetryBudget"]
 
 
 class Gate:
-    """Lets a number of requests in, makes some wait in order, and refuses more.
+    """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.
+
+    Each admitted request must call :meth:`leave` exactly once.
 
     Args:
-        max_inside: how many may be inside.
-        max_waiting: how many may wait.
+        max_inside: the maximum number of admitted requests.
+        max_waiting: the maximum number of waiting requests.
     """
 
     def __init__(self, max_inside: int, max_waiting: int) -> None:
@@ -27,21 +29,21 @@ class Gate:
 
     @property
     def has_room(self) -> bool:
-        """Whether :meth:`enter` would return at once."""
+        """Whether :meth:`enter` would return without waiting."""
         return self.inside < self._max_inside and not self.waiting
 
     def enter_at_once(self) -> bool:
-        """Enters if there is room; whoever does must :meth:`leave`."""
+        """Admits the request if there is room, without waiting; returns whether it was admitted."""
         if self.waiting or self.inside >= self._max_inside:
             return False
         self.inside += 1
         return True
 
     async def enter(self) -> None:
-        """Waits for room. Everyone who is inside must :meth:`leave`.
+        """Waits until the request is admitted.
 
         Raises:
-            Refusal: too many wait.
+            Refusal: too many requests are waiting.
         """
         if self.enter_at_once():
             return
@@ -54,7 +56,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            # It may have been let in, and cancelled before it could go.
+            # It was cancelled after `leave` had passed a place to it: pass the place on.
             if turn.done() and not turn.cancelled():
                 self.leave()
             raise
@@ -62,21 +64,21 @@ class Gate:
             self.waiting -= 1
 
     def leave(self) -> None:
-        """Makes room for the next one."""
+        """Releases the place of an admitted request; the next waiting request gets it."""
         while self._queue:
             turn = self._queue.popleft()
-            if not turn.done():  # Otherwise it was cancelled.
+            if not turn.done():  # A cancelled future is done.
                 turn.set_result(None)
                 return
         self.inside -= 1
 
 
 class RetryBudget:
-    """Bounds retries to a share of the requests, so that they cannot multiply the load on servers that are failing.
+    """Limits retries to a share of the requests, so that retries do not multiply the load on failing servers.
 
     Args:
-        share: retries per request.
-        reserve: how many more there may be.
+        share: retries allowed per request; 0 allows none.
+        reserve: retries allowed in addition, and the most that can be saved up.
     """
 
     def __init__(self, share: float, reserve: int = 50) -> None:
@@ -85,12 +87,12 @@ class RetryBudget:
         self.left: float = self._most
 
     def earn(self) -> None:
-        """A request has come."""
+        """Adds one request's share to the budget."""
         if self.left < self._most:
             self.left += self._share
 
     def spend(self) -> bool:
-        """Whether there may be a retry; if so it is counted."""
+        """Takes one retry from the budget; returns whether the budget allowed it."""
         if self.left < 1:
             return False
         self.left -= 1

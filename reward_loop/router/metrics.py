@@ -1,4 +1,4 @@
-"""The router's counters in Prometheus' format."""
+"""The router's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LABELS = ("worker", "model")
 
 
 def render(pool: BackendPool, proxy: Proxy) -> bytes:
-    """The metrics as they are now."""
+    """Returns the current metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(pool, proxy))
     return generate_latest(registry)
 
 
 class _Snapshot(Collector):
-    """Reads counters that are kept anyway, so that requests pay nothing for the metrics."""
+    """Reads the router's own counters when Prometheus scrapes them; requests do not update Prometheus objects."""
 
     def __init__(self, pool: BackendPool, proxy: Proxy) -> None:
         self._backends = pool.backends

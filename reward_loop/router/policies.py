@@ -1,4 +1,4 @@
-"""Which of the servers that could take a request gets it."""
+"""Load-balancing policies: the choice among the available servers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ __all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "TwoChoices", "po
 
 
 class Policy(Protocol):
-    """Chooses a server."""
+    """A load-balancing policy: chooses a server for a request."""
 
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        """What is the same for requests that belong to the same server, if that matters."""
+        """Returns the routing key of a request: requests with the same key go to the same server.
+
+        Policies that ignore the content return 0.
+        """
 
     def choose(self, backends: Sequence[Backend], key: int) -> Backend:
-        """One of ``backends``, of which there is at least one."""
+        """Returns one of `backends`, which is not empty."""
 
 
 class _ByLoad:
@@ -30,7 +33,7 @@ class _ByLoad:
 
 
 class RoundRobin(_ByLoad):
-    """The next one in turn."""
+    """Chooses the servers in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -41,14 +44,14 @@ class RoundRobin(_ByLoad):
 
 
 class LeastInFlight(_ByLoad):
-    """The one with the fewest requests in flight; among equals, the one that has had the fewest."""
+    """Chooses the server with the fewest requests in flight; of equal ones, the one with the fewest requests so far."""
 
     def choose(self, backends: Sequence[Backend], key: int) -> Backend:
         return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
 
 
 class TwoChoices(_ByLoad):
-    """The less busy one of two drawn at random: nearly as even as the least busy of all, and no herd."""
+    """Draws two servers at random, and chooses the one with fewer requests in flight (power of two choices)."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
@@ -62,14 +65,14 @@ class TwoChoices(_ByLoad):
 
 
 class Content:
-    """The same one for the same content, by rendezvous hashing.
+    """Chooses the same server for the same content, by rendezvous hashing.
 
-    When a server goes, only its own requests move; they come back with it. The choice depends on the servers' URLs and
-    on the content alone, so it is the same in every run and in every process.
+    When a server is out of use, only its own requests move to other servers, and return when it is back. The choice
+    depends only on the servers' URLs and on the content, so it is the same in every run and in every process.
 
     Args:
-        header: the request header that decides, in lower case; the body decides where it is missing.
-        prefix: how many bytes of the body decide; 0 for all.
+        header: the name of the request header to hash, in lower case; without this header, the body is hashed.
+        prefix: the number of bytes of the body to hash; 0 for the whole body.
     """
 
     def __init__(self, header: bytes | None = None, prefix: int = 0) -> None:
@@ -103,7 +106,7 @@ def _mix(value: int) -> int:
 
 
 def policy_for(config: RouterConfig) -> Policy:
-    """The policy that the options name."""
+    """Returns a new policy, as configured by `RouterConfig.policy`."""
     match config.policy:
         case "round_robin":
             return RoundRobin()

@@ -1,4 +1,28 @@
-"""The servers behind the router: which of them can take a request, and which one takes the next."""
+"""The servers behind the router: their states, their health checks, and the choice of a server for each request.
+
+Each server has one `BackendState`:
+
+========== ======================================= ========================================================
+State      New requests                            Next state
+========== ======================================= ========================================================
+DOWN       none                                    UP or TRIAL, when a health check succeeds: UP if it is
+                                                   the server's first, TRIAL after a failure
+TRIAL      one at a time; more if no server is UP  UP, when a request succeeds or takes longer than
+                                                   `_TRIAL_S`; DOWN, when a request or its checks fail
+UP         yes, unless it is cooling down          DOWN, after failed requests or checks (`mark_unhealthy`)
+DRAINING   none                                    DOWN, by `resume`
+ASLEEP     none; they wait                         UP, by `resume`
+GIVEN_UP   none                                    DOWN, by `resume`
+========== ======================================= ========================================================
+
+`drain` and `sleep` apply in all states but GIVEN_UP; `give_up` applies in all.
+
+Invariants:
+
+- Servers in the states DOWN, TRIAL and UP have a task that checks their health; servers in the other states have none.
+- Every change of a state, of the models or of a cool-down ends with `_refresh`, which drops the cached groups and wakes
+  all waiters of `acquire`.
+"""
 
 from __future__ import annotations
 
@@ -26,41 +50,41 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
 _TRIAL_S = 5.0
-"""A server on trial whose first request takes longer than this is taken to be well."""
+"""A server in the state TRIAL is considered healthy if its first request takes longer than this, in seconds."""
 
 _START_CHECK_S = 30.0
-"""A check of a server that is not in use may take this long, or `health_timeout_s` if that is longer: a server that is
-starting may accept connections and answer only when it is ready."""
+"""The timeout of a health check while a server is DOWN, in seconds, unless `health_timeout_s` is longer. A server that
+is starting may accept connections and answer only when it is ready."""
 
 
 class NoBackendError(ServerError):
-    """No server will take requests, now or later."""
+    """All servers for the request have been drained, given up or removed."""
 
 
 class AllCoolingDownError(ServerError):
-    """Every server that could take the request has asked for a pause."""
+    """No server for the request is available, and at least one is cooling down after a 429 or 503."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
-        """Until the first one is back."""
+        """Seconds until the first cool-down ends."""
 
 
 class LoopError(ServerError):
-    """The server is this router itself."""
+    """The URL of the server leads back to this router."""
 
 
 class AsleepError(ServerError):
-    """The server is well, and its engine sleeps: what it is asked now hangs."""
+    """The server is healthy, but its engine sleeps: a request to it would hang."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A health check that failed."""
+    """The result of a failed health check."""
 
     reason: str
     certain: bool = False
-    """Whether one such failure is enough to take the server out of use."""
+    """Whether a single failure takes the server out of use."""
     timed_out: bool = False
     loop: bool = False
     """Whether the server is this router."""
@@ -71,7 +95,7 @@ def _ignore(backend: Backend) -> None:
 
 
 class Group:
-    """The servers that can answer the same requests."""
+    """The servers that can answer one kind of request for one model, with the policy that chooses among them."""
 
     __slots__ = ("members", "policy", "ready", "trials")
 
@@ -84,16 +108,16 @@ class Group:
 
 
 class BackendPool:
-    """Hands out servers, and takes failing ones out of use until they are well again.
+    """Chooses servers for requests, and takes failing servers out of use until they are healthy again.
 
-    An async context manager: between entry and exit, servers that are down are checked with growing pauses, and those
-    in use at an interval.
+    Use it as an async context manager. Between entry and exit, it checks servers that are down with exponential
+    backoff, and servers in use every `health_interval_s` seconds.
 
     Args:
         backends: the servers.
-        check: sends a health request to one; raises if it is unhealthy. It may set the backend's `models` and `cards`.
-            A server that is starting and already has its socket may answer only when it is ready.
-        config: options.
+        check: sends a health request to a server, and raises an exception if the server is unhealthy. It may set the
+            backend's `models` and `cards`.
+        config: options; by default, those of `RouterConfig()`.
     """
 
     def __init__(
@@ -106,20 +130,21 @@ class BackendPool:
         self._check = check
         self.backends: list[Backend] = []
         self.models: frozenset[str] = frozenset()
-        """All that are known."""
+        """The names of all known models."""
         self.several_models = False
-        """Whether it matters which model a request names."""
+        """Whether the servers serve different models, so that requests are routed by their ``model`` field."""
         self.identity = b"reward-loop-" + secrets.token_hex(8).encode()
-        """The router's name in ``Via`` headers: a request that carries it goes round in a loop."""
+        """The router's name in ``Via`` headers; a received request with this name is in a routing loop."""
         self._initial = list(backends)
         self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
-        # One for each group: models that are asked alternately would always meet every other server of a common turn.
+        # One policy for each group: with a shared round robin, requests that alternate between two models would each
+        # reach only every second server.
         self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
             lambda: policy_for(self._config)
         )
         self.on_frozen: Callable[[Backend], None] = _ignore
-        """Called with a server whose health checks time out: when it is taken out of use, and after each further check
-        that times out."""
+        """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
+        further failed check."""
         self._changed = asyncio.Event()
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
@@ -141,13 +166,18 @@ class BackendPool:
 
     @property
     def usable(self) -> bool:
-        """Whether a request would find a server at once."""
+        """Whether at least one server is UP or TRIAL."""
         return any(backend.state in (BackendState.UP, BackendState.TRIAL) for backend in self.backends)
 
     def group(self, model: str | None = None, kind: RequestKind | None = None) -> Group:
-        """The servers that can answer a model's requests of a kind; ``None`` stands for any."""
+        """Returns the servers that can answer requests of a kind for a model.
+
+        Args:
+            model: the model's name; ``None`` for any model.
+            kind: the kind of request; ``None`` for any kind.
+        """
         if model is not None and model not in self.models:
-            model = ""  # Only servers whose models are not known can have it.
+            model = ""  # All unknown names share one group: the servers whose models are unknown.
         group = self._groups.get((model, kind))
         if group is None:
             members = [backend for backend in self.backends if backend.can_answer(model, kind)]
@@ -155,7 +185,13 @@ class BackendPool:
         return group
 
     def pick(self, group: Group, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
-        """A server that takes a request now, if there is one, other than those to avoid."""
+        """Returns a server of `group` that is available now, or ``None``.
+
+        Args:
+            group: the servers to choose from.
+            key: the routing key of the request; see `Policy.key`.
+            avoid: servers that must not be chosen.
+        """
         for backend in group.trials:
             if backend in avoid:
                 continue
@@ -168,17 +204,23 @@ class BackendPool:
         ready = [backend for backend in group.ready if backend not in avoid] if avoid else group.ready
         if ready:
             return group.policy.choose(ready, key)
-        # Better one that is on trial than none.
+        # No server is UP: use one in TRIAL, even if it has a request in flight.
         return next((backend for backend in group.trials if backend not in avoid), None)
 
     async def acquire(
         self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Backend] = ()
     ) -> Backend:
-        """A server for a request, one to avoid only if there is no other; waits while all are down.
+        """Returns a server for a request; waits while all servers are down or asleep.
+
+        Args:
+            model: the model's name; ``None`` for any model.
+            kind: the kind of request; ``None`` for any kind.
+            key: the routing key of the request; see `Policy.key`.
+            avoid: servers to choose only if no other server is available.
 
         Raises:
-            NoBackendError: all are retired, drained or gone.
-            AllCoolingDownError: those that are up have asked for a pause.
+            NoBackendError: all servers have been given up, drained or removed.
+            AllCoolingDownError: no server is available, and at least one is cooling down.
         """
         while True:
             group = self.group(model, kind)
@@ -193,32 +235,32 @@ class BackendPool:
                 raise AllCoolingDownError(message, min(cooling) - time.monotonic())
             await self._changed.wait()
 
-    # What becomes of a server
+    # State changes
 
     def succeeded(self, backend: Backend) -> None:
-        """It has answered."""
+        """Records an answer that is not a retryable error; ends the server's trial."""
         backend.failures = 0
         if backend.state is BackendState.TRIAL:
             backend.relapses = 0
             self._set_state(backend, BackendState.UP)
 
     def failed(self, backend: Backend, reason: str) -> None:
-        """It has answered with a 5xx."""
+        """Records a 5xx answer; takes the server out of use after `max_failures` in a row, or at once in TRIAL."""
         backend.failures += 1
         if backend.failures >= self._config.max_failures or backend.state is BackendState.TRIAL:
             self.mark_unhealthy(backend, f"{backend.failures} failures in a row, the last one: {reason}")
 
     def cool_down(self, backend: Backend, seconds: float) -> None:
-        """Gives it no requests for some time, as it has asked for."""
+        """Sends the server no requests for some seconds, after it answered 429 or 503."""
         until = time.monotonic() + seconds
         if until > backend.cools_down_until:
             backend.cools_down_until = until
-            # A little later, so that the time has certainly come.
+            # One millisecond later, so that the cool-down has ended for certain.
             asyncio.get_running_loop().call_later(seconds + 0.001, self._refresh)
         self._refresh()
 
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
-        """Takes it out of use until a check succeeds."""
+        """Takes a server in use (UP or TRIAL) out of use until a health check succeeds."""
         if backend.state in (BackendState.UP, BackendState.TRIAL):
             logger.warning("backend %s is down: %s", backend.url, reason)
             backend.relapses = backend.relapses + 1 if backend.state is BackendState.TRIAL else 0
@@ -229,9 +271,10 @@ class BackendPool:
             backend.taken_out.set()
 
     def mark_dead(self, backend: Backend, reason: str) -> None:
-        """Takes a server out of use whose process has died. Requests that wait for its answer are tried elsewhere.
+        """Takes a server out of use because its process has died, and fails its unanswered requests for a retry.
 
-        A connection that the process had not accepted yet does not break: it would wait for the next process.
+        Without this call, a connection that the dead process had not accepted would stay open and wait for the next
+        process on the same socket.
         """
         self.mark_unhealthy(backend, reason)
         backend.frozen = False
@@ -239,7 +282,7 @@ class BackendPool:
         backend.upstream.break_off(reason)
 
     def give_up(self, backend: Backend, reason: str) -> None:
-        """Takes it out of use for good."""
+        """Takes a server out of use permanently, and fails its unanswered requests for a retry."""
         logger.error("backend %s gets no more requests: %s", backend.url, reason)
         backend.last_error = reason
         self._stop_watching(backend)
@@ -247,7 +290,7 @@ class BackendPool:
         backend.upstream.break_off(reason)
 
     def has_stand_in(self, backend: Backend) -> bool:
-        """Whether another server can take a server's requests now."""
+        """Returns whether another server with the same models, kind and engine is available now."""
         return any(
             other is not backend
             and other.state in (BackendState.UP, BackendState.TRIAL)
@@ -258,12 +301,12 @@ class BackendPool:
         )
 
     def find(self, url: str) -> Backend | None:
-        """The server at a URL."""
+        """Returns the server with this URL, or ``None``."""
         url = url.rstrip("/")
         return next((backend for backend in self.backends if backend.url == url), None)
 
     def add(self, config: BackendConfig) -> Backend:
-        """Adds a server; it gets requests once it is well."""
+        """Adds a server; it receives requests after its first successful health check."""
         backend = Backend(config, self.connect(config.url), models=config.models)
         self.backends.append(backend)
         self._watch(backend)
@@ -271,18 +314,18 @@ class BackendPool:
         return backend
 
     def connect(self, url: str) -> Upstream:
-        """An HTTP client of a server, which sends the servers' API key and this router's identity."""
+        """Returns an HTTP client for a server, which sends the servers' API key and this router's identity."""
         return Upstream(url, api_key=self._config.worker_api_key, via=self.identity)
 
     def drain(self, backend: Backend) -> None:
-        """Gives it no new requests."""
+        """Sends the server no new requests; those in flight continue."""
         if backend.state is not BackendState.GIVEN_UP:
             logger.info("backend %s is draining", backend.url)
             self._stop_watching(backend)
             self._set_state(backend, BackendState.DRAINING)
 
     async def sleep(self, backend: Backend) -> None:
-        """Gives it no new requests until it is resumed, and waits until those that it has are finished, or it is."""
+        """Sends the server no new requests, and waits until its requests in flight end or it is resumed."""
         if backend.state is not BackendState.GIVEN_UP:
             logger.info("backend %s is to sleep", backend.url)
             self._stop_watching(backend)
@@ -292,9 +335,11 @@ class BackendPool:
                 await backend.idle.wait()
 
     def resume(self, backend: Backend) -> None:
-        """Takes a sleeping server into use again, which its owner has woken; a drained or retired one once it is well.
+        """Takes a sleeping, drained or given-up server into use again.
 
-        If those that were woken together were checked one by one, the first would get all that waits.
+        A sleeping server, which its owner has woken, is UP at once: if several servers wake together and each had to
+        pass a health check first, the first one to pass would receive all waiting requests. Other servers are UP after
+        a health check.
         """
         if backend.state in (BackendState.DRAINING, BackendState.ASLEEP, BackendState.GIVEN_UP):
             backend.relapses = 0
@@ -302,14 +347,14 @@ class BackendPool:
             self._watch(backend)
 
     def remove(self, backend: Backend) -> None:
-        """Drains it and forgets it; the requests that it has are finished."""
+        """Removes a server; its requests in flight continue."""
         self._stop_watching(backend)
         self.backends.remove(backend)
         self._set_state(backend, BackendState.GIVEN_UP)
         logger.info("backend %s is removed, with %d requests in flight", backend.url, backend.in_flight)
 
     def describe(self, backends: Iterable[Backend] | None = None) -> str:
-        """The servers with their states and last errors, for messages."""
+        """Returns a text for messages: the URL, state and last error of each server (by default, of all servers)."""
         described = [
             f"{backend.url} is {'resting' if backend.cooling_down else backend.state}"
             + (f" ({backend.last_error})" if backend.last_error else "")
@@ -334,15 +379,15 @@ class BackendPool:
             backend.taken_out.clear()
             while not backend.taken_out.is_set():
                 try:
-                    # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
+                    # In Python 3.11, wait_for loses a cancellation that coincides with the event.
                     async with asyncio.timeout(self._config.health_interval_s):
                         await backend.taken_out.wait()
                 except TimeoutError:
                     while await self._check_in_use(backend) and not backend.taken_out.is_set():
-                        pass  # The check has taken its time already: the next one follows at once.
+                        pass  # The check timed out, which took long enough: repeat it without a pause.
 
     async def _readmit(self, backend: Backend, new: bool) -> None:
-        """Checks a server that is down until it is well."""
+        """Repeats the health check of a server that is down until it succeeds."""
         pause = _FIRST_PAUSE_S
         if backend.relapses:
             pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
@@ -355,7 +400,7 @@ class BackendPool:
             if failure.timed_out and backend.in_flight:
                 backend.frozen = True
             if backend.frozen:
-                # The budget of retries has grown since, or another server is well again.
+                # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
                 self.on_frozen(backend)
             await asyncio.sleep(min(pause, self._config.health_interval_s) if backend.frozen else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -366,7 +411,11 @@ class BackendPool:
         self._set_state(backend, BackendState.UP if new else BackendState.TRIAL)
 
     async def _check_in_use(self, backend: Backend) -> bool:
-        """Checks a server in use; returns whether the check timed out while the server sent nothing at all."""
+        """Checks a server in use.
+
+        Returns:
+            whether the check timed out and the server sent no bytes during it.
+        """
         reads = backend.upstream.reads
         failure = await self._run_check(backend)
         if failure is None or (failure.timed_out and backend.upstream.reads != reads):
@@ -382,7 +431,7 @@ class BackendPool:
         return failure.timed_out
 
     async def _run_check(self, backend: Backend) -> _Failure | None:
-        """Checks a server; returns ``None`` if it is well."""
+        """Checks a server; returns ``None`` if it is healthy."""
         seconds = self._config.health_timeout_s
         if backend.state is BackendState.DOWN and not backend.frozen:
             seconds = max(seconds, _START_CHECK_S)
@@ -403,7 +452,7 @@ class BackendPool:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Takes note of any change, and wakes those who wait for one."""
+        """Updates the known models, drops the cached groups, and wakes all waiters of `acquire`."""
         named = {frozenset(backend.models) for backend in self.backends if backend.models}
         self.models = frozenset().union(*named)
         self.several_models = len(named) > 1

@@ -1,10 +1,21 @@
-"""uvicorn's HTTP protocol, with a bound on the length of a request's head, and with less to do for each request.
+"""uvicorn's HTTP protocol, with a limit on the length of a request's head, and less work for each request.
 
-uvicorn collects a head for as long as one comes, writes the head and the body of an answer with a system call each, has
-a task for every request and a timer after it. Here a request that came in one piece is first offered to `begin`, which
-may serve it in callbacks; any other goes to the ASGI app as usual. What is left out are access logs, WebSockets, a root
-path, and the check of header names and values: they come from httptools, which has checked them, or from the control
-plane.
+Differences from uvicorn's `HttpToolsProtocol`:
+
+- A head that is too long is refused with 431 or 414; uvicorn has no limit.
+- A request whose body has arrived completely is first offered to `begin`, which may serve it in callbacks. uvicorn
+  creates a task for every request. All other requests go to the ASGI app.
+- The head and the first part of the body are written with one system call; uvicorn uses two.
+- One keep-alive timer serves the whole connection; uvicorn starts one after each request.
+- There are no access logs, no WebSockets, no root path, and no check of the names and values of answer headers: they
+  come from httptools, which has checked them, or from the router itself.
+
+Invariants of a connection:
+
+- Requests are served one at a time, in their order. Requests that arrive early (pipelining) wait in `pipeline`, and
+  reading pauses.
+- `cycle` is the request received last, `_served` the one served last. `_unserved` is set only within `data_received`,
+  between the end of a head and the end of the received bytes.
 """
 
 from __future__ import annotations
@@ -39,35 +50,35 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 def protocol_for(max_head_bytes: int, begin: Callable[[Client], bool]) -> Callable[..., asyncio.Protocol]:
-    """What makes protocols for uvicorn.
+    """Returns a protocol factory for uvicorn's ``http`` option.
 
     Args:
-        max_head_bytes: longer heads are refused with 431, or with 414 where it is the URL that is too long.
-        begin: takes a request whose body is there, or says that it is one for the ASGI app.
+        max_head_bytes: longer heads are refused with 431, or with 414 if the URL is too long.
+        begin: receives each request with a complete body; returns whether it serves the request. If not, the ASGI app
+            does.
     """
     return partial(_Protocol, max_head_bytes, begin)
 
 
 class _Protocol(HttpToolsProtocol):
     cycle: Any
-    """The request that came last."""
+    """The request received last."""
 
     def __init__(self, max_head_bytes: int, begin: Callable[[Client], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # What is read for each request is no attribute of the class: Python 3.11 takes long to find those.
         self._max_head_bytes = max_head_bytes
         self._begin = begin
         self._served: _Cycle | None = None
-        """The request in work, or the last one that was."""
+        """The request that is being served, or that was served last."""
         self._unserved: _Cycle | None = None
-        """One whose turn it is, while it is not known whether its body has come with it."""
+        """The next request to serve, while the received bytes, which may contain its body, are being parsed."""
         self._upgrading = False
-        """While a head is parsed that asks for another protocol."""
+        """Whether the request asks for an upgrade to another protocol, which the router ignores."""
         self._in_head = True
         self._head_bytes = 0
         self._idle_since = 0.0
         self._parting = False
-        """After the last answer, while the client still sends."""
+        """Whether the last answer has been sent, and further received bytes are discarded."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -87,10 +98,10 @@ class _Protocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._upgrading:
                 return self._stay(data[upgrade.args[0] :])
-        # Not within the parser, which would take an exception for a request that is not HTTP.
+        # Called after parsing: within a parser callback, an exception would be reported as an invalid request.
         if self._unserved and not self.transport.is_closing():
             self._serve(self._unserved)
-        # What has come may have ended the head; then the rest is the body's.
+        # If the head ended within these bytes, `_in_head` is False: the rest belongs to the body.
         if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse(self._too_long())
         return None
@@ -110,7 +121,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # It is a trailer.
+            return  # Ignore trailers.
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -118,7 +129,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.url) > self._max_head_bytes:
-            raise ValueError("the URL is too long")  # The parser stops, and `data_received` answers.
+            raise ValueError("the URL is too long")  # The parser raises HttpParserError; `data_received` answers.
         self._in_head = False
         self._head_bytes = 0
         if self.parser.should_upgrade():
@@ -131,7 +142,7 @@ class _Protocol(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._unserved = cycle
         else:
-            # The client did not wait for the answer to its last request.
+            # Pipelining: the previous request has not been answered yet.
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
@@ -146,7 +157,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._upgrading:
             return
-        # The first bytes of the next head come before its beginning is parsed.
+        # Set here, because `data_received` counts the next bytes as a head before `on_message_begin` is called.
         self._in_head = True
         self.cycle.more_body = False
         self.cycle.set()
@@ -161,7 +172,7 @@ class _Protocol(HttpToolsProtocol):
             self._idle_since = self.loop.time()
 
     def timeout_keep_alive_handler(self) -> None:
-        # One timer for all requests: it looks when the last one was, or if none came.
+        # One timer for the whole connection: it closes the connection, or restarts with the time that is left.
         idle = self.cycle is None or self.cycle.response_complete
         left = self._idle_since + self.timeout_keep_alive - self.loop.time() if idle else self.timeout_keep_alive
         if left > 0:
@@ -179,17 +190,17 @@ class _Protocol(HttpToolsProtocol):
     def _serve(self, cycle: Any) -> None:
         self._unserved = None
         self._served = cycle
-        # A task waits for a client that does not read its answers; callbacks do not.
+        # If the client does not read its answers, use a task: a task can wait, callbacks cannot.
         if cycle.more_body or self.flow.write_paused or not self._begin(cycle):
             self._start_asgi_task(cycle, self.app)
         elif self.flow.read_paused and not self.pipeline:
-            # Its body was long, and is there; now its leaving is to be noticed.
+            # Reading was paused because of a long body, which is complete now. Resume it to detect a disconnect.
             self.flow.resume_reading()
 
     def _stay(self, rest: bytes) -> None:
-        """Reads a request without its wish for another protocol, which may be ignored (RFC 9110, 7.8).
+        """Parses a request again without its ``Upgrade`` header, which a server may ignore (RFC 9110, 7.8).
 
-        The parser would take the request's body for bytes of that protocol.
+        With the header, the parser would not parse the request's body.
         """
         self._upgrading = False
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
@@ -212,10 +223,10 @@ class _Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def part(self) -> None:
-        """Ends the connection of a client that still sends. What comes is thrown away, until the client closes it
-        or time is up.
+        """Closes the sending side of the connection while the client still sends; received bytes are discarded.
 
-        Closed here at once, it would be reset, and the client might lose its answer (RFC 9112, 9.6).
+        The connection closes when the client closes it, or after the keep-alive timeout. An immediate close would
+        reset the connection, and the client might lose its answer (RFC 9112, 9.6).
         """
         self._parting = True
         if not self.transport.is_closing():
@@ -223,7 +234,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Cycle(RequestResponseCycle):
-    """One request and its answer, for ASGI and as a `Client`."""
+    """One request and its answer, as ASGI's `receive` and `send`, and as a `Client` for the callback path."""
 
     body: bytes  # type: ignore[assignment]
     disconnected = False
@@ -254,7 +265,7 @@ class _Cycle(RequestResponseCycle):
 
     @property
     def scope(self) -> Any:  # type: ignore[override]
-        """ASGI's; made for those who go that way."""
+        """The ASGI scope; created on demand, because the callback path does not need it."""
         protocol = self._protocol
         raw_path, _, query = self.target.partition(b"?")
         return {
@@ -275,11 +286,14 @@ class _Cycle(RequestResponseCycle):
 
     @property
     def message_event(self) -> Any:  # type: ignore[override]
-        """Itself; as an attribute, each request would be garbage that only the collector gets rid of."""
+        """Returns the cycle itself: it implements `set`, the method that uvicorn calls on the event.
+
+        A stored reference to itself would be a reference cycle, which only the garbage collector frees.
+        """
         return self
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends a whole answer, whose headers say how long it is."""
+        """Sends a complete answer; `headers` include ``Content-Length``."""
         self.response_started = True
         end = b"\r\n" if self.keep_alive else _CLOSE
         if self.method == "HEAD":
@@ -288,18 +302,18 @@ class _Cycle(RequestResponseCycle):
         self._end()
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        """Leaves the rest to an ASGI app, in a task."""
+        """Starts a task in which an ASGI app serves the rest of the request."""
         self._protocol._start_asgi_task(self, app)  # type: ignore[arg-type]
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Handles a client disconnect: wakes `receive`, and calls `on_leave`."""
         self.disconnected = True
         self.set()
         if self.on_leave:
             self.on_leave()
 
     def set(self) -> None:
-        """There is something to receive."""
+        """Wakes `receive`: bytes were received, the client disconnected, or the answer is complete."""
         self._news = True
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
@@ -334,7 +348,7 @@ class _Cycle(RequestResponseCycle):
     def _start(self, status: int, headers: Any) -> None:
         self.response_started = True
         head = _status_line(status) + to_wire(headers, _CONNECTION)
-        # A client that was not told to send its body may send it or not.
+        # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
         if find(headers, b"connection") == b"close" or (self.waiting_for_100_continue and self.more_body):
             self.keep_alive = False
         self.waiting_for_100_continue = False
@@ -345,7 +359,7 @@ class _Cycle(RequestResponseCycle):
             head += b"transfer-encoding: chunked\r\n"
         else:
             self.expected_content_length = int(length)
-        # It waits for the body, of which the first part is written together with it.
+        # Written by `_continue`, together with the first part of the body.
         self._head = head + (b"\r\n" if self.keep_alive else _CLOSE)
 
     def _continue(self, body: bytes, more: bool) -> None:
@@ -383,7 +397,7 @@ def _status_line(status: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _parse_target(url: bytes) -> tuple[str, bytes]:
-    """The path, decoded, and path and query as they are written."""
+    """Returns the percent-decoded path, and the path with the query as in the request line."""
     if url.startswith(b"/"):
         raw_path, _, query = url.partition(b"#")[0].partition(b"?")
     else:

@@ -1,4 +1,18 @@
-"""The router's data plane: passes requests to servers and their answers back, bytes untouched."""
+"""The router's data plane: forwards requests to servers and returns their answers, with unchanged bodies.
+
+A request takes one of two paths:
+
+- Callback path (:meth:`Proxy.begin`, :class:`_Direct`): the body is complete and a server is free. The request has no
+  asyncio task. A short, complete answer is written in the callback that received it.
+- Task path (:meth:`Proxy.__call__`, :class:`~reward_loop.router.request.Exchange`): all other requests. A request on
+  the callback path moves to a task (:meth:`Proxy.go_on`) if its answer is an error, is streamed, or has to be retried.
+
+Invariants:
+
+- A forwarded request is in `Proxy.watched` until it ends; one shared timer checks the deadlines of all of them.
+- Each admitted request leaves the gate exactly once. When a request moves to a task, its place in the gate moves with
+  it.
+"""
 
 from __future__ import annotations
 
@@ -29,43 +43,61 @@ logger = logging.getLogger(__name__)
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 _SPECIAL = WORTH_A_RETRY | NO_BODY
-"""Statuses of answers that are not simply passed on."""
+"""Statuses that the callback path hands over to a task: retryable errors, and answers without a body."""
 
 _SHORT_S = 4 * WATCH_AFTER_S
-"""Shorter deadlines need a timer for each request."""
+"""If the request timeout is shorter than this (in seconds), each request has its own timer: the shared timer runs only
+every `WATCH_AFTER_S` seconds."""
 
 
 class Client(Protocol):
-    """Who waits for the answer to a request, in callbacks: see :meth:`Proxy.begin`."""
+    """A client's request and the callbacks that answer it; the argument of :meth:`Proxy.begin`."""
 
     method: str
     path: str
     target: bytes
-    """Path and query, as they came."""
+    """Path and query, exactly as received."""
     headers: list[RawHeader]
     body: bytes
     on_leave: Callable[[], None] | None
-    """Called when it is gone."""
+    """Called when the client disconnects."""
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends it a whole answer, whose headers say how long it is."""
+        """Sends a complete answer; `headers` include ``Content-Length``."""
 
     def go_on(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        """Leaves the rest to an ASGI app, in a task."""
+        """Starts a task in which an ASGI app serves the rest of the request."""
 
 
 class Proxy:
     """An ASGI app that forwards every request to a server of the pool.
 
-    To be made in a running event loop; its owner calls :meth:`close`.
+    Create it in a running event loop, and call :meth:`close` at the end.
 
-    It needs nothing but ASGI. A server protocol that can do more also offers it requests by :meth:`begin`: most need
-    neither a task of their own nor the messages of ASGI, which together cost more than all the rest.
+    Any ASGI server can run it. A server protocol can also offer requests to :meth:`begin`, which serves most of them
+    without a task and without ASGI messages.
 
-    The proxy's own answers have vLLM's error shape: 400 and 404 for what no server can answer, 408 when the body did
-    not come in time, 413 and 431 for what is too long, 429 when all servers have asked for a pause, 502 when the
-    request has broken several servers, 503 when no server was available or too many requests wait, 504 when a server
-    did not answer in time, 508 when the request has passed this router before.
+    Errors of the proxy itself have the JSON format of vLLM's errors:
+
+    ====== ==========================================================
+    Status Reason
+    ====== ==========================================================
+    400    no server can answer the request
+    404    no server has the model
+    408    the body did not arrive before the deadline
+    413    the body is too long
+    429    all servers are cooling down after a 429 or 503
+    431    the headers are too long
+    501    the request asks for a WebSocket
+    502    the last of `max_attempts` attempts lost its connection
+    503    no server was available, or the waiting queue is full
+    504    the server did not answer before the deadline
+    508    the request has passed this router before
+    ====== ==========================================================
+
+    Args:
+        pool: the servers.
+        config: options; by default, those of `RouterConfig()`.
     """
 
     def __init__(self, pool: BackendPool, config: RouterConfig | None = None) -> None:
@@ -82,12 +114,12 @@ class Proxy:
         self._timeout_s = config.request_timeout_s
         self._max_body_bytes = config.max_body_bytes
         self._max_header_bytes = config.max_header_bytes
-        # The length is known anew, and there is nothing more to expect, once the body is complete.
+        # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
             self._not_passed_on |= {b"authorization"}
         self.watched: set[Exchange | _Direct] = set()
-        """The requests that have been forwarded."""
+        """Forwarded requests that have not ended."""
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +130,10 @@ class Proxy:
         await self.run(exchange, self._serve(exchange))
 
     async def run(self, exchange: Exchange, work: Awaitable[None]) -> None:
-        """Awaits what serves a request, until its deadline, or until its client leaves; answers refusals."""
+        """Awaits `work`, and sends the error answer if it raises a `Refusal`.
+
+        `work` is cancelled at the request's deadline, or when the client disconnects.
+        """
         try:
             await work
         except Refusal as refusal:
@@ -149,7 +184,11 @@ class Proxy:
             self.watched.discard(exchange)
 
     def begin(self, client: Client) -> bool:
-        """Forwards a request whose body is there, if nothing stands in its way; else it is one for :meth:`__call__`."""
+        """Forwards a request with a complete body on the callback path.
+
+        Returns:
+            whether the request was accepted. If not, serve it with :meth:`__call__`.
+        """
         path, body = client.path, client.body
         if len(body) > self._max_body_bytes or self._timeout_s < _SHORT_S or path == "/v1/models":
             return False
@@ -168,14 +207,14 @@ class Proxy:
         return True
 
     def close(self) -> None:
-        """Cancels the requests that have no task, and logs what has only been counted."""
+        """Cancels the requests on the callback path, and logs the summaries of suppressed messages."""
         for exchange in list(self.watched):
             if isinstance(exchange, _Direct):
                 exchange.give_up()
         self.log.close()
 
     async def go_on(self, attempt: Attempt, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves, in a task, a request that began without one, and has a place inside the gate."""
+        """Continues a request of the callback path in a task. The request has already been admitted by the gate."""
         exchange = Exchange(scope, receive, send, self._timeout_s, self.late, attempt.began)
         try:
             await self.run(exchange, self._forward(exchange, request, attempt))
@@ -183,7 +222,7 @@ class Proxy:
             self.gate.leave()
 
     def late(self, exchange: Exchange | _Direct) -> Refusal:
-        """What a request gets whose time is over."""
+        """Returns the error for a request that has passed its deadline."""
         timeout = f"{self._timeout_s:g} s"
         if exchange.waits_for:
             return Refusal(504, f"{exchange.waits_for} did not answer within the {timeout} that a request may take")
@@ -196,16 +235,15 @@ class Proxy:
         return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}", close=True)
 
     def _move_requests(self, backend: Backend) -> None:
-        """Tries requests that a frozen server has not begun to answer on another server, as far as the budget goes.
+        """Retries the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
 
-        The other requests stay: the server may continue.
+        Requests beyond the budget stay with the frozen server, which may recover.
         """
         if self._may_repeat and self._pool.has_stand_in(backend):
             backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
 
     def _watch(self, exchange: Exchange | _Direct) -> None:
-        """From now on its deadline holds, and a while later its client's leaving is noticed."""
-        # One timer for all: one for each would be a good part of what a quick request costs.
+        """Starts to enforce the deadline of a request; after `WATCH_AFTER_S`, also detects a client disconnect."""
         self.watched.add(exchange)
         if self._sweeping is None:
             self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep)
@@ -217,7 +255,7 @@ class Proxy:
         self._sweeping = self.loop.call_later(WATCH_AFTER_S, self._sweep) if self.watched else None
 
     def headers_for_servers(self, headers: list[RawHeader]) -> bytes:
-        """The header lines that a server gets of a request.
+        """Returns the header lines that are forwarded to a server.
 
         Raises:
             Refusal: the headers or the body are too long, the request has passed this router before, or it asks for a
@@ -249,10 +287,10 @@ class Proxy:
 
 
 class _Direct:
-    """A request that was given to a server within the callback that brought it, and has no task.
+    """A request on the callback path: it is sent in the callback that received it, and has no task.
 
-    It is told of its answer. If that is whole and no error, the client gets it in the same callback; whatever else
-    comes is left to a task, which goes on from there.
+    It implements `Arrival`, so the connection calls `set_result` or `set_exception`. A complete, successful answer is
+    written to the client in that callback. In all other cases the request moves to a task.
     """
 
     __slots__ = ("_backend", "_began", "_client", "_deadline", "_proxy", "_request", "_sending")
@@ -271,15 +309,15 @@ class _Direct:
 
     @property
     def waits_for(self) -> str:
-        """The URL of the server that has it."""
+        """The URL of the server that the request was sent to."""
         return self._backend.url
 
     def done(self) -> bool:
-        """Whether it does not want to know of its answer."""
+        """Returns ``False``: the answer is always needed, as cancelling closes the connection."""
         return False
 
     def set_result(self, answer: Answer, /) -> None:
-        """The server has answered."""
+        """Handles the server's answer: writes it to the client, or moves the request to a task."""
         backend, status = self._backend, answer.status
         if (
             answer.complete
@@ -296,18 +334,18 @@ class _Direct:
             self._go_on(future)
 
     def set_exception(self, error: UpstreamError, /) -> None:
-        """There was no connection, or it broke: a task tries other servers."""
+        """Handles a failed connection: moves the request to a task, which tries other servers."""
         future: asyncio.Future[Answer] = self._proxy.loop.create_future()
         future.set_exception(error)
         self._go_on(future)
 
     def give_up(self) -> None:
-        """Takes it back from the server."""
+        """Cancels the request: closes the connection to the server."""
         self._sending.close()
         self._end()
 
     def check(self, now: float) -> None:
-        """Ends it if it is late."""
+        """Cancels the request and answers with an error if the deadline has passed."""
         if now >= self._deadline:
             self.give_up()
             refusal = self._proxy.late(self)

@@ -1,4 +1,4 @@
-"""One request of a client's: how long it may take, whether the client is still there, and how far its answer is."""
+"""One request of a client: its deadline, client disconnects, its body, and its answer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WATCH_AFTER_S = 0.25
-"""A request that takes longer than this is given up when its client leaves; quicker ones are not worth the watching."""
+"""Client disconnects are detected only in requests that take longer than this, in seconds; detection needs a task."""
 
 
 class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected before it received the answer."""
 
 
 class Exchange:
-    """One request.
+    """One request that is served in a task.
+
+    At the deadline, or when the client disconnects, it sets `broken_off` and cancels the task. Create it in that task.
 
     Args:
-        scope, receive, send: of ASGI.
-        timeout_s: seconds until it is broken off with what `late` gives.
-        late: the refusal of a request that took too long.
-        arrived: when it came, in the loop's time; by default, now.
+        scope, receive, send: the arguments of the ASGI app.
+        timeout_s: seconds from `arrived` until the deadline.
+        late: returns the error for a request that has passed its deadline.
+        arrived: when the request arrived, in seconds of the event loop's clock; by default, now.
     """
 
     __slots__ = (
@@ -62,13 +64,13 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.started = False
-        """Whether an answer has begun."""
+        """Whether the answer to the client has begun."""
         self.waits_for: str | None = None
-        """The URL of the server that has it."""
+        """The URL of the server that the request was sent to, while it waits for the answer."""
         self.reading = False
-        """Whether its body is still to come."""
+        """Whether the request's body is being received."""
         self.broken_off: Exception | None = None
-        """Why its task was cancelled."""
+        """The reason why the task was cancelled: a `Refusal` or a `ClientLeftError`."""
         self._receive = receive
         self._send = send
         self._late = late
@@ -81,7 +83,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The method and the path, for messages."""
         return f"{self.scope['method']} {self.scope['path']}"
 
     @property
@@ -90,12 +92,12 @@ class Exchange:
         return self._deadline - self._loop.time()
 
     def set_timer(self) -> None:
-        """From now on the deadline holds."""
+        """Starts the timer of the deadline, if it is not running."""
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline, self._end_late)
 
     def end(self) -> None:
-        """The request is done with."""
+        """Stops the timer and the detection of disconnects, after the request has ended."""
         if self._timer:
             self._timer.cancel()
         if self._watch:
@@ -103,11 +105,14 @@ class Exchange:
         self._task = None
 
     async def read_body(self, limit: int) -> bytes:
-        """The whole body.
+        """Reads and returns the whole body.
+
+        Args:
+            limit: the longest body, in bytes.
 
         Raises:
-            ClientLeftError: the client left before its end.
-            Refusal: it is longer than the limit.
+            ClientLeftError: the client disconnected before the end of the body.
+            Refusal: the body is longer than the limit.
         """
         self.set_timer()
         self.reading = True
@@ -126,17 +131,17 @@ class Exchange:
                 return b"".join(parts)
 
     async def pass_on(self, answer: Answer) -> None:
-        """Sends a server's answer to the client, part by part as it comes.
+        """Sends a server's answer to the client; streams the body if it is not complete yet.
 
         Raises:
-            BrokenError: it broke off.
+            BrokenError: the connection to the server broke before the end of the answer.
         """
         headers = answer.headers
         if answer.status in NO_BODY:
-            # The length of what a GET would have brought: uvicorn would wait for it.
+            # A 304 may have the Content-Length of the answer to a GET: uvicorn would wait for that body.
             headers = [header for header in headers if header[0] != b"content-length"]
         elif not answer.complete and self.scope["http_version"] == "1.0" and answer.length is None:
-            # The client knows no chunks: it gets the whole at once.
+            # HTTP/1.0 has no chunked encoding: send the whole body at once, with its length.
             parts = []
             while part := await answer.read():
                 parts.append(part)
@@ -147,7 +152,8 @@ class Exchange:
             return await self.answer(answer.status, headers, answer.take())
         self.started = True
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        # The protocol writes the head together with the first part of the body; here that may be long in coming.
+        # The protocol writes the head together with the first part of the body, which may take long to arrive: send an
+        # empty first part, so that the client receives the head at once.
         await self._send({"type": "http.response.body", "body": answer.take(), "more_body": True})
         try:
             while part := await answer.read():
@@ -158,18 +164,18 @@ class Exchange:
         return None
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answers with an error of the router's own, unless an answer has begun; that one just breaks off."""
+        """Sends an error answer, unless an answer has begun."""
         if not self.started:
             await self.answer(refusal.status, *refusal.render())
 
     async def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
-        """Sends a whole answer."""
+        """Sends a complete answer; `headers` include ``Content-Length``."""
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
     def check(self, now: float) -> None:
-        """Ends it if it is late, and from some time on, if its client leaves."""
+        """Cancels the request if its deadline has passed; after `WATCH_AFTER_S`, starts to detect a disconnect."""
         if now >= self._deadline:
             self._end_late()
         elif self._watch is None and now >= self.arrived + WATCH_AFTER_S:

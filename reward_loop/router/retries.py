@@ -1,4 +1,4 @@
-"""How a request gets its answer: from one server, or from another if that fails."""
+"""Forwards a request to a server, and retries it on other servers."""
 
 from __future__ import annotations
 
@@ -22,50 +22,60 @@ from reward_loop.router.routing import Route
 __all__ = ["WORTH_A_RETRY", "Attempt", "Forwarder", "Request"]
 
 WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
-"""Statuses for which another server is tried."""
+"""HTTP statuses that are retried on another server."""
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 _PAUSE_S = 1.0
-"""For a 429 that does not say how long to wait."""
+"""The cool-down after a 429 without a valid ``Retry-After``, in seconds."""
 _LONGEST_PAUSE_S = 60.0
 
 
 class Request(NamedTuple):
-    """What a server is sent, and which one."""
+    """A request to forward: the message, and the data for the choice of a server."""
 
     method: bytes
     target: bytes
-    """Path and query."""
+    """The path and the query, as in the request line."""
     headers: bytes
     """Header lines, without ``Host``."""
     body: bytes
     destination: Route
     key: int
-    """For the policy."""
+    """The routing key; see `Policy.key`."""
 
 
 class Attempt(NamedTuple):
-    """A request that a server has been given."""
+    """An attempt in flight: a request that has been sent to a server."""
 
     backend: Backend
     began: float
-    """The loop's time."""
+    """When it began, in seconds of the event loop's clock."""
     answer: Awaitable[Answer]
 
 
 class Forwarder:
-    """Passes requests to servers, and their answers to clients.
+    """Forwards requests to servers, and passes the answers to the clients.
 
-    A request that fails before its answer has begun is repeated on another server, or on the same one once it is well.
-    If there is no other server, the answer of the first is passed on, errors included.
+    A request is retried only while no part of its answer has been sent to the client:
+
+    ============================= ============================================================================
+    Attempt ended with            Then
+    ============================= ============================================================================
+    429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
+                                  else the answer is passed on
+    another status                the answer is passed on
+    `StaleError`                  retried without a pause; not counted as a failure
+    `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
+    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    ============================= ============================================================================
 
     Args:
         pool: the servers.
-        budget: of retries.
-        log: gets the answers that broke off.
-        max_attempts: how many servers a request may fail on.
+        budget: the retry budget.
+        config: `max_attempts` is how many times a request may fail.
+        log: the log for answers that broke off.
     """
 
     def __init__(self, pool: BackendPool, budget: RetryBudget, config: RouterConfig, log: LimitedLog) -> None:
@@ -75,15 +85,15 @@ class Forwarder:
         self._max_attempts = config.max_attempts
 
     async def forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
-        """Answers a request.
+        """Forwards a request and sends the answer to the client.
 
         Args:
-            exchange: who asks.
-            request: what is asked.
-            attempt: if a server has been given it already.
+            exchange: the client's request.
+            request: the request to forward.
+            attempt: the attempt in flight, if the request has already been sent to a server.
 
         Raises:
-            Refusal: there was no server, or it broke the connections to several.
+            Refusal: no server was available, or the last of `max_attempts` attempts lost its connection.
         """
         pool = self._pool
         loop = asyncio.get_running_loop()
@@ -112,8 +122,8 @@ class Forwarder:
                         pool.succeeded(backend)
                     return await exchange.pass_on(answer)
             except StaleError:
-                # Not known to be a failure, so the server stays in use. But it may be dead, with a socket that still
-                # accepts connections: another server comes first.
+                # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
+                # a socket that still accepts connections, so other servers are preferred.
                 failed.append(backend)
                 attempt = None
                 continue
@@ -144,7 +154,7 @@ class Forwarder:
     def _may_retry(
         self, backend: Backend, answer: Answer, request: Request, failed: list[Backend], attempts: int
     ) -> bool:
-        """Takes note of a failure that a server has answered with; whether to try another one."""
+        """Records an error answer of a server; returns whether to retry the request on another server."""
         pause = find(answer.headers, b"retry-after")
         if answer.status == 429 or (answer.status == 503 and pause):
             self._pool.cool_down(backend, _pause(pause))
@@ -156,13 +166,13 @@ class Forwarder:
         return other is not None and self._budget.spend()
 
     async def _back_off(self, exchange: Exchange, failures: int) -> None:
-        # The first time another server is tried at once.
+        # The first retry has no delay.
         if failures > 1:
             longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
             await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
 
 
 def _pause(retry_after: bytes | None) -> float:
-    """How long a server rests that has too much to do."""
+    """Returns the cool-down of an overloaded server, in seconds."""
     seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
     return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Answers of the router's own."""
+"""Error answers that the router itself sends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LOOPING = (
 
 
 class Refusal(Exception):
-    """A request ends with an error of the router's own, in the shape of vLLM's.
+    """The router refuses a request with an HTTP error, in the JSON format of vLLM's errors.
 
     Args:
         status: the HTTP status.
-        message: what is wrong, and what there is instead.
-        param: the field that is wrong.
-        retry_after_s: when it is worth trying again.
-        allow: the methods that the path takes, for a 405.
-        close: whether the connection is of no more use.
+        message: the reason, and what the client can use instead.
+        param: the name of the invalid field.
+        retry_after_s: seconds for the ``Retry-After`` header, rounded up, at least 1.
+        allow: the value of the ``Allow`` header, for a 405.
+        close: whether to close the connection after the answer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Refusal(Exception):
         self.close = close
 
     def render(self) -> tuple[list[RawHeader], bytes]:
-        """Headers and body."""
+        """Returns the headers and the body of the HTTP answer."""
         error = {"message": self.message, "type": "RouterError", "param": self.param, "code": self.status}
         body = orjson.dumps({"error": error})
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -1,4 +1,4 @@
-"""Which servers a request is meant for, by its path and its ``model`` field."""
+"""Routing: which servers can answer a request, by its path and its ``model`` field."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ KIND_OF_PATH: dict[str, RequestKind] = {
     "/v2/rerank": "discriminative",
     "/v1/embeddings": "discriminative",
 }
-"""What answers these paths; any server is asked for others."""
+"""The kind of request for each known path. Requests with other paths go to any server."""
 
 _TEXT_FIELDS = ("text", "input", "input_ids")
 
 Route = tuple[str | None, RequestKind | None]
-"""A model and a kind; ``None`` stands for any."""
+"""The model and the kind of a request; ``None`` stands for any."""
 
 
 def route(pool: BackendPool, path: str, body: bytes) -> Route:
-    """Where a request belongs. The body is decoded only where that matters.
+    """Returns the model and the kind by which to route a request.
+
+    The body is parsed only if servers have different models, or if the group contains a server that an empty text can
+    crash.
 
     Raises:
-        Refusal: no server can answer it.
+        Refusal: no server can answer the request.
     """
     kind = KIND_OF_PATH.get(path)
     group = pool.group(None, kind)
@@ -80,7 +83,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
 
 
 def merged_models(pool: BackendPool) -> dict[str, Any]:
-    """The answer to ``GET /v1/models`` for all servers together."""
+    """Returns the answer to ``GET /v1/models``: the models of all servers, each once."""
     cards: dict[str, dict[str, Any]] = {}
     for backend in pool.backends:
         known = {card["id"]: card for card in backend.cards}

@@ -1,4 +1,4 @@
-"""The router as a process."""
+"""Runs the router as a process."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["run_router"]
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 1024
-"""For clients that wait, idle connections, and the process itself."""
+"""File descriptors reserved for waiting clients, idle connections, and the process itself."""
 
 
 def run_router(
     backends: Iterable[str | BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int = 5
 ) -> None:
-    """Runs the router until SIGTERM or SIGINT; then the requests in work are finished.
+    """Runs the router until SIGTERM or SIGINT, then lets the requests in flight finish.
 
     Args:
-        backends: the servers.
+        backends: the servers, or their URLs.
         config: options.
-        listener: where it listens.
-        grace_s: seconds for the requests in work.
+        listener: the listening socket.
+        grace_s: seconds that requests in flight have to finish.
 
     Raises:
-        ConfigError: other machines could reach it, and there is no API key.
+        ConfigError: other machines can reach the socket, and there is no API key; or a server's URL is the router's.
     """
     if not config.api_key and not is_loopback(listener):
         raise ConfigError(
@@ -56,7 +56,7 @@ def run_router(
         logger.warning("%d requests at a time, not %d: for more, raise `ulimit -n`", room, config.max_in_flight)
         config = config.model_copy(update={"max_in_flight": room})
     app = create_app(backends, config)
-    # What has been imported stays; the collector need not look at it again and again.
+    # Imported objects live until the process exits: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -67,9 +67,9 @@ def run_router(
 
 
 def _room_for(requests: int) -> int:
-    """Raises the limit on open files as far as this process may, and returns how many requests it is enough for.
+    """Raises the limit on open files as far as allowed; returns how many concurrent requests it permits.
 
-    Each takes two, of which the client's is open while it waits.
+    Each request in flight has two connections: to the client, and to the server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = wanted = 2 * requests + _SPARE_FILES
@@ -86,7 +86,7 @@ def _room_for(requests: int) -> int:
 
 @contextlib.contextmanager
 def _ending_well() -> Iterator[None]:
-    """Lets SIGTERM and SIGINT end the process with status 0: uvicorn raises them once more after it has stopped."""
+    """Makes the process exit with status 0 on SIGTERM and SIGINT, which uvicorn raises again after it has stopped."""
     before: dict[signal.Signals, Any] = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, lambda *_: None)
