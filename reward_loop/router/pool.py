@@ -207,6 +207,10 @@ class BackendPool:
         # No server is UP: use one in TRIAL, even if it has a request in flight.
         return next((backend for backend in group.trials if backend not in avoid), None)
 
+    def has_other(self, group: Group, avoid: Container[Backend]) -> bool:
+        """Returns whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
+        return any(backend not in avoid for backends in (group.ready, group.trials) for backend in backends)
+
     async def acquire(
         self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Backend] = ()
     ) -> Backend:

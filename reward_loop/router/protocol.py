@@ -173,7 +173,7 @@ class _Protocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         # One timer for the whole connection: it closes the connection, or restarts with the time that is left.
-        idle = self.cycle is None or self.cycle.response_complete
+        idle = self._parting or self.cycle is None or self.cycle.response_complete
         left = self._idle_since + self.timeout_keep_alive - self.loop.time() if idle else self.timeout_keep_alive
         if left > 0:
             self._set_timer(left)
@@ -229,6 +229,7 @@ class _Protocol(HttpToolsProtocol):
         reset the connection, and the client might lose its answer (RFC 9112, 9.6).
         """
         self._parting = True
+        self._idle_since = self.loop.time()
         if not self.transport.is_closing():
             self.transport.write_eof()
 

@@ -162,8 +162,7 @@ class Forwarder:
             self._pool.failed(backend, f"status {answer.status}")
         if attempts >= self._max_attempts:
             return False
-        other = self._pool.pick(self._pool.group(*request.destination), 0, failed)
-        return other is not None and self._budget.spend()
+        return self._pool.has_other(self._pool.group(*request.destination), failed) and self._budget.spend()
 
     async def _back_off(self, exchange: Exchange, failures: int) -> None:
         # The first retry has no delay.

@@ -127,6 +127,23 @@ async def test_a_backend_whose_trial_takes_long_gets_no_more_than_its_share(monk
     assert max(shares.values()) <= 11
 
 
+async def test_looking_for_another_backend_takes_no_turn_and_starts_no_trial() -> None:
+    async with BackendPool(BACKENDS[:2], Health(*URLS)) as pool:
+        first = await on_trial(pool)
+        second = next(backend for backend in pool.backends if backend is not first)
+        group, until_then = pool.group(), first.trial_until
+        assert all(pool.has_other(group, [second]) and pool.has_other(group, [first]) for _ in range(3))
+        assert not pool.has_other(group, [first, second])
+        assert first.trial_until == until_then
+        pool.succeeded(first)
+        urls = []
+        for _ in range(4):
+            urls.append((await pool.acquire()).url)
+            pool.has_other(group, [])
+        assert urls[0] != urls[1]
+        assert urls[:2] == urls[2:]
+
+
 async def test_models_that_are_asked_alternately_take_turns_each() -> None:
     async def well(backend: Backend) -> None:
         pass

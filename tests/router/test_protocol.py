@@ -231,6 +231,27 @@ async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> 
         assert (await reader.read()).endswith(b"two")
 
 
+async def test_a_connection_whose_body_is_refused_is_closed_after_the_keep_alive_timeout() -> None:
+    server = Server(takes=lambda client: False)
+    async with connected(server, keep_alive_s=1) as (reader, writer):
+        # Head and invalid chunk size arrive together: the answer is sent before a response has begun.
+        writer.write(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        # The client does not close its side; the server ends the connection, and writing to it fails.
+        assert await ends(writer)
+
+
+async def ends(writer: asyncio.StreamWriter) -> bool:
+    """Writes until the connection is reset."""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(60):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+    return True
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_who_would_rather_speak_another_protocol_keeps_its_body(at_once: bool) -> None:
     server = Server()
