@@ -74,7 +74,7 @@ def test_other_options_by_name(folder):
     flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
     assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=2)
-    assert "limits has a value already" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
+    assert "contradicts limits.judge=2" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
 
 
 def test_a_file_without_rows_is_told(folder):
@@ -131,10 +131,9 @@ def test_a_malformed_option_is_exit_status_2(folder):
 
 
 def test_an_option_with_two_values_is_refused(folder):
-    assert "ground_truth is given twice: 'gts' and 'gt'" in run(*MAPPED, "-f", "ground_truth=gt", code=2)
-    run(*MAPPED, "-f", "ground_truth=gts")
+    assert "ground_truth is given twice" in run(*MAPPED, "-f", "ground_truth=gt", code=2)
     limits = ("-O", "limits.judge.max_concurrent=8", "-O", "limits={}")
-    assert "limits is given twice" in run(*MAPPED, *limits, code=2)
+    assert "limits={} contradicts" in run(*MAPPED, *limits, code=2)
 
 
 def test_a_run_that_its_policy_stops_is_exit_status_1(folder):
@@ -497,7 +496,7 @@ def test_simulate_with_a_file_that_is_not_text(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--judge", "normal:1"), "no judge latency"),
+        (("--judge", "normal:1"), "invalid judge latency"),
         (("--mode", "bot"), "did you mean 'both'"),
         (("--arrival", "late"), "end or during"),
         (("--mini-batches", "9"), "would be empty"),

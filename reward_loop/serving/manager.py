@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -58,6 +58,8 @@ class _Worker:
     asleep: bool = False
     lost: str | None = None
     """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the server and the router get a new state, so that a restart and `wake` do not interleave."""
 
     @property
     def engine(self) -> Engine | None:
@@ -199,20 +201,22 @@ class RewardModelManager:
                 raise error
 
     async def _put_to_sleep(self, worker: _Worker) -> None:
-        if worker.url is None or worker.lost:
-            return
-        worker.asleep = True
-        await self._post(self._router_url, f"/workers/sleep?url={quote(worker.url)}", router=True)
-        if worker.engine and worker.engine.sleep_path:
-            await self._post(worker.url, worker.engine.sleep_path)
+        async with worker.changing:
+            if worker.url is None or worker.lost:
+                return
+            worker.asleep = True
+            await self._post(self._router_url, f"/workers/sleep?url={quote(worker.url)}", router=True)
+            if worker.engine and worker.engine.sleep_path:
+                await self._post(worker.url, worker.engine.sleep_path)
 
     async def _wake(self, worker: _Worker) -> None:
-        if worker.url is None or worker.lost:
-            return
-        worker.asleep = False
-        if worker.engine and worker.engine.wake_path:
-            await self._post(worker.url, worker.engine.wake_path)
-        await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
+        async with worker.changing:
+            if worker.url is None or worker.lost:
+                return
+            worker.asleep = False
+            if worker.engine and worker.engine.wake_path:
+                await self._post(worker.url, worker.engine.wake_path)
+            await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
 
     async def _places(self, models: list[ServedModelConfig]) -> dict[str, list[Place]]:
         """Returns the Ray resources of the servers by model name; empty for servers on this machine."""
@@ -338,17 +342,18 @@ class RewardModelManager:
     # Callbacks of the supervisors
 
     async def _server_is_up(self, worker: _Worker, url: str) -> None:
-        if worker.asleep and worker.engine and worker.engine.sleep_path:
-            await self._post(url, worker.engine.sleep_path)
-        if url == worker.url:
-            return
-        before, worker.url = worker.url, url
-        await asyncio.shield(self._supervisors["router"].started)
-        await self._tell_router("add", worker)
-        if worker.asleep:
-            await self._tell_router("sleep", worker)
-        if before:
-            await self._ask_router("DELETE", f"/workers?url={quote(before)}")
+        async with worker.changing:
+            if worker.asleep and worker.engine and worker.engine.sleep_path:
+                await self._post(url, worker.engine.sleep_path)
+            if url == worker.url:
+                return
+            before, worker.url = worker.url, url
+            await asyncio.shield(self._supervisors["router"].started)
+            await self._tell_router("add", worker)
+            if worker.asleep:
+                await self._tell_router("sleep", worker)
+            if before:
+                await self._ask_router("DELETE", f"/workers?url={quote(before)}")
 
     async def _lose_server(self, worker: _Worker, close: Callable[[], None], reason: str) -> None:
         # Resets the connections in the backlog, so that the router retries these requests on other servers.

@@ -76,7 +76,7 @@ async def test_the_agent_says_what_belongs_together():
         pending = agent.submit([RewardSample("x" * i) for i in (3, 1, 2, 5, 4)], groups=[3, 2])
         assert [reward["reward_score"] for reward in await pending] == [2, 0, 1, 1, 0]
     async with RewardAgent(manager(), concurrency=1) as agent:
-        with pytest.raises(ConfigError, match="concurrency=1 starts fewer than the 2"):
+        with pytest.raises(ConfigError, match="concurrency must be at least 2, got 1"):
             agent.submit([RewardSample("x")] * 2, group_size=2)
 
 

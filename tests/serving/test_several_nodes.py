@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.models import ENGINES
+from tests.clusters import ray_cluster
 from tests.servers import STUB_COMMAND, post
 
 ray = pytest.importorskip("ray")
@@ -32,18 +34,12 @@ ONE = {"CPU": 1.0, "GPU": 1.0}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    from ray.cluster_utils import Cluster
-
+    common = {"num_cpus": 2 * GPUS, "num_gpus": GPUS, "object_store_memory": 2**27}
+    nodes = [{**common, "resources": {name: 1}} for name in ("first", "second")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-        common = {"num_cpus": 2 * GPUS, "num_gpus": GPUS, "object_store_memory": 2**27}
-        head = {**common, "include_dashboard": False, "resources": {"first": 1}}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        nodes.add_node(**common, resources={"second": 1})
-        ray.init(address=nodes.address, log_to_driver=False)
-        yield
-        ray.shutdown()
-        nodes.shutdown()
+        with ray_cluster(*nodes):
+            yield
 
 
 @pytest.fixture
@@ -60,6 +56,16 @@ def reserve(cluster: None) -> Iterator[Any]:
     yield make
     for group in made:
         remove_placement_group(group)
+
+
+def until_free(gpus: int) -> None:
+    """Waits until that many GPUs of the cluster are free."""
+    import ray
+
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("GPU", 0) < gpus:
+        assert time.monotonic() < deadline, "groups of earlier tests still hold GPUs"
+        time.sleep(0.05)
 
 
 def _others(groups: int, bundles: int) -> Any:
@@ -117,6 +123,8 @@ async def test_no_room_is_an_error_in_time_that_says_what_each_node_has(reserve:
     from reward_loop.serving.reservation import Demand, GpuReservation
 
     assert await asyncio.to_thread(reserve, 8)
+    # Ray frees the bundles of earlier tests some time after their groups were removed.
+    await asyncio.to_thread(until_free, 8)
     reservation = GpuReservation([_others(1, 8)], timeout_s=2)
     with pytest.raises(ServerStartError, match=r"no room .* within 2 s \(placement_timeout_s\)") as caught:
         await reservation.places([Demand(4, 2, 1)])

@@ -11,6 +11,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.verl.router_address import RouterAddress, router_address
 from reward_loop.verl.workers import RewardWorkers
+from tests.clusters import ray_cluster
 from tests.verl.configs import settled
 from tests.verl.test_workers import rollout
 
@@ -31,15 +32,8 @@ async def compute_score(solution_str, reward_router_address):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    from ray.cluster_utils import Cluster
-
-    common = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 2**27}
-    nodes = Cluster(initialize_head=True, head_node_args={**common, "include_dashboard": False})
-    nodes.add_node(**common)
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    nodes.shutdown()
+    with ray_cluster(*[{"num_cpus": 2, "num_gpus": 0, "object_store_memory": 2**27}] * 2):
+        yield
 
 
 @pytest.fixture

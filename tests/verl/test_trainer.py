@@ -20,6 +20,7 @@ from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
 from reward_loop.verl import pipeline, tq_batches, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
+from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.token_rewards import place
 from reward_loop.verl.training_workers import MaskingTrainingWorker, masking
 from tests.verl.configs import settled
@@ -133,8 +134,8 @@ class Workers:
         ]
 
 
-def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask") -> tuple[Any, dict[str, Any]]:
-    """What the trainer computes with GRPO for the rows of the queue: itself, and the metrics."""
+def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask") -> Any:
+    """Computes the advantages of the rows in the queue with GRPO, and returns the trainer."""
 
     def compute(self: Any, batch: Any, metrics: dict) -> None:
         last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
@@ -148,12 +149,12 @@ def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", compute)
     run: Any = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     run.config = settled("algorithm.adv_estimator=grpo")
-    run._infos, run._pending_rewards, run._post_processes, run.global_steps = {}, None, False, 1
+    run._pending_rewards, run._post_processes, run.global_steps = None, False, 1
+    run._rewards, run.timing_raw = StepRewards(), {}
     run.reward_workers = Workers(policy)
-    metrics: dict[str, Any] = {}
     batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
-    run._compute_advantage(batch, metrics)
-    return run, metrics
+    run._compute_advantage(batch, {})
+    return run
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def rejected(queue: Rows) -> Rows:
 def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, metrics = advantages(rejected, monkeypatch)
+    run = advantages(rejected, monkeypatch)
     for key in ("q_3_0", "q_3_1"):
         for field in ("advantages", "returns", "response_mask", "loss_mask", "rm_scores"):
             assert not rejected[key][field].any(), f"{key}: {field}"
@@ -179,6 +180,7 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
         assert rejected[key]["extra_fields"]["turns"] == 1
     assert [float(rejected[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [0, 0, 1]
     assert float(rejected["q_0_0"]["advantages"].min()) == -1
+    metrics = run._rewards.metrics()
     assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
     assert metrics["reward_loop/score/mean"] == 2.0
     assert run.reward_workers.accepted == 3
@@ -187,10 +189,11 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
 def test_a_session_whose_parts_do_not_fit_gets_the_default_score_if_the_policy_says_so(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, metrics = advantages(rejected, monkeypatch, "default")
+    run = advantages(rejected, monkeypatch, "default")
     assert rejected["q_3_0"]["rm_scores"].tolist() == [0, 0, 0, -1]
     assert rejected["q_3_1"]["rm_scores"].tolist() == [0, 0, 0, 0, 0, 0, -1]
     assert float(rejected["q_3_0"]["advantages"].min()) < float(rejected["q_0_0"]["advantages"].min()) < 0
+    metrics = run._rewards.metrics()
     assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (3, 1)
 
 
