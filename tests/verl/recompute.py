@@ -23,7 +23,7 @@ def gradient(
         update: what the engine received.
         aggregation: verl's ``loss_agg_mode``.
         scale: verl's ``loss_scale_factor``, of all rows or of each.
-        kl_coef: verl's ``kl_loss_coef``, with the estimator ``low_var_kl``.
+        kl_coef: verl's ``kl_loss_coef``, with the estimator ``low_var_kl``, which verl limits to 10 for each token.
     """
     model = _model(policy, update, "AutoModelForCausalLM")
     rows = update.rows
@@ -37,7 +37,7 @@ def gradient(
         loss = _clipped(rows["advantages"][row].double(), ratio)
         if kl_coef:
             difference = rows["ref_log_prob"][row].double() - log_probs
-            loss = loss + kl_coef * (difference.exp() - difference - 1)
+            loss = loss + kl_coef * (difference.exp() - difference - 1).clamp(-10, 10)
         losses.append(loss)
         masks.append(rows["response_mask"][row].double())
     return _backward(model, aggregate(losses, masks, aggregation, scale))
