@@ -114,6 +114,7 @@ class Rate:
 
     def add(self, now: float, amount: float) -> Charge:
         """Charge ``amount``; return the charge, which `correct` can change."""
+        self._forget(now)
         charge = Charge(now, amount)
         self._charges.append(charge)
         self._take(now, amount)
@@ -121,6 +122,7 @@ class Rate:
 
     def count(self, now: float, amount: float) -> None:
         """Add ``amount`` to the charge of the current time step."""
+        self._forget(now)
         time = math.ceil(now * GRAINS) / GRAINS
         if self._charges and self._charges[-1].time >= time:
             self._charges[-1].amount += amount

@@ -60,6 +60,17 @@ def test_many_calls_are_few_charges():
 
 
 @pytest.mark.parametrize("count", [Rate.add, Rate.count])
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_charges_older_than_the_window_are_deleted(limit, count):
+    window = rate(limit)
+    for second in range(10_000):
+        now = float(second)
+        window.free_at(now, 1)
+        count(window, now, 1)
+    assert len(window._charges) <= PERIOD * (1 + MARGIN) + 1
+
+
+@pytest.mark.parametrize("count", [Rate.add, Rate.count])
 def test_it_is_used_to_99_percent(count):
     window, now, made = rate(600), 0.0, 0
     while now < 100 * PERIOD:
