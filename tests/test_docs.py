@@ -69,6 +69,7 @@ ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in CO
 BENCHMARKS = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("benchmarks/")]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
 MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
+EXAMPLES = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("examples/")]
 OTHERS = {"head", "pip"}
 MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 
@@ -103,10 +104,16 @@ def test_there_is_something_to_run() -> None:
 
 
 def test_every_command_is_of_a_kind_that_is_tested_here() -> None:
-    kinds = (*TRAINING, *SCORING, *CHECKING, *SIMULATING, *BENCHMARKS, *MAKE)
+    kinds = (*TRAINING, *SCORING, *CHECKING, *SIMULATING, *BENCHMARKS, *EXAMPLES, *MAKE)
     tested = [["reward-loop", "stuck"], *LIMITS, *(command for _, command in kinds)]
     others = [command for _, command in COMMANDS if command not in tested and "route" not in command]
     assert {command[0] for command in others} <= OTHERS
+
+
+def test_the_example_files_in_commands_exist() -> None:
+    assert EXAMPLES
+    for page, command in EXAMPLES:
+        assert (ROOT / command[1]).is_file(), f"{page}: {command}"
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# GRPO on GSM8K with a discriminative reward model on the GPUs of the trainer: one node with 8 GPUs. The reward model is
+# awake only while the rollout sleeps. Its logit is the reward; no reward function is needed.
+#
+#   pip install '.[verl]' vllm                # see docs/verl.md
+#   python examples/gsm8k/prepare.py
+#   bash examples/disrm_colocated.sh [more options of verl]
+#
+# Tests check the configuration; the run itself has never been tried on GPUs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python3 -m reward_loop.verl.main_ppo \
+    reward_model.enable=True \
+    reward_model.enable_resource_pool=False \
+    reward_model.model.path="${REWARD_MODEL:-Skywork/Skywork-Reward-V2-Llama-3.1-8B}" \
+    reward_model.rollout.name=vllm \
+    reward_model.rollout.tensor_model_parallel_size=1 \
+    reward_model.rollout.gpu_memory_utilization=0.4 \
+    reward_model.rollout.max_model_len=4096 \
+    trainer.v1.trainer_mode=sync \
+    reward_loop.log_dir="$PWD"/outputs/disrm_colocated/rewards \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$PWD"/data/gsm8k/train.parquet \
+    data.val_files="$PWD"/data/gsm8k/test.parquet \
+    data.train_batch_size=512 \
+    data.max_prompt_length=512 \
+    data.max_response_length=1024 \
+    data.filter_overlong_prompts=True \
+    actor_rollout_ref.model.path="${POLICY:-Qwen/Qwen2.5-7B-Instruct}" \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
+    actor_rollout_ref.rollout.free_cache_engine=True \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=8 \
+    trainer.total_epochs=5 \
+    trainer.test_freq=10 \
+    trainer.save_freq=50 \
+    trainer.logger='[console]' \
+    trainer.project_name=reward_loop \
+    trainer.experiment_name=disrm_colocated \
+    "$@"

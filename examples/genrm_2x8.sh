@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# GRPO on GSM8K with a generative judge on GPUs of its own: two nodes with 8 GPUs each, one for the policy and one for the
+# judge (two servers). Mini-batches train while others are being judged, and while the next rollout is generated.
+#
+#   pip install '.[verl]' vllm                # see docs/verl.md
+#   python examples/gsm8k/prepare.py
+#   ray start --head                          # on the first node
+#   ray start --address=FIRST_NODE:6379       # on the second node
+#   RAY_ADDRESS=auto bash examples/genrm_2x8.sh [more options of verl]    # on the first node
+#
+# Both nodes need this checkout, the data and the models at the same paths.
+# Tests check the configuration; the run itself has never been tried on GPUs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python3 -m reward_loop.verl.main_ppo \
+    custom_reward_function.path="$PWD"/examples/gsm8k/judge.py \
+    reward_model.enable=True \
+    reward_model.enable_resource_pool=True \
+    reward_model.nnodes=1 \
+    reward_model.n_gpus_per_node=8 \
+    reward_model.model.path="${JUDGE:-Qwen/Qwen2.5-32B-Instruct}" \
+    reward_model.rollout.name=vllm \
+    reward_model.rollout.tensor_model_parallel_size=4 \
+    reward_model.rollout.gpu_memory_utilization=0.85 \
+    reward_model.rollout.max_model_len=8192 \
+    reward_model.num_workers=8 \
+    +reward_loop.limits.default.max_concurrent=512 \
+    trainer.v1.trainer_mode=reward_pipeline \
+    reward_loop.log_dir="$PWD"/outputs/genrm_2x8/rewards \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$PWD"/data/gsm8k/train.parquet \
+    data.val_files="$PWD"/data/gsm8k/test.parquet \
+    data.train_batch_size=256 \
+    data.max_prompt_length=512 \
+    data.max_response_length=2048 \
+    data.filter_overlong_prompts=True \
+    actor_rollout_ref.model.path="${POLICY:-Qwen/Qwen2.5-7B-Instruct}" \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=8 \
+    trainer.total_epochs=5 \
+    trainer.test_freq=10 \
+    trainer.save_freq=50 \
+    trainer.logger='[console]' \
+    trainer.project_name=reward_loop \
+    trainer.experiment_name=genrm_2x8 \
+    "$@"

@@ -1,0 +1,88 @@
+"""The example scripts for GPUs: their options exist, fit each other and pass verl's own checks. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from examples.gsm8k import prepare
+from reward_loop.verl.main_ppo import _check_function
+from reward_loop.verl.reward_model import reward_model_options
+from tests.gsm8k import DATA, needs_gsm8k
+from tests.verl.configs import settled
+
+EXAMPLES = Path(prepare.__file__).parents[1]
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
+
+
+def command(script: str, directory: Path, *more: str) -> list[str]:
+    """Run a script with a `python3` that only writes its arguments to a file, and return them."""
+    written = directory / "arguments.json"
+    python = directory / "python3"
+    program = f"import json, sys; json.dump(sys.argv[1:], open({str(written)!r}, 'w'))"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}"}
+    subprocess.run(["bash", EXAMPLES / script, *more], env=environment, cwd=directory, check=True, timeout=60)
+    return json.loads(written.read_text())
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
+    flag, module, *overrides = command(request.param, tmp_path_factory.mktemp("script"))
+    assert (flag, module) == ("-m", "reward_loop.verl.main_ppo")
+    return settled(*overrides)
+
+
+def test_there_are_scripts_to_check() -> None:
+    assert SCRIPTS == ["disrm_colocated.sh", "genrm_1x8.sh", "genrm_2x8.sh", "gsm8k_grpo.sh"]
+
+
+def test_the_options_pass_our_checks_and_verls(config: DictConfig) -> None:
+    from verl.utils.config import validate_config
+
+    _check_function(config)
+    validate_config(config=config, use_reference_policy=True, use_critic=False)
+
+
+def test_policy_and_reward_model_fit_on_the_nodes(config: DictConfig) -> None:
+    trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    model = reward_model_options(config)
+    own = 0
+    if config.reward.reward_model.enable_resource_pool:
+        own = config.reward.reward_model.nnodes * config.reward.reward_model.n_gpus_per_node
+        assert model is not None
+        assert model.replicas * model.tensor_parallel_size == own, "no GPU of the reward model's pool is idle"
+    assert trainer + own in (8, 16)
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    assert samples % trainer == 0
+    assert config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_more_options_follow_those_of_the_script(script: str, tmp_path: Path) -> None:
+    assert command(script, tmp_path, "trainer.total_epochs=1", "a b")[-2:] == ["trainer.total_epochs=1", "a b"]
+
+
+@needs_gsm8k
+def test_the_data_is_what_verl_and_the_functions_read(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    from examples.gsm8k.reward import compute_score
+
+    program = [sys.executable, EXAMPLES / "gsm8k" / "prepare.py", "--jsonl", DATA, "--output", tmp_path]
+    done = subprocess.run(program, check=True, timeout=120, capture_output=True, text=True)
+    assert "train.parquet: 7473 problems" in done.stdout
+    rows = pq.read_table(tmp_path / "test.parquet").to_pylist()
+    assert len(rows) == 1319
+    for row in rows:
+        truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+        assert row["prompt"][0]["content"].startswith(extra["question"])
+        assert compute_score(extra["answer"], truth)["score"] == 1.0
