@@ -1,5 +1,7 @@
 """Write GSM8K in verl's format: data/gsm8k/train.parquet and data/gsm8k/test.parquet.
 
+Run it before the scripts in `examples/`:
+
     python examples/gsm8k/prepare.py                    # from the Hugging Face hub
     python examples/gsm8k/prepare.py --jsonl FOLDER     # from FOLDER/train.jsonl and FOLDER/test.jsonl
 """
