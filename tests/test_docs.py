@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -122,6 +124,16 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(block)
     done = run(["block.py"], tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+def test_python_blocks_import_public_names_only() -> None:
+    public = re.findall(r"`([\w.]+)`", between("docs/architecture.md", "public modules"))
+    for page, block in PYTHON:
+        for statement in ast.walk(ast.parse(block)):
+            if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("reward_loop"):
+                assert statement.module in ("reward_loop", *public), page
+                known = importlib.import_module(statement.module).__all__
+                assert {alias.name for alias in statement.names} <= set(known), f"{page}: {statement.module}"
 
 
 def test_limits_of_a_running_job_are_shown_and_changed(tmp_path: Path) -> None:
