@@ -97,48 +97,50 @@ app.command()(limits)
 
 @app.command()
 def simulate(
-    batch: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 1024,
-    responses: Annotated[int, typer.Option(min=1, help="Responses a prompt.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 1024,
+    responses: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 5,
     judge: Annotated[
         str,
         typer.Option(
             metavar="DISTRIBUTION",
-            help="Seconds a response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, exponential:MEAN, or "
-            "file:PATH (JSONL with measured latencies, such as the output of [cyan]reward-loop score[/]).",
+            help="Seconds of judging per response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, "
+            "exponential:MEAN, or file:PATH (JSONL with measured latencies, such as the output of "
+            "[cyan]reward-loop score[/]).",
         ),
     ] = "uniform:1:40",
-    concurrency: Annotated[int, typer.Option(min=1, help="Responses that are judged at a time.")] = 256,
-    generation: Annotated[float, typer.Option(min=0, help="Seconds of generation a step.")] = 103,
-    training: Annotated[float, typer.Option(min=0, help="Seconds of updates a step.")] = 100,
+    concurrency: Annotated[int, typer.Option(min=1, help="Responses that are judged concurrently.")] = 256,
+    generation: Annotated[float, typer.Option(min=0, help="Seconds of generation per step.")] = 103,
+    training: Annotated[float, typer.Option(min=0, help="Seconds of updates per step.")] = 100,
     prepare: Annotated[
-        float, typer.Option(min=0, help="Seconds a step of old and reference log-probabilities, beside training.")
+        float,
+        typer.Option(min=0, help="Seconds of old and reference log-probabilities per step, in addition to training."),
     ] = 0,
-    mini_batches: Annotated[int, typer.Option(min=1, help="Updates a step.")] = 4,
+    mini_batches: Annotated[int, typer.Option(min=1, help="Updates per step.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the simulated run.")] = 100,
-    mode: Annotated[str, typer.Option(help="baseline, mini-batch, off-policy, both, or all.")] = "all",
+    mode: Annotated[str, typer.Option(help="Mode: baseline, mini-batch, off-policy, both, or all.")] = "all",
     arrival: Annotated[
         str, typer.Option(help="Samples reach the judge at the end of generation (end), or during it (during).")
     ] = "end",
     one_batch_at_a_time: Annotated[
-        bool, typer.Option("--one-batch-at-a-time", help="Judge a batch only when the one before it is done.")
+        bool, typer.Option("--one-batch-at-a-time", help="Judge a batch only after the previous one is complete.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the judging times.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the judging times.")] = 0,
     timeline: Annotated[
         Path | None, typer.Option(help="Draw the first steps into this PNG (needs matplotlib).")
     ] = None,
 ) -> None:
-    """Simulate training steps, and say what overlapping them with judging would bring.
+    """Simulate how much overlapping judging with training would shorten a step.
 
-    Prints for each mode a step's length, its floor, how long the trainer waits
-    for rewards, and which share of judging was hidden behind generation and
-    training.
+    Prints for each mode the length of a step, its floor, the time that the
+    trainer waits for rewards, and the share of judging that is hidden behind
+    generation and training.
     """
     from reward_loop.agent import simulation
     from reward_loop.agent.latency import parse_latency
     from reward_loop.agent.schedule import MODES
 
     if arrival not in ("end", "during"):
-        raise ConfigError(f"--arrival: end or during, got {arrival!r}")
+        raise ConfigError(f"--arrival: expected end or during, got {arrival!r}")
     load = simulation.Workload(
         batch=batch,
         responses=responses,
