@@ -10,9 +10,9 @@ ARGS ?=
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 	@echo
-	@echo 'make demo QUICK=1 is a shorter form of a few minutes; make demo ENGINE=vllm serves the reward model with vLLM;'
+	@echo 'make demo QUICK=1 is shorter; make demo ENGINE=vllm serves the reward model with vLLM;'
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
-	@echo 'make test ARGS="-m \"not integration\"" runs the fast tests alone; ARGS="-n 0" runs all in one process.'
+	@echo 'make test ARGS="-m \"not integration\"" runs only the fast tests; ARGS="-n 0" uses one process.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
@@ -27,8 +27,8 @@ lint: setup  ## check style and types
 
 setup:  ## make .venv and install everything into it
 	@if [ -z "$(PYTHON)" ]; then \
-		echo 'reward_loop needs Python 3.11 or 3.12, and none was found as python3, python3.12 or python3.11.'; \
-		echo 'Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'; exit 1; fi
+		echo 'reward_loop needs Python 3.11 or 3.12: python3, python3.12 and python3.11 were tried.'; \
+		echo 'Install one, or pass its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'; exit 1; fi
 	@$(PYTHON) tools/bootstrap.py
 
 clean:  ## remove .venv, caches and outputs

@@ -18,10 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
 
@@ -155,7 +152,7 @@ def best(what: str, count: int, runs: int) -> dict[str, float]:
     results = []
     for _ in range(runs):
         done = subprocess.run(
-            [sys.executable, __file__, what, str(count)], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, "-m", "benchmarks.cost", what, str(count)], stdout=subprocess.PIPE, text=True, check=True
         )
         results.append(json.loads(done.stdout.splitlines()[-1]))
     return {key: min(result[key] for result in results) for key in results[0]}

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks import training
-from examples.arithmetic.demo import Training
+from examples.training import TrainingProcess
 from reward_loop import RewardSample
 from reward_loop.testing import FakeJudge, Stall, Status
 
@@ -104,7 +104,7 @@ def _train(
     (output / name).mkdir()
     metrics = output / name / "metrics.jsonl"
     deadline = time.monotonic() + training.LONGEST_RUN_S
-    with Training(command, output / name / "log", metrics) as run:
+    with TrainingProcess(command, output / name / "log", metrics) as run:
         while run.status() is None and time.monotonic() < deadline:
             time.sleep(training.LOOK_S)
             rows = training.rows(metrics)

@@ -1,6 +1,6 @@
 """What the limiter service of a job does: permits a second, and how long a permit takes.
 
-    python benchmarks/limits.py [--quick]
+    python -m benchmarks.limits [--quick]
 
 64 clients in 4 processes, each with its own connection, request permits from one service and release them at once. The
 limit is never reached.
@@ -20,14 +20,10 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from reward_loop import RewardLoopConfig  # noqa: E402
-from reward_loop.limits.client import RemoteLimits  # noqa: E402
-from reward_loop.limits.server import serve_limits  # noqa: E402
+from reward_loop import RewardLoopConfig
+from reward_loop.limits.client import RemoteLimits
+from reward_loop.limits.server import serve_limits
 
 CLIENTS = 64
 PROCESSES = 4
@@ -86,9 +82,9 @@ def measure(seconds: float) -> dict[str, float]:
     """Run the service and the clients, and return the figures."""
     options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": 1_000_000}}})
     with serve_limits(options) as address:
-        command = [sys.executable, __file__, "--work", address]
+        command = [sys.executable, "-m", "benchmarks.limits", "--work", address]
         processes = [
-            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(PROCESSES)
         ]
         try:

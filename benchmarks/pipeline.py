@@ -1,6 +1,6 @@
 """What hiding the judging brings, and what it costs: the agent, its peers, and verl's own trainer, in one run.
 
-    python benchmarks/pipeline.py [--quick] [--verl] [--full] [--faults]
+    python -m benchmarks.pipeline [--quick] [--verl] [--full] [--faults]
 
 *Engines that sleep*: the step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
 schedules as the recipe's agent does, beside the floor max(G + T, R). *Cost*: CPU time and memory a sample, with 20,000
@@ -27,15 +27,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.markup import escape  # noqa: E402
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from benchmarks import cost, engines  # noqa: E402
+from benchmarks import cost, engines
 
 IN_FLIGHT = 20_000
 BUSY = 0.5

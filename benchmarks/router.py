@@ -1,4 +1,4 @@
-"""The router beside verl's NaiveRouter, sglang-router and nginx: ``python benchmarks/router.py --quick``.
+"""The router beside verl's NaiveRouter, sglang-router and nginx: ``python -m benchmarks.router --quick``.
 
 All run on this machine, one after the other in short rounds (A B C A B C), so that what else it does hits them alike.
 A peer that is not there is skipped, with a line that says so. The last line is JSON.
@@ -261,7 +261,7 @@ class Bench:
 
     def backend(self, delay: float, port: int | None = None) -> tuple[str, subprocess.Popen[bytes]]:
         port = port or free_port()
-        command = [sys.executable, __file__, "_backend", str(port), str(delay)]
+        command = [sys.executable, "-m", "benchmarks.router", "_backend", str(port), str(delay)]
         url, process, _ = self.start(command, f"http://127.0.0.1:{port}", "/health", "backend")
         return url, process
 
@@ -309,7 +309,16 @@ class Bench:
     def popen_load(
         self, url: str, connections: int, *, requests: int = 0, seconds: float = 0
     ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, __file__, "_load", url, str(connections), str(requests), str(seconds)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.router",
+            "_load",
+            url,
+            str(connections),
+            str(requests),
+            str(seconds),
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE)
 
     def requests(self, url: str) -> dict[str, int]:

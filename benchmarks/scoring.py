@@ -1,6 +1,6 @@
 """What scoring costs, and whether limits hold, beside verl 0.9.1's reward worker in the same run.
 
-    python benchmarks/scoring.py [--quick]
+    python -m benchmarks.scoring [--quick]
 
 - Samples per second of one reward worker, for sync and async functions that do nothing. The samples are 4,096 real
   answers to GSM8K in the format of verl's agent loop, decoded by a BPE tokenizer. Our worker has limits, retries and
@@ -30,14 +30,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import reward_loop
+from benchmarks._processes import measure_process_efficiency
+from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop.limits.server import serve_limits
 
-import reward_loop  # noqa: E402
-from benchmarks._processes import measure_process_efficiency  # noqa: E402
-from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction  # noqa: E402
-from reward_loop.limits.server import serve_limits  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("REWARD_LOOP_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
 SAMPLES = 4096
 WORKERS = 8
@@ -262,7 +260,7 @@ async def work(job: str, judge: str) -> None:
 
 @contextlib.contextmanager
 def workers(job: str, judge: str) -> Iterator[list[subprocess.Popen[str]]]:
-    command = [sys.executable, __file__, "--work", job, judge]
+    command = [sys.executable, "-m", "benchmarks.scoring", "--work", job, judge]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(WORKERS)]
     try:

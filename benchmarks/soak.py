@@ -1,6 +1,6 @@
 """Many samples through a judge that fails in every way at once: does each end exactly once, and is nothing left?
 
-    python benchmarks/soak.py [--quick] [--samples N]
+    python -m benchmarks.soak [--quick] [--samples N]
 
 100,000 samples (5,000 with ``--quick``) call a judge in another process. Limits, retries, timeouts and records are
 enabled. Faults:
@@ -39,13 +39,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import reward_loop  # noqa: E402
-from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample  # noqa: E402
-from reward_loop.client.http import post, shared_session  # noqa: E402
-from reward_loop.limits.local import LocalLimits  # noqa: E402
+import reward_loop
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.client.http import post, shared_session
+from reward_loop.limits.local import LocalLimits
 
 CONCURRENCY = 256
 PERIOD_S = 4.0
@@ -82,7 +79,7 @@ class _Forgetful(list[Any]):
 @contextlib.contextmanager
 def running_judge() -> Iterator[str]:
     """Start the judge process; yields its address."""
-    command = [sys.executable, __file__, "--judge"]
+    command = [sys.executable, "-m", "benchmarks.soak", "--judge"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -13,13 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from examples.arithmetic.demo import Training
+from examples.tiny_models import build_tiny_model
+from examples.training import TrainingProcess, read_metrics, write_dataset
 from reward_loop.agent.latency import parse_latency
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from reward_loop.verl.mode_options import PIPELINE_MODE
-from tests.tiny_models import build_tiny_model
-from tests.verl.runs import write_data
 
 __all__ = [
     "BLOCK",
@@ -194,7 +192,9 @@ def prepare(folder: Path) -> None:
 
     disable_progress_bar()
     build_tiny_model(folder / "policy", "generative")
-    write_data(folder, prompts=2 * PROMPTS)
+    for split, first, count in (("train", 0, 2 * PROMPTS), ("val", 1000, 8)):
+        problems = [(f"{i}+{i + 1}=", str(2 * i + 1)) for i in range(first, first + count)]
+        write_dataset(folder / f"{split}.parquet", "sums", split, problems)
 
 
 def command(mode: Mode, folder: Path, output: Path, steps: int, *overrides: str, **environment: object) -> list[str]:
@@ -255,7 +255,7 @@ class InTurn:
         self._steps = 0
 
     def __enter__(self) -> Self:
-        self._training = Training(self._command, self._log, self._metrics)
+        self._training = TrainingProcess(self._command, self._log, self._metrics)
         self._training.__enter__()
         return self
 
@@ -327,7 +327,7 @@ def run(
     output.mkdir()
     log, metrics = output / "log", output / "metrics.jsonl"
     deadline = time.monotonic() + LONGEST_RUN_S
-    with Training(command, log, metrics) as training:
+    with TrainingProcess(command, log, metrics) as training:
         while (status := training.status()) is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
             look(rows(metrics))
@@ -344,7 +344,4 @@ def _failed(log: Path, status: int | None, made: int, steps: int) -> TrainingFai
 
 def rows(metrics: Path) -> list[dict[str, float]]:
     """Return the metrics of each step so far, without a line that is not completely written yet."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().splitlines(keepends=True)
-    return [json.loads(line)["data"] for line in lines if line.endswith("\n")]
+    return [data for _, data in read_metrics(metrics)]

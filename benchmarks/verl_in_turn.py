@@ -1,6 +1,6 @@
 """Runs the trainer of verl or of reward_loop, with control over the start of steps and verl's polling interval.
 
-    python benchmarks/verl_in_turn.py (ours | verl) <options>
+    python verl_in_turn.py (ours | verl) <options>
 
 Environment variables, both optional:
 

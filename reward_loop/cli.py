@@ -5,18 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from reward_loop import __version__
 from reward_loop._util import signals
 from reward_loop._util.output import open_standard_streams
+from reward_loop.agent.command import simulate
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
@@ -93,98 +92,4 @@ app.command()(score)
 app.command()(route)
 app.command()(stuck)
 app.command()(limits)
-
-
-@app.command()
-def simulate(
-    batch: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 1024,
-    responses: Annotated[int, typer.Option(min=1, help="Responses a prompt.")] = 5,
-    judge: Annotated[
-        str,
-        typer.Option(
-            metavar="DISTRIBUTION",
-            help="Seconds a response: uniform:LOW:HIGH, constant:X, lognormal:MEDIAN:SIGMA, exponential:MEAN, or "
-            "file:PATH (JSONL with measured latencies, such as the output of [cyan]reward-loop score[/]).",
-        ),
-    ] = "uniform:1:40",
-    concurrency: Annotated[int, typer.Option(min=1, help="Responses that are judged at a time.")] = 256,
-    generation: Annotated[float, typer.Option(min=0, help="Seconds of generation a step.")] = 103,
-    training: Annotated[float, typer.Option(min=0, help="Seconds of updates a step.")] = 100,
-    prepare: Annotated[
-        float, typer.Option(min=0, help="Seconds a step of old and reference log-probabilities, beside training.")
-    ] = 0,
-    mini_batches: Annotated[int, typer.Option(min=1, help="Updates a step.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the simulated run.")] = 100,
-    mode: Annotated[str, typer.Option(help="baseline, mini-batch, off-policy, both, or all.")] = "all",
-    arrival: Annotated[
-        str, typer.Option(help="Samples reach the judge at the end of generation (end), or during it (during).")
-    ] = "end",
-    one_batch_at_a_time: Annotated[
-        bool, typer.Option("--one-batch-at-a-time", help="Judge a batch only when the one before it is done.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the judging times.")] = 0,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Draw the first steps into this PNG (needs matplotlib).")
-    ] = None,
-) -> None:
-    """Simulate training steps, and say what overlapping them with judging would bring.
-
-    Prints for each mode a step's length, its floor, how long the trainer waits
-    for rewards, and which share of judging was hidden behind generation and
-    training.
-    """
-    from reward_loop.agent import simulation
-    from reward_loop.agent.latency import parse_latency
-    from reward_loop.agent.schedule import MODES
-
-    if arrival not in ("end", "during"):
-        raise ConfigError(f"--arrival: end or during, got {arrival!r}")
-    load = simulation.Workload(
-        batch=batch,
-        responses=responses,
-        judge=parse_latency(judge),
-        concurrency=concurrency,
-        generation=generation,
-        training=training,
-        prepare=prepare,
-        mini_batches=mini_batches,
-        steps=steps,
-        seed=seed,
-        arrival="end" if arrival == "end" else "during",
-        one_batch_at_a_time=one_batch_at_a_time,
-    )
-    runs = [simulation.simulate(load, name) for name in (MODES if mode == "all" else [mode])]
-    table = Table("mode", box=None, pad_edge=False)
-    for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        table.add_row(
-            run.mode,
-            f"{run.step_seconds:.1f}",
-            f"{run.floor:.1f}",
-            f"{run.over_floor:.1%}",
-            f"{run.waiting:.1f} s",
-            f"{run.hidden:.0%}",
-        )
-    _out.print(table, highlight=False)
-    judging = sum(runs[0].judge_seconds) / steps / concurrency
-    _out.print(
-        f"\nG + T = {load.gpu_seconds:.1f} s; R = {judging:.1f} s, {load.samples} responses of "
-        f"{load.judge.mean:.3g} s with {concurrency} at a time.",
-        highlight=False,
-    )
-    enough = simulation.enough_concurrency(load)
-    if enough > concurrency:
-        higher = ", ".join(
-            f"{seconds:.1f} s with {value}" for value, seconds in simulation.with_concurrency(load, runs[-1].mode)
-        )
-        _out.print(
-            f"Judging bounds the step. In mode {runs[-1].mode}: {higher}. From about {enough} at a time, judging "
-            "takes no longer than generation and training.",
-            highlight=False,
-        )
-    else:
-        _out.print("Generation and training bound the step: more concurrency brings little.", highlight=False)
-    if timeline is not None:
-        simulation.draw_timeline(runs, timeline)
-        _out.print(f"timeline: {escape(str(timeline))}", highlight=False)
+app.command()(simulate)

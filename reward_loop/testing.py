@@ -84,7 +84,7 @@ class Status:
     """The HTTP status."""
     retry_after: float | None = None
     """Seconds for the ``Retry-After`` header; ``None`` for no header."""
-    message: str = "the fake judge was told to answer so"
+    message: str = "scripted error of the fake judge"
     """The error message in the body."""
 
 
@@ -162,7 +162,7 @@ class FakeJudge:
             ConfigError: a probability is negative, their sum is more than 1, or a fault is not a `Behaviour`.
         """
         if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
-            raise ConfigError(f"faults: probabilities from 0 to 1, and no more than 1 together; got {dict(faults)}")
+            raise ConfigError(f"faults: expected probabilities from 0 to 1 with a sum of at most 1, got {dict(faults)}")
         for fault in faults or ():
             _known(fault)
         self.requests: list[Received] = []
@@ -268,7 +268,7 @@ class FakeJudge:
             return Logits((self._logit_of(body.get("input") or body.get("messages", [{}])[-1].get("content", "")),))
         if path == "/v1/rerank":
             return Logits(tuple(self._logit_of(document) for document in body.get("documents", ())))
-        return Status(404, message=f"there is no {path}")
+        return Status(404, message=f"unknown path {path}")
 
     def _logit_of(self, text: str) -> float:
         return self._logit(text) if callable(self._logit) else self._logit
@@ -317,7 +317,9 @@ def _known(behaviour: Any) -> Behaviour:
     if isinstance(behaviour, Behaviour):
         return behaviour
     names = ", ".join(kind.__name__ for kind in get_args(Behaviour))
-    raise ConfigError(f"a fake judge can be told {names}, as in Status(503) or Drop(); got {behaviour!r}")
+    raise ConfigError(
+        f"invalid behaviour {behaviour!r} of a fake judge: expected one of {names}, for example Status(503) or Drop()"
+    )
 
 
 async def _health(_: web.Request) -> web.Response:

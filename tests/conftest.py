@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.tiny_models import build_tiny_model
+from examples.tiny_models import build_tiny_model
 
 # The same examples in every run, without time limits. `--hypothesis-profile=default` uses random examples.
 settings.register_profile(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -66,7 +68,7 @@ SCORING = [(page, command) for page, command in COMMANDS if command[:2] == ["rew
 CHECKING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "check"]]
 LIMITS = [command for _, command in COMMANDS if command[:2] == ["reward-loop", "limits"]]
 ROUTING = [(page, command[command.index("route") + 1 :]) for page, command in COMMANDS if "route" in command]
-BENCHMARKS = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("benchmarks/")]
+BENCHMARKS = [(page, command) for page, command in COMMANDS if command[2:3] and command[2].startswith("benchmarks.")]
 SIMULATING = [(page, command) for page, command in COMMANDS if command[:2] == ["reward-loop", "simulate"]]
 MAKE = [(page, command) for page, command in COMMANDS if "make" in command]
 EXAMPLES = [(page, command) for page, command in COMMANDS if command[1:2] and command[1].startswith("examples/")]
@@ -131,6 +133,16 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
+def test_python_blocks_import_public_names_only() -> None:
+    public = re.findall(r"`([\w.]+)`", between("docs/architecture.md", "public modules"))
+    for page, block in PYTHON:
+        for statement in ast.walk(ast.parse(block)):
+            if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("reward_loop"):
+                assert statement.module in ("reward_loop", *public), page
+                known = importlib.import_module(statement.module).__all__
+                assert {alias.name for alias in statement.names} <= set(known), f"{page}: {statement.module}"
+
+
 def test_limits_of_a_running_job_are_shown_and_changed(tmp_path: Path) -> None:
     with ExitStack() as stack:
         jobs = Jobs(tmp_path, stack)
@@ -171,9 +183,9 @@ def test_routing_commands_are_understood(page: str, arguments: list[str]) -> Non
 
 @pytest.mark.parametrize(("page", "command"), BENCHMARKS)
 def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
-    done = run([str(ROOT / command[1]), "--help"], tmp_path)
+    done = run([*command[1:3], "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
-    for option in command[2:]:
+    for option in command[3:]:
         assert not option.startswith("--") or option in done.stdout
 
 

@@ -104,6 +104,15 @@ def test_a_heavy_package_is_imported_at_home_only(package: str) -> None:
     assert set(strangers) <= EXCEPTIONS
 
 
+@pytest.mark.parametrize("folder", ["reward_loop", "examples", "benchmarks", "tools"])
+def test_only_tests_import_tests(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        modules = {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}
+        assert "tests" not in modules, path
+        if folder in ("examples", "benchmarks"):
+            assert "sys.path" not in path.read_text(), path
+
+
 def test_nothing_but_the_platform_chooses_when_verl_is_imported() -> None:
     # Imported before the environment of a CPU run is set, verl would choose its platform too early.
     early_modules = (

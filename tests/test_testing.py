@@ -27,7 +27,7 @@ def chat(server: FakeJudge, path: str = "/v1/chat/completions", **body: Any) -> 
         connection.close()
 
 
-def test_it_serves_blocking_code_and_takes_requests_down() -> None:
+def test_it_serves_blocking_code_and_records_requests() -> None:
     with FakeJudge(lambda body: f"Score: {len(body['messages'])}") as judge:
         status, data, _ = chat(judge, temperature=0)
         answer = json.loads(data)
@@ -57,8 +57,8 @@ def test_the_script_comes_first_then_the_normal_reply() -> None:
 
 
 @pytest.mark.parametrize("faults", [{Drop(): 0.7, Stall(): 0.4}, {Drop(): -0.1}])
-def test_faults_that_cannot_be_are_refused(faults: dict[Behaviour, float]) -> None:
-    with pytest.raises(ConfigError, match="no more than 1 together"):
+def test_invalid_probabilities_of_faults_are_refused(faults: dict[Behaviour, float]) -> None:
+    with pytest.raises(ConfigError, match="a sum of at most 1"):
         FakeJudge(faults=faults)
 
 
@@ -98,15 +98,15 @@ async def test_it_stops_while_a_request_stalls() -> None:
 
 
 @pytest.mark.parametrize("behaviour", [503, Drop, None])
-def test_what_it_cannot_be_told(behaviour: Any) -> None:
+def test_an_invalid_behaviour_is_refused(behaviour: Any) -> None:
     judge = FakeJudge()
-    with pytest.raises(ConfigError, match=r"as in Status\(503\) or Drop\(\); got"):
+    with pytest.raises(ConfigError, match=r"expected one of Answer, .*for example Status\(503\)"):
         judge.script("fine", behaviour)
-    with pytest.raises(ConfigError, match="a fake judge can be told Answer, Logits"):
+    with pytest.raises(ConfigError, match="expected one of Answer, Logits"):
         FakeJudge(faults={behaviour: 0.5})
 
 
-def test_it_ends_though_a_client_still_waits() -> None:
+def test_it_ends_while_a_client_still_waits() -> None:
     with socket.socket() as client:
         with FakeJudge() as judge:
             judge.script(Stall())

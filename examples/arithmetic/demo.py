@@ -9,12 +9,10 @@ before and after training, the time of each phase, and the number of rewards by 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -32,12 +30,12 @@ from rich.table import Table
 
 from examples.arithmetic.models import Artifacts, Split, make_models
 from examples.arithmetic.report import Report, plot, read_report
+from examples.training import TrainingProcess
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"
 LOG_TAIL = 40
 POLL_S = 0.25
-STOP_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -104,56 +102,6 @@ def training_command(artifacts: Artifacts, output: Path, settings: Settings) -> 
         f"trainer.validation_data_dir={output / 'validation'}",
         f"hydra.run.dir={output / 'hydra'}",
     ]
-
-
-class Training:
-    """A training process in a separate session, so that all processes that it starts can be found and killed.
-
-    A context manager. On exit, it interrupts a running training, waits up to `STOP_WITHIN_S` seconds, and kills all
-    processes of the session."""
-
-    def __init__(self, command: list[str], log_file: Path, metrics_file: Path) -> None:
-        self._log = log_file.open("wb")
-        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self.status() is None:
-                self._process.send_signal(signal.SIGINT)
-                self._process.wait(STOP_WITHIN_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            pass
-        finally:
-            self._kill_session()
-            self._process.wait()
-            self._log.close()
-
-    def status(self) -> int | None:
-        """Return the exit status; ``None`` while the process runs."""
-        return self._process.poll()
-
-    def _kill_session(self) -> None:
-        """Kill all remaining processes of the session, including Ray's, which are in separate process groups."""
-        for entry in Path("/proc").glob("[0-9]*/stat") if Path("/proc").is_dir() else ():
-            try:
-                session = int(entry.read_text().rsplit(")", 1)[1].split()[3])
-                if session == self._process.pid:
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
-            except (OSError, IndexError):
-                continue  # the process has just ended
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Display:
@@ -227,7 +175,7 @@ def train(display: Display, artifacts: Artifacts, output: Path, settings: Settin
     """Train with a progress display, and return the exit status."""
     metrics_file = output / "metrics.jsonl"
     task = display.task("Starting Ray, verl and the reward model")
-    with Training(training_command(artifacts, output, settings), output / "train.log", metrics_file) as training:
+    with TrainingProcess(training_command(artifacts, output, settings), output / "train.log", metrics_file) as training:
         while (status := training.status()) is None:
             time.sleep(POLL_S)
             display.show(read_report(metrics_file), task, settings.steps)

@@ -27,31 +27,33 @@ FieldPaths = Annotated[
         "--field",
         "-f",
         metavar="PART=PATH",
-        help="Where a part of the sample is found, e.g. [cyan]solution_str=output[/] or, nested, "
+        help="The field of a row that contains a part of the sample, e.g. [cyan]solution_str=output[/] or, nested, "
         "[cyan]ground_truth=reward_model.ground_truth[/]. Parts: solution_str, ground_truth, data_source, "
-        "extra_info, extra_info.KEY. Default: fields of the same name. Repeatable.",
+        "extra_info, extra_info.KEY. Default: the field with the name of the part. Repeatable.",
     ),
 ]
 DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
 RewardKwargs = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=VALUE", help="An argument for the function; the value is JSON, or else text. Repeatable."
+        metavar="NAME=VALUE", help="An argument of the function; the value is JSON or plain text. Repeatable."
     ),
 ]
 Manager = Annotated[str, typer.Option(help="The reward manager: a name or an import path.")]
 RouterAddress = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/].")
 ]
-Timeout = Annotated[float, typer.Option(min=0, help="Seconds that the function may take for a row; 0: any.")]
+Timeout = Annotated[
+    float, typer.Option(min=0, help="Time limit of the function for a row, in seconds; 0 for no limit.")
+]
 MoreOptions = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
         "-O",
         metavar="NAME=VALUE",
-        help="Any other option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
-        "[cyan]retry.max_attempts=1[/]; the value is JSON, or else text. Repeatable.",
+        help="Another option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
+        "[cyan]retry.max_attempts=1[/]; the value is JSON or plain text. Repeatable.",
     ),
 ]
 
@@ -72,7 +74,7 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
         if not equals or not key or not value:
             raise typer.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint=option)
         if key in found:
-            raise typer.BadParameter(f"{key} is given twice, {found[key]!r} and {value!r}", param_hint=option)
+            raise typer.BadParameter(f"{key} is given twice: {found[key]!r} and {value!r}", param_hint=option)
         found[key] = value
     return found
 
@@ -104,7 +106,7 @@ def nested(options: dict[str, str], option: str) -> dict[str, Any]:
         for i, part in enumerate(groups):
             if (whole := ".".join(groups[: i + 1])) in options:
                 raise typer.BadParameter(
-                    f"{whole}={options[whole]} contradicts {path}={value}: give one of them", param_hint=option
+                    f"{whole}={options[whole]} contradicts {path}={value}: remove one of them", param_hint=option
                 )
             group = group.setdefault(part, {})
         group[name] = json_or_text(value)

@@ -25,7 +25,7 @@ def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
     because a function that timed out may still print from its thread. For commands only.
 
     Args:
-        max_bytes: how many redirected bytes are shown at most; further bytes are only counted. ``None`` for no limit.
+        max_bytes: maximum number of redirected bytes that are shown; the rest is only counted. ``None`` for no limit.
 
     Yields:
         The stream for the caller's own output.
@@ -92,7 +92,7 @@ class _Copier:
                 # The read size is the pipe's capacity: after the stop, one read returns all bytes written before.
                 self._copy(os.read(self._pipe, _PIPE_BYTES))
         if self._dropped:
-            self._write(f"\nnote: the function printed {self._dropped:,} more bytes, which are not shown\n".encode())
+            self._write(f"\nnote: {self._dropped:,} more bytes of the function's output are not shown\n".encode())
 
     def _copy(self, data: bytes) -> None:
         shown = data[: self._left]

@@ -23,7 +23,7 @@ from reward_loop.errors import FunctionLoadError
 from reward_loop.offline import Fields, check_input, read_rows
 
 if TYPE_CHECKING:
-    from reward_loop.check.dry_run import Report
+    from reward_loop.check.report import Report
 
 __all__ = ["command"]
 
@@ -33,35 +33,39 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "d
 
 
 def command(
-    data: Annotated[Path, typer.Option(help="Some rollouts: JSONL, or parquet by its suffix.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="File of rollouts: JSONL, or parquet if it ends in .parquet.", show_default=False)
+    ],
     fn: Annotated[
         str | None,
         typer.Argument(
             metavar="FUNCTION",
-            help="[cyan]file.py:name[/] or [cyan]package.module:name[/]. Left out where each component of a composite "
-            "has a path.",
+            help="[cyan]file.py:name[/] or [cyan]package.module:name[/]. Omit it if all components of a composite have "
+            "paths.",
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many of them, from the first.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="How many calls are tried at a time.")] = 16,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Number of concurrent calls when concurrency is tested.")
+    ] = 16,
     timeout: cli_options.Timeout = 300,
     option: cli_options.MoreOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Try a reward function before a run.
+    """Check a reward function before a run.
 
-    It is called on a few rows as the trainer would call it, then once more,
-    many times at a time, and on an empty, a huge and a malformed response. The
-    report says what would go wrong in a run, and what to change: rows that
-    fail; calls that disturb each other in threads or on the event loop; an
-    async function that blocks the loop; arguments that are changed; results
-    that differ from call to call; what cannot be pickled.
+    Calls the function on a few rows as the trainer would call it, then again,
+    with concurrent calls, and with an empty, a huge and a malformed response.
+    The report names problems of a run, and how to fix them: rows that fail,
+    concurrent calls that change each other's results, an async function that
+    blocks the event loop, changed arguments, results that differ from call to
+    call, and a function that cannot be pickled.
 
     [bold]Examples[/]
 
@@ -70,12 +74,11 @@ def command(
       reward-loop check --manager composite --data rollouts.jsonl -O components.form.path=rewards.py:form
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
-    The function is really called, some 40 times with 8 rows: a judge that costs
-    money is paid. What it prints goes to stderr, the first 8 KB of it.
+    With 8 rows, the function is called about 40 times; requests to a paid judge
+    cost money. The first 8 KB of its output go to stderr.
 
-    Exit status: 0 nothing to change, 1 a problem was found, or the function
-    cannot be called with the arguments that a run passes, 2 wrong usage, 130
-    Ctrl-C.
+    Exit status: 0 no problems, 1 a problem was found, or the function cannot be
+    called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
     """
     given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
@@ -114,7 +117,7 @@ def _try(
     if fn is not None:
         load_function(
             fn
-        )  # an error here is wrong usage (status 2); an error below is a problem of the function (status 1)
+        )  # an error here is wrong usage (status 2), an error below a problem of the function (status 1)
     try:
         scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
     except FunctionLoadError as error:
@@ -135,7 +138,7 @@ def _try(
                 router_address=router_address,
                 options=options,
                 concurrency=concurrency,
-                on_step=lambda step: spinner.update(text=f"trying {step}"),
+                on_step=lambda step: spinner.update(text=f"checking {step}"),
             )
         )
 
@@ -144,12 +147,12 @@ def _show(report: Report, out: Console) -> None:
     table = Table("sample", "outcome", box=None, pad_edge=False)
     table.add_column("score", justify="right")
     table.add_column("time", justify="right")
-    table.add_column("beside it")
+    table.add_column("other values")
     for row in report.rows:
         components = ", ".join(f"{name}={shorten(value, 24)}" for name, value in row.components.items())
         score = "" if row.score is None else f"{row.score:.6g}"
-        beside = row.error.splitlines()[0] if row.error else components
-        table.add_row(row.uid, row.outcome, score, duration(row.seconds), escape(cut(beside, 70)))
+        others = row.error.splitlines()[0] if row.error else components
+        table.add_row(row.uid, row.outcome, score, duration(row.seconds), escape(cut(others, 70)))
     for function in report.functions:
         kind = f"sync, called in {'processes' if function.in_processes else 'threads'}"
         kind = "async, awaited on the event loop" if function.is_async else kind

@@ -27,7 +27,7 @@ def run(printing: str, limit: int | None = None, before: str = "", after: str = 
 REPORT = '{"the": "report"}'
 
 
-def test_what_functions_print_goes_to_stderr_from_python_c_code_and_child_processes() -> None:
+def test_output_of_python_c_code_and_child_processes_goes_to_stderr() -> None:
     printing = "print('one'); os.write(1, b'two\\n'); subprocess.run(['echo', 'three']); held.write('four')"
     for limit in (None, 10_000):
         out, err = run(printing, limit, before="held = sys.stdout", after="held.flush()")
@@ -43,20 +43,20 @@ def test_long_output_is_cut_and_the_rest_is_counted() -> None:
     assert "999,001 more bytes" in err
 
 
-def test_what_a_left_behind_thread_prints_after_the_report_does_not_follow_it() -> None:
+def test_output_of_a_thread_after_the_report_is_dropped() -> None:
     printing = "go = threading.Event(); t = threading.Thread(target=lambda: (go.wait(), print('late'))); t.start()"
     for limit in (None, 10_000):
         out, _ = run(printing, limit, after="go.set(); t.join()")
         assert out == REPORT
 
 
-def test_an_endless_writer_does_not_keep_the_command_from_ending() -> None:
+def test_a_command_ends_although_a_thread_prints_endlessly() -> None:
     loop = "lambda: [os.write(1, b'x' * 1000) for _ in iter(int, 1)]"
     out, _ = run(f"threading.Thread(target={loop}, daemon=True).start()", 1000)
     assert out == REPORT
 
 
-def test_a_closed_stdout_is_no_error() -> None:
+def test_a_closed_stdout_is_not_an_error() -> None:
     program = PROGRAM.format(printing="print('x')", limit=None, before="", after="")
     command = f'exec {sys.executable} -c "$PROGRAM" >&-'
     done = subprocess.run(

@@ -39,7 +39,7 @@ FIELDS = ["--data", "rows.jsonl", "-f", "solution_str=output"]
 
 
 @pytest.mark.usefixtures("files")
-def test_a_report_for_people() -> None:
+def test_a_report_as_text() -> None:
     done = runner.invoke(app, ["check", "reward.py:fine", *FIELDS, "-f", "ground_truth=gold", "--rows", "5"])
     assert done.exit_code == 0, done.output
     assert "fine (reward.py): sync, called in threads" in done.output
@@ -50,7 +50,7 @@ def test_a_report_for_people() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_a_problem_is_an_exit_code_and_json_is_for_programs() -> None:
+def test_a_problem_sets_the_exit_status_and_json_reports_it() -> None:
     done = runner.invoke(app, ["check", "reward.py:empty", *FIELDS, "--json"])
     assert done.exit_code == 1
     report = json.loads(done.stdout)
@@ -103,7 +103,7 @@ def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
         (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),
     ],
 )
-def test_what_is_wrong_is_told(arguments: list[str], code: int, message: str) -> None:
+def test_wrong_usage_is_reported(arguments: list[str], code: int, message: str) -> None:
     done = runner.invoke(app, ["check", *arguments], env={"TERMINAL_WIDTH": "200", "NO_COLOR": "1"})
     assert done.exit_code == code
     assert message in " ".join(done.output.split())

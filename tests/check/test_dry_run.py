@@ -14,7 +14,8 @@ import pytest
 
 from reward_loop import ConfigError, FunctionLoadError, RewardLoopConfig, RewardSample, limit
 from reward_loop.check import dry_run
-from reward_loop.check.dry_run import Report, check
+from reward_loop.check.dry_run import check
+from reward_loop.check.report import Report
 from reward_loop.config import parse
 
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
@@ -69,7 +70,7 @@ async def test_an_async_class_without_problems() -> None:
     assert report.rows[1].score == 1.5
 
 
-async def test_functions_that_share_what_changes_are_found() -> None:
+async def test_calls_that_share_changing_state_are_found() -> None:
     last, count, together = "", itertools.count(), threading.Barrier(8)
 
     def racing(solution_str: str) -> float:
@@ -82,7 +83,7 @@ async def test_functions_that_share_what_changes_are_found() -> None:
     _, findings = await found(racing, concurrency=8)
     status, text = findings["threads"]
     assert status == "problem"
-    assert "alone" in text
+    assert "results than single calls" in text
     assert findings["samples"][0] == findings["deterministic"][0] == "ok"
 
 
@@ -96,7 +97,7 @@ async def test_a_function_that_blocks_the_loop_is_found() -> None:
     assert "to_thread" in findings["event loop"][1]
 
 
-async def test_delays_by_several_calls_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_delay_is_that_of_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(dry_run, "time", types.SimpleNamespace(perf_counter=lambda: now))
 
@@ -131,7 +132,7 @@ async def test_changed_arguments_are_found() -> None:
 
     report, findings = await found(changing, reward_kwargs={"weights": []})
     assert findings["arguments"][0] == "problem"
-    assert "it changes weights" in findings["arguments"][1]
+    assert "changes weights" in findings["arguments"][1]
 
     async def own(solution_str: str, extra_info: dict[str, Any]) -> float:
         extra_info["a"].append(2)
@@ -143,7 +144,7 @@ async def test_changed_arguments_are_found() -> None:
     assert SAMPLES[0].extra_info == {"a": [1]}
 
 
-async def test_results_that_differ_are_noted_and_not_taken_for_races() -> None:
+async def test_results_that_differ_are_noted_and_not_compared_with_concurrent_calls() -> None:
     count = itertools.count()
 
     def random_score(solution_str: str) -> float:
@@ -156,7 +157,7 @@ async def test_results_that_differ_are_noted_and_not_taken_for_races() -> None:
     assert report.problems == []
 
 
-async def test_what_cannot_be_pickled_is_noted() -> None:
+async def test_a_function_that_cannot_be_pickled_is_noted() -> None:
     lock = threading.Lock()
 
     def locked(solution_str: str) -> float:
@@ -182,19 +183,20 @@ async def test_a_function_that_always_fails_is_not_called_in_every_way() -> None
     report, _ = await found(alarm)
     (problem,) = report.findings
     assert problem.status == "problem"
-    assert "5 of 5 fail" in problem.text
+    assert "5 of 5 failed" in problem.text
     assert "reward_loop.isolated" in problem.text
 
 
-async def test_samples_without_a_score_are_told() -> None:
+async def test_samples_without_a_score_are_a_problem() -> None:
     report, findings = await found(lambda solution_str: None)
-    assert findings["samples"] == ("problem", "0 scored, 5 unscored: a run would have nothing to learn from")
+    assert findings["samples"][0] == "problem"
+    assert "0 scored, 5 unscored" in findings["samples"][1]
     report, findings = await found(lambda solution_str: 1.0)
     assert findings["samples"][0] == "note"
     assert report.problems == []
 
 
-async def test_without_good_samples_nothing_is_tried() -> None:
+async def test_without_valid_samples_the_check_is_refused() -> None:
     with pytest.raises(ConfigError, match="no samples"):
         await check(fine, [])
     with pytest.raises(ConfigError, match=r"1 of 6 samples are broken\. line 3: not JSON"):
@@ -221,13 +223,13 @@ async def test_a_function_of_lists_is_called_with_all_samples(manager: str) -> N
     assert report.functions[0].is_async
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
     assert set(lengths) == {5}
-    assert "15 samples of 3 calls at a time, give what single ones do" in findings["concurrent calls"][1]
+    assert "15 samples in 3 concurrent calls have the same results as single calls" in findings["concurrent calls"][1]
     report, findings = await found(at_end, manager=manager)
     assert report.problems == []
-    assert findings["pickling"] == ("ok", "it runs in a process of its own, too")
+    assert findings["pickling"] == ("ok", "the function also runs in another process")
 
 
-async def test_lists_that_share_what_changes_are_found() -> None:
+async def test_calls_with_lists_that_share_changing_state_are_found() -> None:
     class Shared:
         def __init__(self) -> None:
             self.texts: list[str] = []
@@ -243,7 +245,7 @@ async def test_lists_that_share_what_changes_are_found() -> None:
 
     _, findings = await found(Shared(), manager="batch")
     assert findings["threads"][0] == "problem"
-    assert "give something else than alone" in findings["threads"][1]
+    assert "results than single calls" in findings["threads"][1]
 
 
 async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
@@ -254,7 +256,7 @@ async def test_one_odd_response_that_fails_its_whole_call_is_found() -> None:
     status, text = findings["an empty response"]
     assert status == "problem"
     assert "IndexError" in text
-    assert "The 4 other samples of the call have failed with it" in text
+    assert "The 4 other samples of the call also failed" in text
 
 
 async def test_changed_lists_are_found() -> None:
@@ -265,7 +267,7 @@ async def test_changed_lists_are_found() -> None:
 
     _, findings = await found(sorts, manager="batch")
     assert findings["arguments"][0] == "note"
-    assert "it changes solution_strs" in findings["arguments"][1]
+    assert "changes solution_strs" in findings["arguments"][1]
 
     def spoils(ground_truths: list[list[str]]) -> list[float]:
         ground_truths[0].append("5")
@@ -283,7 +285,7 @@ def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, floa
     return {"score": float(solution_str.endswith("4"))}
 
 
-async def test_managers_with_processes_are_tried_in_them() -> None:
+async def test_functions_of_managers_with_processes_run_in_processes() -> None:
     samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
     options = RewardLoopConfig(max_processes=2)
     report = await check(of_its_process, samples, manager="prime", options=options, concurrency=5, **QUIET)

@@ -354,43 +354,6 @@ def test_a_figure_of_a_single_step(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-CHILDREN = """
-import subprocess, sys, time
-# As Ray does: a process group of its own. The second one does not heed SIGINT either.
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
-child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", child], process_group=0)
-time.sleep(600)
-"""
-
-
-def _session_members(session: int) -> list[int]:
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            members.append(int(stat.parent.name))
-    return members
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_stopping_the_training_leaves_no_process(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with demo.Training([sys.executable, "-c", CHILDREN], log, tmp_path / "metrics.jsonl") as training:
-        deadline = time.monotonic() + 120
-        while "up" not in log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        session = training._process.pid
-        assert len(_session_members(session)) == 3
-    deadline = time.monotonic() + 60
-    while _session_members(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _session_members(session) == []
-
-
 def test_a_failed_training_shows_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

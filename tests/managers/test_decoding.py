@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from examples.tiny_models import tiny_tokenizer
 from reward_loop.managers.decoding import ResponseDecoder, _alphabet
-from tests.tiny_models import tiny_tokenizer
 
 
 def byte_level(cls=PreTrainedTokenizerFast, **options):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tiny_models import tiny_tokenizer
 from reward_loop.verl.cpu.server import CPURolloutServer
-from tests.tiny_models import tiny_tokenizer
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
 

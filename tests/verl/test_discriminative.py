@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tiny_models import CHATML, IM_END
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
 from reward_loop.verl.discriminative import compute_score
 from reward_loop.verl.workers import RewardWorker
-from tests.tiny_models import CHATML, IM_END
 from tests.verl.configs import settled
 from tests.verl.test_workers import rollout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import build_tiny_model
+from examples.tiny_models import build_tiny_model
 from tests.verl import engines
 from tests.verl.engines import AGGREGATIONS, CASES, LENGTHS, MASKED, POLICY_LOSSES
 from tests.verl.minibatches import Update, updates

@@ -14,12 +14,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
 from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
-from tests.tiny_models import tiny_tokenizer
 from tests.verl.configs import settled
 
 pytestmark = pytest.mark.integration

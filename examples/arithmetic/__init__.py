@@ -1,0 +1,1 @@
+"""The demo: verl trains a small policy to add, on rewards from a served reward model."""

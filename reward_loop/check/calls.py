@@ -1,0 +1,118 @@
+"""Calls a reward function on samples through its manager, as a run does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reward_loop.check.report import Callee, Row
+from reward_loop.config import RewardLoopConfig
+from reward_loop.managers import CompositeRewardLoopManager, scoring_function
+from reward_loop.managers import get as get_manager
+from reward_loop.scoring import ListScoringFunction, ScoringFunction
+from reward_loop.types import RewardSample
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """Calls the function, or the functions of all components of a composite.
+
+    Args:
+        function: the function; ``None`` if each component of a composite has its own.
+        samples: number of samples. A function of lists receives all of them in one call.
+        manager: the reward manager, by name or import path.
+        options: options of the run. Policies and bounds on failures are ignored.
+        reward_kwargs: configured arguments of the function.
+        router_address: ``host:port`` that the function receives as ``reward_router_address``.
+        concurrency: number of threads.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        samples: int,
+        *,
+        manager: str,
+        options: RewardLoopConfig,
+        reward_kwargs: Mapping[str, Any] | None,
+        router_address: str | None,
+        concurrency: int,
+    ) -> None:
+        cls: Any = get_manager(manager)
+        self.of_lists = getattr(cls, "function_type", ScoringFunction) is ListScoringFunction
+        self._of_groups = getattr(cls, "needs_group", False)
+        self._groups = itertools.count()
+        # Failures are reported and must not stop the check. A function of lists gets all samples in one call.
+        batch = options.batch.model_copy(update={"max_batch_size": samples})
+        update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "max_threads": concurrency}
+        self.options = options.model_copy(update={**update, "batch": batch})
+        self.reward_kwargs = reward_kwargs
+        self.loaded = function
+        self.function: Any = None
+        if function is not None:
+            self.function = scoring_function(cls, function, self.options, reward_kwargs=reward_kwargs)
+        self.new_manager = functools.partial(
+            cls,
+            config=self.options,
+            tokenizer=None,
+            reward_router_address=router_address,
+            reward_model_tokenizer=None,
+        )
+        """Creates a manager of this class for another ``compute_score``."""
+        self._manager = self.new_manager(compute_score=self.function)
+        self.is_composite = isinstance(self._manager, CompositeRewardLoopManager)
+        self.functions: dict[str, Any] = self._manager.functions if self.is_composite else {"": self.function}
+        """The functions by name of their component; the name is empty if the manager is not a composite."""
+        self.is_async = any(one.is_async for one in self.functions.values())
+        self.in_processes = any(one.in_processes for one in self.functions.values())
+
+    def callees(self) -> list[Callee]:
+        """Return the called functions, for the report."""
+        return [
+            Callee(f"{name}: {one.name}" if name else one.name, one.is_async, one.in_processes)
+            for name, one in self.functions.items()
+        ]
+
+    def close(self) -> None:
+        """Stop the worker processes of all functions."""
+        for function in self.functions.values():
+            function.close()
+
+    async def run(self, samples: Sequence[RewardSample], manager: Any = None, pause_s: float = 0.0) -> list[Row]:
+        """Score the samples and return their results: one after another, or in one call for a function of lists.
+
+        Args:
+            samples: the samples.
+            manager: another manager than that of this object.
+            pause_s: seconds to wait after each call.
+        """
+        if self.of_lists:
+            group = f"group {next(self._groups)}" if self._of_groups else None
+            together = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
+            return list(await asyncio.gather(*(self._run_one(sample, manager) for sample in together)))
+        rows = []
+        for sample in samples:
+            rows.append(await self._run_one(sample, manager))
+            if pause_s:
+                await asyncio.sleep(pause_s)
+        return rows
+
+    async def _run_one(self, sample: RewardSample, manager: Any) -> Row:
+        reward = await (manager or self._manager).run_single(sample)
+        info = dict(reward.get("reward_extra_info") or {})
+        outcome = info.pop("reward_outcome", "scored")
+        masked = info.pop("reward_masked", False)
+        for key in ("reward_attempts", "reward_wait_seconds", "reward_queue_seconds"):
+            info.pop(key, None)
+        for name in self.functions if self.is_composite else ():
+            for key in ("seconds", "attempts", "wait_seconds", "queue_seconds"):
+                info.pop(f"{name}/{key}", None)
+            if info.get(f"{name}/outcome") == "scored":
+                del info[f"{name}/outcome"]
+        seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
+        return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)
