@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from fastapi import FastAPI
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import Router, create_app
+from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.protocol import protocol_for
+from reward_loop.router.http_server import HttpServer
 from reward_loop.router.proxy import Proxy
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
@@ -41,7 +42,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve an ASGI app on this event loop; yields its URL."""
     listener = listener or listen("127.0.0.1")
-    lifespan = "on" if isinstance(app, FastAPI | Router) else "off"
+    lifespan = "on" if isinstance(app, FastAPI) else "off"
     options |= {"log_level": "error", "date_header": False, "server_header": False}
     server = _Server(uvicorn.Config(app, http=http, lifespan=lifespan, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -52,14 +53,26 @@ async def serving(
         await task
 
 
-IN_TASKS = False
-"""If true, a generic ASGI server serves the router's app, with a task for each request. If false, the router's own
-protocol serves it."""
+@contextlib.asynccontextmanager
+async def served_by_router(app: Proxy | Router, listener: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve the router, or its proxy alone; yields its URL."""
+    async with app if isinstance(app, Router) else contextlib.nullcontext(), http_server(app, listener) as url:
+        yield url
 
 
-def served_by_router(app: Proxy | Router) -> contextlib.AbstractAsyncContextManager[str]:
-    """Serve the router's app; yields its URL."""
-    return serving(app) if IN_TASKS else serving(app, protocol_for(65536, app.begin))
+@contextlib.asynccontextmanager
+async def http_server(
+    handler: Callable[[ClientRequest], Awaitable[None]], listener: socket.socket | None = None, **options: Any
+) -> AsyncIterator[str]:
+    """Serve requests with the router's HTTP server; yields its URL."""
+    server = HttpServer(handler, **options)
+    listener = listener or listen("127.0.0.1")
+    url = url_of(listener)
+    await server.start(listener)
+    try:
+        yield url
+    finally:
+        await server.stop(grace_s=30)
 
 
 @contextlib.asynccontextmanager

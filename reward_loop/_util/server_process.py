@@ -52,15 +52,13 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
         raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
 
 
-def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptools", grace_s: int = 5) -> None:
+def serve(app: Any, listener: socket.socket, name: str) -> None:
     """Serves an ASGI app until SIGTERM or SIGINT, then finishes the requests in flight.
 
     Args:
         app: the app.
         listener: the listening socket.
         name: the name of the server in the line that announces its address.
-        http: uvicorn's HTTP implementation: its name or a protocol class.
-        grace_s: seconds to finish the requests in flight.
 
     Raises:
         SystemExit: the app failed to start; the log shows the cause.
@@ -69,7 +67,7 @@ def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptool
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=http,
+        http="httptools",
         # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
         lifespan="on",
         ws="none",
@@ -81,6 +79,6 @@ def serve(app: Any, listener: socket.socket, name: str, *, http: Any = "httptool
         backlog=4096,
         # Longer than clients keep idle connections, so that the client closes them, not the server.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=5,
     )
     uvicorn.Server(config).run(sockets=[listener])

@@ -1,20 +1,22 @@
-"""The router's ASGI app: health endpoints, the control plane, and the proxy for all other paths."""
+"""The router: health endpoints, the control plane, and the proxy for all other paths."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from reward_loop.router.asgi import call_asgi
 from reward_loop.router.backend import Backend
+from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.headers import RawHeader, find, is_looping
+from reward_loop.router.headers import find, is_looping
 from reward_loop.router.health import check_health
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.proxy import Client, Proxy
-from reward_loop.router.request import Exchange, Receive, Scope, Send
+from reward_loop.router.proxy import Proxy
 from reward_loop.router.router_error import LOOPING, Refusal
 
 if TYPE_CHECKING:
@@ -39,16 +41,12 @@ _CONTROL_PATHS = frozenset(
     }
 )
 
-_OWN_PATHS = _HEALTH_PATHS | _CONTROL_PATHS
-"""Requests with all other paths are forwarded to the servers."""
-
-
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""
 
 
 def create_app(backends: Iterable[str | BackendConfig], config: RouterConfig | None = None) -> Router:
-    """Returns the router's ASGI app.
+    """Returns the router; an :class:`~reward_loop.router.http_server.HttpServer` serves it.
 
     ========================================= ==============================================================
     Endpoint                                  Effect
@@ -80,7 +78,10 @@ def create_app(backends: Iterable[str | BackendConfig], config: RouterConfig | N
 
 
 class Router:
-    """The router's ASGI app; see :func:`create_app`."""
+    """The router; see :func:`create_app`.
+
+    Use it as an async context manager: between entry and exit, it checks the servers and can be called.
+    """
 
     def __init__(
         self,
@@ -95,93 +96,66 @@ class Router:
         self._proxy: Proxy
         self._control: asyncio.Task[FastAPI]
         self._credentials = config.api_key.encode() if config.api_key else None
+        self._stack = AsyncExitStack()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one HTTP request, or the ASGI lifespan."""
-        if scope["type"] == "lifespan":
-            return await self._live(receive, send)
-        if is_looping(scope["headers"], self._pool.identity):
-            return await self._refuse(scope, send, Refusal(508, LOOPING))
-        if not self._is_allowed(scope["path"], scope["headers"]):
-            return await self._refuse(scope, send, Refusal(401, "an API key is needed, as a bearer token"))
-        if scope["path"] in _HEALTH_PATHS:
-            return await self._answer_health(scope, send)
+    async def __aenter__(self) -> Self:
+        self._pool = await self._stack.enter_async_context(BackendPool(self._backends, self._check, self._config))
+        self._proxy = Proxy(self._pool, self._config)
+        self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._proxy.close()
+        await self._control
+        await self._stack.aclose()
+
+    async def __call__(self, client: ClientRequest) -> None:
+        """Serves one request."""
+        if is_looping(client.headers, self._pool.identity):
+            self._proxy.refuse(client, Refusal(508, LOOPING))
+        elif not self._is_allowed(client):
+            self._proxy.refuse(client, Refusal(401, "an API key is needed, as a bearer token"))
+        elif client.path in _HEALTH_PATHS:
+            self._answer_health(client)
         # FastAPI receives only the paths of the control plane: with a catch-all route of FastAPI, a router forwarded
         # 3,428 requests/s, with a plain ASGI app 9,387.
-        if scope["path"] in _CONTROL_PATHS:
-            return await self._serve_control(scope, receive, send)
-        return await self._proxy(scope, receive, send)
+        elif client.path in _CONTROL_PATHS:
+            await self._serve_control(client)
+        else:
+            await self._proxy(client)
 
-    def begin(self, client: Client) -> bool:
-        """Forwards a request on the callback path if possible; see :meth:`~.proxy.Proxy.begin`.
-
-        Returns:
-            whether the request was accepted. If not, serve it with :meth:`__call__`.
-        """
-        if client.path in _OWN_PATHS or (self._credentials and not self._is_allowed(client.path, client.headers)):
-            return False
-        return self._proxy.begin(client)
-
-    def _is_allowed(self, path: str, headers: Sequence[RawHeader]) -> bool:
-        if self._credentials is None or path in _HEALTH_PATHS:
+    def _is_allowed(self, client: ClientRequest) -> bool:
+        if self._credentials is None or client.path in _HEALTH_PATHS:
             return True
         # Names of authentication schemes are case-insensitive (RFC 9110, 11.1).
-        scheme, _, token = (find(headers, b"authorization") or b"").partition(b" ")
+        scheme, _, token = (find(client.headers, b"authorization") or b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(b" "), self._credentials)
 
-    async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body with the proxy's timeout and limits, then calls the control plane."""
-        exchange = Exchange(scope, receive, send, self._config.request_timeout_s, self._proxy.late)
+    async def _serve_control(self, client: ClientRequest) -> None:
+        """Reads the body with the proxy's timeout, then calls the control plane."""
         bodies: list[bytes] = []
 
         async def read() -> None:
-            self._proxy.headers_for_servers(scope["headers"])  # Raises a Refusal if the headers are too long.
-            bodies.append(await exchange.read_body(min(self._config.max_body_bytes, _CONTROL_BODY_BYTES)))
+            bodies.append(await client.read_body(min(self._config.max_body_bytes, _CONTROL_BODY_BYTES)))
 
-        await self._proxy.run(exchange, read())
-        if not bodies:
-            return  # The request was refused, or the client disconnected.
+        await self._proxy.run(client, read())
+        if bodies:  # Otherwise, the request was refused.
+            await call_asgi(await asyncio.shield(self._control), client, bodies[0])
 
-        async def receive_body() -> MutableMapping[str, Any]:
-            return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
-
-        control = await asyncio.shield(self._control)
-        await control(scope, receive_body, send)
-
-    async def _answer_health(self, scope: Scope, send: Send) -> None:
-        if scope["method"] not in ("GET", "HEAD"):
-            refusal = Refusal(405, f"{scope['path']} takes GET and HEAD", allow="GET, HEAD")
-            await self._refuse(scope, send, refusal)
-        elif scope["path"] != "/live" and not self._pool.usable:
-            await _send_answer(send, 503, *Refusal(503, "no reward model server is in use", retry_after_s=1).render())
+    def _answer_health(self, client: ClientRequest) -> None:
+        if client.method not in ("GET", "HEAD"):
+            self._proxy.refuse(client, Refusal(405, f"{client.path} takes GET and HEAD", allow="GET, HEAD"))
+        elif client.path != "/live" and not self._pool.usable:
+            client.refuse(Refusal(503, "no reward model server is in use", retry_after_s=1))
         else:
             body = b'{"status":"ok"}'
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-            await _send_answer(send, 200, headers, body)
-
-    async def _refuse(self, scope: Scope, send: Send, refusal: Refusal) -> None:
-        self._proxy.log.refused_request(scope["method"], scope["path"], refusal)
-        await _send_answer(send, refusal.status, *refusal.render())
+            client.answer(200, headers, body)
 
     def _make_control_plane(self) -> FastAPI:
         # Importing FastAPI took 2 s on a busy machine: this runs in a thread while the router already serves requests.
         from reward_loop.router.control import control_plane
 
         return control_plane(self._pool, self._proxy)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        async with BackendPool(self._backends, self._check, self._config) as self._pool:
-            self._proxy = Proxy(self._pool, self._config)
-            self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
-            await send({"type": "lifespan.startup.complete"})
-            with contextlib.suppress(asyncio.CancelledError):  # After a second Ctrl-C, the event loop cancels this.
-                await receive()
-            self._proxy.close()
-            await self._control
-        await send({"type": "lifespan.shutdown.complete"})
-
-
-async def _send_answer(send: Send, status: int, headers: list[RawHeader], body: bytes) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -63,7 +63,7 @@ def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> byt
 
 def is_looping(headers: Sequence[RawHeader], identity: bytes) -> bool:
     """Returns whether a ``Via`` header contains `identity`, so that the request has passed that router before."""
-    return any(name == b"via" and identity in value for name, value in headers)
+    return identity in b",".join([value for name, value in headers if name == b"via"])
 
 
 def find(headers: Sequence[RawHeader], name: bytes) -> bytes | None:

@@ -10,11 +10,11 @@ import orjson
 
 from reward_loop.errors import ServerError
 from reward_loop.router.backend import Backend
-from reward_loop.router.http_client import BrokenError, StaleError, Upstream, UpstreamError
-from reward_loop.router.pool import AsleepError, LoopError
+from reward_loop.router.http_client import Upstream
+from reward_loop.router.http_connection import BrokenError, StaleError, UpstreamError
 from reward_loop.router.router_error import LOOPING
 
-__all__ = ["UnhealthyError", "check_health", "is_this_router"]
+__all__ = ["AsleepError", "LoopError", "UnhealthyError", "check_health", "is_this_router"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,14 @@ _BODY_UP_TO = 4 * 1024 * 1024
 
 class UnhealthyError(ServerError):
     """A server answered a health check with a status of 400 or above."""
+
+
+class LoopError(ServerError):
+    """The URL of the server leads back to this router."""
+
+
+class AsleepError(ServerError):
+    """The server is healthy, but its engine sleeps: a request to it would hang."""
 
 
 async def check_health(backend: Backend) -> None:

@@ -32,29 +32,22 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from reward_loop.errors import ServerError
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RequestKind, RouterConfig
-from reward_loop.router.http_client import ConnectError, Upstream
+from reward_loop.router.health_watch import HealthWatch
+from reward_loop.router.http_client import Upstream
 from reward_loop.router.policies import Policy, policy_for
 
-__all__ = ["AllCoolingDownError", "AsleepError", "BackendPool", "Group", "LoopError", "NoBackendError"]
+__all__ = ["AllCoolingDownError", "BackendPool", "Group", "NoBackendError"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
-
 _TRIAL_S = 5.0
 """A server in the state TRIAL is considered healthy if its first request takes longer than this, in seconds."""
-
-_START_CHECK_S = 30.0
-"""The timeout of a health check while a server is DOWN, in seconds, unless `health_timeout_s` is longer. A server that
-is starting may accept connections and answer only when it is ready."""
 
 
 class NoBackendError(ServerError):
@@ -68,26 +61,6 @@ class AllCoolingDownError(ServerError):
         super().__init__(message)
         self.seconds = seconds
         """Seconds until the first cool-down ends."""
-
-
-class LoopError(ServerError):
-    """The URL of the server leads back to this router."""
-
-
-class AsleepError(ServerError):
-    """The server is healthy, but its engine sleeps: a request to it would hang."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The result of a failed health check."""
-
-    reason: str
-    certain: bool = False
-    """Whether a single failure takes the server out of use."""
-    timed_out: bool = False
-    loop: bool = False
-    """Whether the server is this router."""
 
 
 def _ignore(backend: Backend) -> None:
@@ -274,6 +247,19 @@ class BackendPool:
             self._set_state(backend, BackendState.DOWN)
             backend.taken_out.set()
 
+    def admit(self, backend: Backend, *, new: bool) -> None:
+        """Takes a server into use after a successful health check.
+
+        Args:
+            backend: the server.
+            new: whether it has not been in use before, so that it needs no trial.
+        """
+        logger.info("backend %s is up", backend.url)
+        backend.failed_checks = 0
+        backend.frozen = False
+        backend.trial_until = time.monotonic() + _TRIAL_S
+        self._set_state(backend, BackendState.UP if new else BackendState.TRIAL)
+
     def mark_dead(self, backend: Backend, reason: str) -> None:
         """Takes a server out of use because its process has died, and fails its unanswered requests for a retry.
 
@@ -368,86 +354,12 @@ class BackendPool:
 
     def _watch(self, backend: Backend) -> None:
         backend.taken_out.set()
-        self._watches[backend] = self._tasks.create_task(self._look_after(backend), name=f"watch-{backend.url}")
+        watch = HealthWatch(backend, self, self._check, self._config)
+        self._watches[backend] = self._tasks.create_task(watch.run(), name=f"watch-{backend.url}")
 
     def _stop_watching(self, backend: Backend) -> None:
         if watch := self._watches.pop(backend, None):
             watch.cancel()
-
-    async def _look_after(self, backend: Backend) -> None:
-        new = True
-        while True:
-            if backend.state is not BackendState.UP:
-                await self._readmit(backend, new)
-            new = False
-            backend.taken_out.clear()
-            while not backend.taken_out.is_set():
-                try:
-                    # In Python 3.11, wait_for loses a cancellation that coincides with the event.
-                    async with asyncio.timeout(self._config.health_interval_s):
-                        await backend.taken_out.wait()
-                except TimeoutError:
-                    while await self._check_in_use(backend) and not backend.taken_out.is_set():
-                        pass  # The check timed out, which took long enough: repeat it without a pause.
-
-    async def _readmit(self, backend: Backend, new: bool) -> None:
-        """Repeats the health check of a server that is down until it succeeds."""
-        pause = _FIRST_PAUSE_S
-        if backend.relapses:
-            pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
-            await asyncio.sleep(pause)
-        while failure := await self._run_check(backend):
-            if failure.loop:
-                self.give_up(backend, failure.reason)
-                return
-            backend.last_error = failure.reason
-            if failure.timed_out and backend.in_flight:
-                backend.frozen = True
-            if backend.frozen:
-                # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
-                self.on_frozen(backend)
-            await asyncio.sleep(min(pause, self._config.health_interval_s) if backend.frozen else pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        logger.info("backend %s is up", backend.url)
-        backend.failed_checks = 0
-        backend.frozen = False
-        backend.trial_until = time.monotonic() + _TRIAL_S
-        self._set_state(backend, BackendState.UP if new else BackendState.TRIAL)
-
-    async def _check_in_use(self, backend: Backend) -> bool:
-        """Checks a server in use.
-
-        Returns:
-            whether the check timed out and the server sent no bytes during it.
-        """
-        reads = backend.upstream.reads
-        failure = await self._run_check(backend)
-        if failure is None or (failure.timed_out and backend.upstream.reads != reads):
-            # A server that still answers requests is busy, not frozen.
-            backend.failed_checks = 0
-            return False
-        backend.failed_checks += 1
-        if failure.certain or backend.failed_checks >= self._config.max_failed_checks:
-            self.mark_unhealthy(backend, failure.reason)
-            if failure.timed_out and backend.state is BackendState.DOWN:
-                backend.frozen = True
-                self.on_frozen(backend)
-        return failure.timed_out
-
-    async def _run_check(self, backend: Backend) -> _Failure | None:
-        """Checks a server; returns ``None`` if it is healthy."""
-        seconds = self._config.health_timeout_s
-        if backend.state is BackendState.DOWN and not backend.frozen:
-            seconds = max(seconds, _START_CHECK_S)
-        try:
-            async with asyncio.timeout(seconds):
-                await self._check(backend)
-        except TimeoutError:
-            return _Failure(f"no answer to a health check within {seconds:g} s", timed_out=True)
-        except Exception as error:
-            certain = isinstance(error, ConnectError | AsleepError)
-            return _Failure(f"{type(error).__name__}: {error}", certain=certain, loop=isinstance(error, LoopError))
-        return None
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:
         backend.state = state

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import find
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError
+from reward_loop.router.http_connection import NO_BODY, Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
-from reward_loop.router.request import Exchange
 from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import Route
 
-__all__ = ["WORTH_A_RETRY", "Attempt", "Forwarder", "Request"]
+__all__ = ["WORTH_A_RETRY", "Forwarder", "Request"]
 
 WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
@@ -44,15 +44,6 @@ class Request(NamedTuple):
     destination: Route
     key: int
     """The routing key; see `Policy.key`."""
-
-
-class Attempt(NamedTuple):
-    """An attempt in flight: a request that has been sent to a server."""
-
-    backend: Backend
-    began: float
-    """When it began, in seconds of the event loop's clock."""
-    answer: Awaitable[Answer]
 
 
 class Forwarder:
@@ -84,13 +75,12 @@ class Forwarder:
         self._log = log
         self._max_attempts = config.max_attempts
 
-    async def forward(self, exchange: Exchange, request: Request, attempt: Attempt | None = None) -> None:
+    async def forward(self, client: ClientRequest, request: Request) -> None:
         """Forwards a request and sends the answer to the client.
 
         Args:
-            exchange: the client's request.
+            client: the client's request.
             request: the request to forward.
-            attempt: the attempt in flight, if the request has already been sent to a server.
 
         Raises:
             Refusal: no server was available, or the last of `max_attempts` attempts lost its connection.
@@ -100,38 +90,35 @@ class Forwarder:
         failed: list[Backend] = []
         attempts = 0
         while True:
-            if attempt is None:
-                exchange.waits_for = None
-                group = pool.group(*request.destination)
-                backend = pool.pick(group, request.key, failed) or await self._wait(request, failed)
-                backend.begin()
-                attempt = Attempt(backend, loop.time(), backend.upstream.request(*request[:4]))
-            backend, began = attempt.backend, attempt.began
-            exchange.waits_for = backend.url
+            client.waits_for = WaitsFor.SERVER
+            group = pool.group(*request.destination)
+            backend = pool.pick(group, request.key, failed) or await self._wait(request, failed)
+            backend.begin()
+            client.waits_for = backend.url
+            began = loop.time()
             status = 0
             try:
-                answer = await attempt.answer
+                answer = await backend.upstream.request(*request[:4])
                 status = answer.status
                 if status in WORTH_A_RETRY:
                     attempts += 1
                     if not self._may_retry(backend, answer, request, [*failed, backend], attempts):
-                        return await exchange.pass_on(answer)
+                        return await _pass_on(answer, client)
                     answer.close()
                 else:
                     if backend.failures or backend.state is not BackendState.UP:
                         pool.succeeded(backend)
-                    return await exchange.pass_on(answer)
+                    return await _pass_on(answer, client)
             except StaleError:
                 # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
                 # a socket that still accepts connections, so other servers are preferred.
                 failed.append(backend)
-                attempt = None
                 continue
             except (ConnectError, BrokenError) as error:
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
-                if exchange.started:
-                    self._log.warning(backend, "%s: the answer of %s broke off: %s", exchange.name, backend.url, error)
+                if client.started:
+                    self._log.warning(backend, "%s: the answer of %s broke off: %s", client.name, backend.url, error)
                     return None
                 attempts += isinstance(error, BrokenError)
                 if attempts >= self._max_attempts:
@@ -140,8 +127,7 @@ class Forwarder:
                 backend.end(status, loop.time() - began)
             backend.stats.retries += 1
             failed.append(backend)
-            attempt = None
-            await self._back_off(exchange, len(failed))
+            await _back_off(len(failed))
 
     async def _wait(self, request: Request, failed: list[Backend]) -> Backend:
         try:
@@ -164,11 +150,44 @@ class Forwarder:
             return False
         return self._pool.has_other(self._pool.group(*request.destination), failed) and self._budget.spend()
 
-    async def _back_off(self, exchange: Exchange, failures: int) -> None:
-        # The first retry has no delay.
-        if failures > 1:
-            longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
-            await asyncio.sleep(min(longest * random.uniform(0.5, 1), max(0, exchange.time_left)))
+
+async def _back_off(failures: int) -> None:
+    # The first retry has no delay.
+    if failures > 1:
+        longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+        await asyncio.sleep(longest * random.uniform(0.5, 1))
+
+
+async def _pass_on(answer: Answer, client: ClientRequest) -> None:
+    """Sends a server's answer to the client; streams the body if it is not complete yet.
+
+    Raises:
+        BrokenError: the connection to the server broke before the end of the answer.
+    """
+    headers = answer.headers
+    if answer.status in NO_BODY:
+        # Such an answer has no body, whatever its Content-Length.
+        client.answer(answer.status, [header for header in headers if header[0] != b"content-length"], b"")
+        return
+    try:
+        # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
+        if answer.complete or (answer.length is None and client.version == "1.0"):
+            body = answer.take() if answer.complete else b"".join([part async for part in _parts(answer)])
+            if answer.length is None and client.method != "HEAD":
+                headers = [*headers, (b"content-length", b"%d" % len(body))]
+            client.answer(answer.status, headers, body)
+        else:
+            client.start(answer.status, headers)
+            async for part in _parts(answer):
+                await client.write(part)
+            client.end()
+    finally:
+        answer.close()
+
+
+async def _parts(answer: Answer) -> AsyncIterator[bytes]:
+    while part := await answer.read():
+        yield part
 
 
 def _pause(retry_after: bytes | None) -> float:

@@ -55,8 +55,6 @@ class Refusal(Exception):
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
         if self.allow is not None:
             headers.append((b"allow", self.allow.encode()))
-        if self.close:
-            headers.append((b"connection", b"close"))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers, body

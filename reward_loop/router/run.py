@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-from reward_loop._util import server_process
+import uvloop
+
+from reward_loop._util.output import print_line
 from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router.app import create_app
+from reward_loop.router.app import Router, create_app
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
-from reward_loop.router.protocol import protocol_for
+from reward_loop.router.http_server import HttpServer
 
 __all__ = ["run_router"]
 
@@ -55,15 +57,34 @@ def run_router(
     if room < config.max_in_flight:
         logger.warning("%d requests at a time, not %d: for more, raise `ulimit -n`", room, config.max_in_flight)
         config = config.model_copy(update={"max_in_flight": room})
-    app = create_app(backends, config)
+    router = create_app(backends, config)
+    print_line(f"router listens on {own}")
     # Imported objects live until the process exits: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    with _ending_well():
-        server_process.serve(
-            app, listener, "router", http=protocol_for(config.max_header_bytes, app.begin), grace_s=grace_s
-        )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(router, listener, config.max_header_bytes, grace_s))
+
+
+async def _serve(router: Router, listener: socket.socket, max_header_bytes: int, grace_s: float) -> None:
+    """Serves until SIGTERM or SIGINT; a second SIGINT ends the requests in flight."""
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+
+    def stop(number: signal.Signals) -> None:
+        if stopping.is_set() and number is signal.SIGINT:
+            hurry.set()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    async with router:
+        server = HttpServer(router, max_header_bytes)
+        await server.start(listener)
+        await stopping.wait()
+        logger.info("the router stops")
+        await server.stop(grace_s, hurry)
 
 
 def _room_for(requests: int) -> int:
@@ -82,16 +103,3 @@ def _room_for(requests: int) -> int:
     if files == resource.RLIM_INFINITY or files >= enough:
         return requests
     return max(1, (files - min(_SPARE_FILES, files // 4)) // 2)
-
-
-@contextlib.contextmanager
-def _ending_well() -> Iterator[None]:
-    """Makes the process exit with status 0 on SIGTERM and SIGINT, which uvicorn raises again after it has stopped."""
-    before: dict[signal.Signals, Any] = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, lambda *_: None)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,8 +9,6 @@ import pytest
 
 from tests.servers import CHAT, listed, model_server, post, routed
 
-pytestmark = pytest.mark.usefixtures("way")
-
 
 async def test_several_models_at_one_address() -> None:
     async with routed(model_server("judge"), model_server("scorer")) as (url, _, session):

@@ -10,8 +10,7 @@ import pytest
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router import app, control
 from reward_loop.router.app import create_app
-from reward_loop.router.protocol import protocol_for
-from tests.servers import CHAT, listed, model_server, post, routed, serving
+from tests.servers import CHAT, listed, model_server, post, routed, served_by_router, serving
 
 
 def test_the_router_passes_on_the_paths_that_the_control_plane_has() -> None:
@@ -155,7 +154,7 @@ async def test_a_router_that_was_started_with_itself_as_a_server_gives_it_up() -
     listener = listen("127.0.0.1")
     app = create_app([url_of(listener).replace("127.0.0.1", "localhost")])
     async with (
-        serving(app, protocol_for(65536, app.begin), listener=listener) as url,
+        served_by_router(app, listener) as url,
         aiohttp.ClientSession(url) as session,
         asyncio.timeout(60),
     ):

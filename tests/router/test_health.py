@@ -16,7 +16,7 @@ from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.health import UnhealthyError, check_health
 from reward_loop.router.http_client import BrokenError, ConnectError, Upstream
 from reward_loop.router.pool import AsleepError
-from tests.servers import CHAT, listed, post, refusing, serving
+from tests.servers import CHAT, listed, post, refusing, served_by_router, serving
 
 
 def server(**answers: tuple[int, Any]) -> Any:
@@ -93,7 +93,7 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
 
     async with serving(asleep) as backend:
         app = create_app([BackendConfig(url=backend, engine="vllm")], RouterConfig(request_timeout_s=0.3))
-        async with serving(app) as url, aiohttp.ClientSession(url) as session, asyncio.timeout(60):
+        async with served_by_router(app) as url, aiohttp.ClientSession(url) as session, asyncio.timeout(60):
             while not (await listed(session))[0]["last_error"]:  # noqa: ASYNC110 (until it has been looked at)
                 await asyncio.sleep(0)
             status, body = await post(url, CHAT)

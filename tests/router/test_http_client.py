@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError, StaleError, Upstream
+from reward_loop.router.http_client import Upstream
+from reward_loop.router.http_connection import Answer, BrokenError, ConnectError, StaleError
 from tests.servers import refusing, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -294,97 +295,34 @@ async def test_a_connection_that_dies_when_it_is_used_again_is_stale() -> None:
                 await get(upstream)
 
 
-class Told:
-    """Sends a request as soon as it is told of the answer to the last one."""
-
-    def __init__(self, upstream: Upstream, requests: int = 1) -> None:
-        self.upstream = upstream
-        self.requests = requests
-        self.bodies: list[bytes] = []
-        self.errors: list[Exception] = []
-
-    def done(self) -> bool:
-        return False
-
-    def send(self) -> None:
-        if self.requests:
-            self.requests -= 1
-            self.upstream.send(self, b"GET", b"/")
-
-    def set_result(self, answer: Answer, /) -> None:
-        self.bodies.append(answer.take())
-        self.send()
-
-    def set_exception(self, error: Exception, /) -> None:
-        self.errors.append(error)
-
-
-async def test_without_an_idle_connection_one_is_made() -> None:
-    async with raw(saying(OK, OK, OK)) as upstream:
-        told = Told(upstream, requests=3)
-        told.send()
-        await until(lambda: told.bodies == [b"ok"] * 3)
-    assert not upstream.opening
-
-
-async def test_who_is_told_hears_that_no_connection_can_be_made() -> None:
-    told = Told(Upstream(refusing()))
-    told.send()
-    await until(lambda: told.errors)
-    assert isinstance(told.errors[0], ConnectError)
-
-
-async def test_giving_up_while_the_connection_is_made() -> None:
-    async with raw(saying(OK)) as upstream:
-        told = Told(upstream)
-        upstream.send(told, b"GET", b"/").close()
-        assert await get(upstream) == (200, b"ok")
-        assert (told.bodies, told.errors) == ([], [])
-        assert not upstream.opening
-
-
-async def test_what_comes_behind_an_answer_is_no_answer_to_the_next_request() -> None:
+async def test_bytes_after_an_answer_are_not_the_answer_to_the_next_request() -> None:
     async with raw(saying(OK + OK.replace(b"ok", b"no"))) as upstream:
-        told = Told(upstream, requests=2)
-        told.send()
-        await until(lambda: len(told.bodies) == 2)
-        assert (told.bodies, told.errors) == ([b"ok", b"ok"], [])
+        assert [await get(upstream) for _ in range(2)] == [(200, b"ok")] * 2
 
 
-async def test_who_is_told_at_once_hears_that_an_idle_connection_had_died() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.readuntil(b"\r\n\r\n")
+async def test_a_request_cancelled_while_its_connection_is_opened_leaves_nothing_behind() -> None:
+    async with raw(saying(OK)) as upstream:
+        request = asyncio.create_task(get(upstream))
+        await until(lambda: upstream._opening)
+        request.cancel()
+        assert await get(upstream) == (200, b"ok")
+        assert request.cancelled()
+        assert not upstream._opening
 
-    async with raw(serve) as upstream:
+
+async def test_cancelling_a_request_whose_answer_is_complete_does_not_close_the_connection() -> None:
+    async with raw(saying(OK, OK, OK)) as upstream:
         await get(upstream)
-        told = Told(upstream)
-        told.send()
-        await until(lambda: told.errors)
-        assert isinstance(told.errors[0], StaleError)
-
-
-async def test_who_closes_the_connection_is_told_no_more() -> None:
-    closed = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.readuntil(b"\r\n\r\n")
-        try:
-            await reader.read()
-        finally:
-            closed.set()
-
-    async with raw(serve) as upstream:
-        await get(upstream)
-        told = Told(upstream)
-        upstream.send(told, b"GET", b"/").close()
-        await closed.wait()
-        await asyncio.sleep(0)
-        assert not told.errors
-        assert not upstream.busy
+        (connection,) = upstream._idle
+        first = asyncio.create_task(get(upstream))
+        await until(lambda: upstream.busy)
+        # The whole answer arrives, and the request is cancelled before its task runs.
+        connection.data_received(OK)
+        second = asyncio.create_task(get(upstream))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await second == (200, b"ok")
 
 
 async def test_a_cancelled_request_closes_its_connection() -> None:
@@ -421,16 +359,14 @@ async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
 
 async def test_breaking_off_fails_requests_whose_connection_is_still_being_made() -> None:
     async with raw(saying(OK)) as upstream:
-        told = Told(upstream)
-        told.send()
-        assert upstream.opening
+        request = asyncio.create_task(get(upstream))
+        await until(lambda: upstream._opening)
         upstream.break_off("killed")
-        await until(lambda: told.errors)
-        assert isinstance(told.errors[0], BrokenError)
-        assert "killed" in str(told.errors[0])
-        assert not upstream.opening
+        upstream.break_off("twice")
+        with pytest.raises(BrokenError, match="killed"):
+            await request
+        assert not upstream._opening
         assert await get(upstream) == (200, b"ok")
-        assert not told.bodies
 
 
 async def test_a_long_answer_of_known_length_comes_whole() -> None:

@@ -29,7 +29,6 @@ async def test_the_first_message_of_a_kind_is_logged_and_the_others_are_counted(
     assert caplog.messages[4:] == ["1 more like this; the latest: POST /z: 413, long"]
 
 
-@pytest.mark.usefixtures("way")
 async def test_refused_requests_do_not_write_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     async with routed(model_server("m"), max_body_bytes=10) as (url, _, session):
         caplog.clear()

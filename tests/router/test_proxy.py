@@ -22,8 +22,6 @@ from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from tests.servers import post, refusing, resetting, served_by_router, serving, until
 
-pytestmark = pytest.mark.usefixtures("way")
-
 
 @asynccontextmanager
 async def proxied(
@@ -268,7 +266,7 @@ async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> N
         async with served_by_router(proxy) as url:
             status, body = await post(url)
     assert status == 503
-    assert b"it was not its turn within 0.1 s: 1 requests are in work" in body
+    assert b"waited 0.1 s in the queue: 1 requests are in flight" in body
 
 
 async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 
 from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.http_client import Answer, BrokenError, ConnectError
+from reward_loop.router.http_connection import Answer, BrokenError, ConnectError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.request import Exchange
-from reward_loop.router.retries import Attempt, Forwarder, Request
+from reward_loop.router.retries import Forwarder, Request
 from reward_loop.router.router_error import Refusal
+from tests.router.transport import Transport
 
 REQUEST = Request(b"POST", b"/", b"", b"", (None, None), 0)
 
@@ -57,18 +59,14 @@ class Caller:
             pool, RetryBudget(config.retry_share), config, LimitedLog(logging.getLogger(__name__))
         )
 
-    async def ask(self, attempt: Attempt | None = None) -> int:
-        statuses = []
+    async def ask(self) -> int:
+        return int((await self.answer()).split(b" ")[1])
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-
-        scope = {"method": "POST", "path": "/", "http_version": "1.1"}
-        exchange = Exchange(scope, None, send, 30, lambda _: Refusal(504, "late"))  # type: ignore[arg-type]
-        await self.forwarder.forward(exchange, REQUEST, attempt)
-        (status,) = statuses
-        return status
+    async def answer(self, version: str = "1.1") -> bytes:
+        transport = Transport()
+        client = ClientRequest(Flow(transport), "POST", b"/", version, [], keep_alive=version != "1.0")
+        await self.forwarder.forward(client, REQUEST)
+        return transport.written
 
 
 @asynccontextmanager
@@ -124,20 +122,48 @@ async def test_a_server_that_asks_for_a_pause_gets_it(said: str, seconds: float)
         assert first.state is BackendState.UP
 
 
-@pytest.mark.parametrize("outcome", [answer(200), answer(500), BrokenError("x")])
-async def test_what_has_begun_already_comes_first(outcome: Answer | Exception) -> None:
-    async with calling(Scripted(answer(404)), Scripted(answer(200))) as caller:
-        first = caller.pool.backends[0]
-        first.begin()
-        given = Scripted(outcome)
-        assert await caller.ask(Attempt(first, 0.0, given.request())) == 200
-        assert given.asked == 1
-        assert first.upstream.asked == 0  # type: ignore[attr-defined]
-        assert first.in_flight == 0
-
-
 async def test_without_the_budget_an_answer_is_passed_on_and_a_broken_connection_is_not() -> None:
     async with calling(Scripted(answer(500)), Scripted(answer(500)), retry_share=0) as caller:
         assert await caller.ask() == 500
     async with calling(Scripted(BrokenError("x")), Scripted(answer(200)), retry_share=0) as caller:
         assert await caller.ask() == 200
+
+
+def unfinished(*parts: bytes) -> Answer:
+    begun = Answer(None)  # type: ignore[arg-type]
+    begun.status = 200
+    begun.headers = [(b"x-own", b"1")]
+    for part in parts:
+        begun.add(part)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("version", "rest"),
+    [
+        ("1.1", b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n"),
+        ("1.0", b"content-length: 2\r\nconnection: close\r\n\r\nab"),
+    ],
+)
+async def test_an_answer_of_unknown_length_is_streamed_but_to_http_1_0_sent_at_once(version: str, rest: bytes) -> None:
+    given = unfinished(b"a")
+    async with calling(Scripted(given)) as caller:
+        asking = asyncio.create_task(caller.answer(version))
+        await asyncio.sleep(0)
+        given.add(b"b")
+        given.complete = True
+        given.wake()
+        assert await asking == b"HTTP/1.1 200 OK\r\nx-own: 1\r\n" + rest
+
+
+async def test_a_complete_answer_of_unknown_length_gets_its_length() -> None:
+    given = unfinished(b"ab")
+    given.complete = True
+    async with calling(Scripted(given)) as caller:
+        assert await caller.answer() == b"HTTP/1.1 200 OK\r\nx-own: 1\r\ncontent-length: 2\r\n\r\nab"
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_has_no_length(status: int) -> None:
+    async with calling(Scripted(answer(status))) as caller:
+        assert b"content-length" not in await caller.answer()

@@ -16,5 +16,4 @@ def test_it_has_the_shape_of_vllms_errors() -> None:
 def test_headers_that_say_what_to_do() -> None:
     assert (b"retry-after", b"1") in Refusal(503, "full", retry_after_s=0.01).render()[0]
     assert (b"retry-after", b"3") in Refusal(429, "rest", retry_after_s=2.1).render()[0]
-    assert (b"connection", b"close") in Refusal(413, "long", close=True).render()[0]
     assert (b"www-authenticate", b"Bearer") in Refusal(401, "key").render()[0]

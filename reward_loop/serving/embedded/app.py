@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from reward_loop._util.output import print_line
-from reward_loop.router.disconnect import stop_on_disconnect
 from reward_loop.serving.checkpoint import ModelKind
 from reward_loop.serving.embedded.batching import BatchingEngine, Generation, SamplingParams
 from reward_loop.serving.embedded.dialect import (
@@ -31,6 +30,7 @@ from reward_loop.serving.embedded.dialect import (
     now,
     parse,
 )
+from reward_loop.serving.embedded.disconnect import stop_on_disconnect
 
 __all__ = ["EmbeddedModel", "create_app", "load_model"]
 

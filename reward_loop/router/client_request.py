@@ -1,0 +1,255 @@
+"""One request of a client, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from functools import lru_cache
+from http import HTTPStatus
+from urllib.parse import unquote
+
+import httptools
+
+from reward_loop.router.headers import RawHeader, find, to_wire
+from reward_loop.router.router_error import Refusal
+
+__all__ = ["CLOSE", "ClientRequest", "Flow", "WaitsFor", "status_line"]
+
+_UNREAD_UP_TO = 64 * 1024
+"""Reading from the client pauses while more bytes of a body than this wait to be read."""
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+
+CLOSE = b"connection: close\r\n\r\n"
+"""The last header line of an answer after which the connection is closed, and the end of the head."""
+
+
+class Flow:
+    """The transport of a client's connection, with the state of its flow control."""
+
+    __slots__ = ("_reading_paused", "_writable", "transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._reading_paused = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client reads its answers; if not, they fill the write buffer."""
+        return self._writable.is_set()
+
+    def pause_reading(self) -> None:
+        """Stops reading from the client."""
+        if not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Continues to read from the client."""
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def set_writable(self, writable: bool) -> None:
+        """Records whether the write buffer has room."""
+        if writable:
+            self._writable.set()
+        else:
+            self._writable.clear()
+
+    async def drain(self) -> None:
+        """Waits until the write buffer has room."""
+        await self._writable.wait()
+
+
+class WaitsFor(StrEnum):
+    """What a request waits for, if not for the answer of a server."""
+
+    TURN = "its turn"
+    BODY = "its body"
+    SERVER = "a server"
+
+
+class ClientRequest:
+    """One request of a client, and its answer.
+
+    The answer is sent with :meth:`answer`, or in parts with :meth:`start`, :meth:`write` and :meth:`end`.
+
+    Args:
+        flow: the connection.
+        method: the HTTP method.
+        url: the URL of the request line.
+        version: the HTTP version, such as ``1.1``.
+        headers: names in lower case, and values.
+        keep_alive: whether the connection stays open after the answer.
+        expects_continue: whether the client sends the body only after a ``100 Continue``.
+
+    Raises:
+        httptools.HttpParserInvalidURLError: the URL is invalid.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_expects_continue",
+        "_flow",
+        "_limit",
+        "_parts",
+        "_received",
+        "_size",
+        "answered",
+        "body_complete",
+        "headers",
+        "keep_alive",
+        "method",
+        "path",
+        "started",
+        "target",
+        "version",
+        "waits_for",
+    )
+
+    def __init__(
+        self,
+        flow: Flow,
+        method: str,
+        url: bytes,
+        version: str,
+        headers: list[RawHeader],
+        *,
+        keep_alive: bool,
+        expects_continue: bool = False,
+    ) -> None:
+        self.method = method
+        self.path, self.target = _parse_target(url)
+        self.version = version
+        self.headers = headers
+        self.keep_alive = keep_alive
+        self.body_complete = False
+        """Whether the whole body has been received."""
+        self.started = False
+        """Whether the answer has begun."""
+        self.answered = False
+        """Whether the answer is complete."""
+        self.waits_for: str = WaitsFor.TURN
+        """A `WaitsFor`, or the URL of the server whose answer the request waits for."""
+        self._flow = flow
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._limit = 0
+        self._received: asyncio.Future[None] | None = None
+        self._expects_continue = expects_continue
+        self._chunked = False
+
+    @property
+    def name(self) -> str:
+        """The method and the path, for messages."""
+        return f"{self.method} {self.path}"
+
+    # The body
+
+    def add(self, part: bytes) -> None:
+        """Appends a received part of the body."""
+        if self.answered:
+            return
+        self._parts.append(part)
+        self._size += len(part)
+        if self._received is None:
+            if self._size > _UNREAD_UP_TO:
+                self._flow.pause_reading()
+        elif self._size > self._limit and not self._received.done():
+            self._received.set_exception(_too_long(self._limit))
+
+    def end_body(self) -> None:
+        """Records that the body is complete."""
+        self.body_complete = True
+        if self._received and not self._received.done():
+            self._received.set_result(None)
+
+    async def read_body(self, limit: int) -> bytes:
+        """Waits for the whole body, and returns it.
+
+        Args:
+            limit: the longest body, in bytes.
+
+        Raises:
+            Refusal: the body is longer than the limit.
+        """
+        if self._size > limit:
+            raise _too_long(limit)
+        if not self.body_complete:
+            if self._expects_continue:
+                self._expects_continue = False
+                self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._limit = limit
+            self.waits_for = WaitsFor.BODY
+            self._received = asyncio.get_running_loop().create_future()
+            self._flow.resume_reading()
+            await self._received
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    # The answer
+
+    def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
+        """Sends a complete answer; `headers` include ``Content-Length``. For HEAD requests, the body is left out."""
+        self.answered = True
+        head = self._head(status, headers, b"")
+        self._flow.transport.write(head if self.method == "HEAD" else head + body)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Sends an error answer, unless the answer has begun."""
+        if not self.started:
+            if refusal.close:
+                self.keep_alive = False
+            self.answer(refusal.status, *refusal.render())
+
+    def start(self, status: int, headers: list[RawHeader]) -> None:
+        """Sends the head of an answer; without a ``Content-Length``, its body is sent in chunks."""
+        self._chunked = find(headers, b"content-length") is None
+        self._flow.transport.write(
+            self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b"")
+        )
+
+    async def write(self, part: bytes) -> None:
+        """Sends a part of the body, which is not empty; waits while the client does not read."""
+        self._flow.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
+        await self._flow.drain()
+
+    def end(self) -> None:
+        """Ends the body."""
+        self.answered = True
+        if self._chunked:
+            self._flow.transport.write(b"0\r\n\r\n")
+
+    def _head(self, status: int, headers: list[RawHeader], framing: bytes) -> bytes:
+        self.started = True
+        # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
+        if self._expects_continue and not self.body_complete:
+            self.keep_alive = False
+        end = b"\r\n" if self.keep_alive else CLOSE
+        return b"".join((status_line(status), to_wire(headers), framing, end))
+
+
+def status_line(status: int) -> bytes:
+    """Returns the status line of an answer, with CRLF."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def _too_long(limit: int) -> Refusal:
+    return Refusal(413, f"the body is longer than {limit} bytes", close=True)
+
+
+@lru_cache(maxsize=64)
+def _parse_target(url: bytes) -> tuple[str, bytes]:
+    """Returns the percent-decoded path, and the path with the query as in the request line."""
+    if url.startswith(b"/"):
+        raw_path, _, query = url.partition(b"#")[0].partition(b"?")
+    else:
+        parsed = httptools.parse_url(url)
+        raw_path, query = parsed.path or b"/", parsed.query
+    path = raw_path.decode("ascii")
+    target = b"%b?%b" % (raw_path, query) if query else raw_path
+    return unquote(path) if "%" in path else path, target

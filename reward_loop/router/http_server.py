@@ -1,0 +1,370 @@
+"""An HTTP/1.1 server, parsed by httptools: one task for each request, and limits on heads.
+
+Invariants of a connection:
+
+- Its requests are served one at a time, in their order. Requests that arrive early (pipelining) wait in `_waiting`, and
+  reading pauses.
+- `_current` is the request that is being served, `_received` the one whose head was received last.
+- After an error of the client, nothing more is parsed. The error is answered after the requests before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import httptools
+
+from reward_loop.router.client_request import CLOSE, ClientRequest, Flow, status_line
+from reward_loop.router.headers import RawHeader, find, to_wire
+from reward_loop.router.router_error import Refusal
+
+__all__ = ["HttpServer"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_HTTP = "the request is not valid HTTP/1.1"
+
+_BACKLOG = 4096
+
+
+class HttpServer:
+    """An HTTP/1.1 server.
+
+    Create it in a running event loop.
+
+    Args:
+        handler: serves a request, in a task of its own. The task is cancelled when the client disconnects. After a
+            :class:`~reward_loop.router.client_request.ClientRequest` without a complete answer, the connection is
+            closed.
+        max_head_bytes: longer heads are refused with 431, or with 414 if the URL is too long.
+        keep_alive_s: connections without a request are closed after this time, in seconds. It is longer than clients
+            keep idle connections, so that the client closes them, not the server.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[ClientRequest], Awaitable[None]],
+        max_head_bytes: int = 64 * 1024,
+        keep_alive_s: float = 75.0,
+    ) -> None:
+        self.handler = handler
+        self.max_head_bytes = max_head_bytes
+        self.keep_alive_s = keep_alive_s
+        self.loop = asyncio.get_running_loop()
+        self._connections: set[_Connection] = set()
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._listener: socket.socket
+        self._server: asyncio.Server
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accepts connections on a listening socket, which it closes in the end."""
+        self._listener = listener
+        self._server = await self.loop.create_server(lambda: _Connection(self), sock=listener, backlog=_BACKLOG)
+
+    async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Accepts no more connections, waits for the requests in flight, and cancels those that are left.
+
+        Args:
+            grace_s: seconds that the requests in flight have to finish.
+            hurry: ends that time early.
+        """
+        self._server.close()
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.stop()
+        ends = [self.loop.create_task(event.wait()) for event in (self._none_left, hurry) if event]
+        await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self._connections:
+            logger.warning("%d requests were cancelled: they did not end in time", len(self._connections))
+        for connection in list(self._connections):
+            connection.abort()
+        await self._none_left.wait()
+
+    def add(self, connection: _Connection) -> None:
+        """Records an open connection."""
+        self._connections.add(connection)
+        self._none_left.clear()
+
+    def discard(self, connection: _Connection) -> None:
+        """Records that a connection is closed, and that its task has ended."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._none_left.set()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection of a client."""
+
+    __slots__ = (
+        "_current",
+        "_error",
+        "_expects_continue",
+        "_flow",
+        "_head_bytes",
+        "_headers",
+        "_idle_since",
+        "_in_head",
+        "_lost",
+        "_parser",
+        "_received",
+        "_server",
+        "_stopped_parsing",
+        "_task",
+        "_timer",
+        "_transport",
+        "_unproductive_bytes",
+        "_upgrading",
+        "_url",
+        "_waiting",
+    )
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        # A client may send more bytes after a request with "Connection: close"; they are ignored.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._transport: asyncio.Transport
+        self._flow: Flow
+        self._timer: asyncio.TimerHandle
+        self._current: ClientRequest | None = None
+        self._task: asyncio.Task[None] | None = None
+        """The task that serves `_current`."""
+        self._received: ClientRequest | None = None
+        self._waiting: deque[ClientRequest] = deque()
+        self._error: Refusal | None = None
+        """The error to answer after all requests."""
+        self._stopped_parsing = False
+        """Whether received bytes are discarded: after an error, and after the last answer."""
+        self._lost = False
+        self._idle_since = server.loop.time()
+        self._in_head = True
+        self._url = b""
+        self._headers: list[RawHeader] = []
+        self._expects_continue = False
+        self._head_bytes = 0
+        """The length of the URL and the headers received so far."""
+        self._unproductive_bytes = 0
+        """The number of bytes received since the last complete head, part of a body, or complete request."""
+        self._upgrading = False
+        """Whether the request asks for an upgrade to another protocol, which the router ignores."""
+
+    def stop(self) -> None:
+        """Closes the connection, after the answer to the request in flight if there is one."""
+        if self._current:
+            self._current.keep_alive = False
+        else:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Closes the connection at once, and cancels the request in flight."""
+        self._transport.abort()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._flow = Flow(self._transport)
+        self._server.add(self)
+        self._timer = self._server.loop.call_later(self._server.keep_alive_s, self._check_idle)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stopped_parsing:
+            return
+        self._unproductive_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail(
+                self._too_long()
+                if self._head_bytes > self._server.max_head_bytes
+                else Refusal(400, _NOT_HTTP, close=True)
+            )
+            return
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._upgrading:
+                self._ignore_upgrade(data[upgrade.args[0] :])
+                return
+        # Called after parsing, so that a body that arrived with the head is complete when its task starts.
+        if self._unproductive_bytes > self._server.max_head_bytes:
+            self._fail(self._too_long())
+        else:
+            self._serve_next()
+        if self._waiting:
+            self._flow.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._flow.set_writable(False)
+
+    def resume_writing(self) -> None:
+        self._flow.set_writable(True)
+        self._serve_next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self._timer.cancel()
+        self._waiting.clear()
+        if self._task:
+            self._task.cancel()
+        else:
+            self._server.discard(self)
+
+    # The parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = []
+        self._head_bytes = 0
+        self._expects_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # Ignore trailers.
+        name = name.lower()
+        self._head_bytes += len(name) + len(value) + 4
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self._head_bytes > self._server.max_head_bytes:
+            raise ValueError("the head is too long")  # The parser raises HttpParserError; `data_received` answers.
+        parser, headers = self._parser, self._headers
+        if parser.should_upgrade():
+            upgrade = find(headers, b"upgrade")
+            if upgrade and upgrade.lower() != b"websocket":
+                self._upgrading = True
+                return
+        version = parser.get_http_version()
+        self._received = ClientRequest(
+            self._flow,
+            parser.get_method().decode("ascii"),
+            self._url,
+            version,
+            headers,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            expects_continue=self._expects_continue,
+        )
+        self._in_head = False
+        self._unproductive_bytes = 0
+        self._waiting.append(self._received)
+
+    def on_body(self, body: bytes) -> None:
+        self._unproductive_bytes = 0
+        if self._received:
+            self._received.add(body)
+
+    def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
+        self._in_head = True
+        self._unproductive_bytes = 0
+        if self._received:
+            self._received.end_body()
+
+    # Requests
+
+    def _serve_next(self) -> None:
+        """Starts the next request, if none is in flight and the client reads its answers."""
+        if self._current or not self._flow.is_writable:
+            return
+        if self._waiting:
+            self._current = request = self._waiting.popleft()
+            self._task = self._server.loop.create_task(self._serve(request))
+            # A `finally` in the task would not run if the task is cancelled before its first step.
+            self._task.add_done_callback(self._end)
+        elif self._error:
+            error, self._error = self._error, None
+            headers, body = error.render()
+            self._transport.write(b"%b%b%b%b" % (status_line(error.status), to_wire(headers), CLOSE, body))
+            self._linger()
+        if not self._waiting:
+            # Also while a request is in flight: only reading detects a disconnect.
+            self._flow.resume_reading()
+
+    async def _serve(self, request: ClientRequest) -> None:
+        try:
+            await self._server.handler(request)
+        except Exception:
+            logger.exception("%s failed", request.name)
+            request.refuse(Refusal(500, "the router failed; its log shows the cause", close=True))
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Handles the end of the task of the current request."""
+        request, self._current, self._task = self._current, None, None
+        assert request is not None
+        self._idle_since = self._server.loop.time()
+        if self._lost:
+            self._server.discard(self)
+        elif (request.answered and request.keep_alive) or (self._error and not request.started):
+            self._serve_next()
+        elif request.answered and not request.body_complete:
+            self._linger()
+        else:
+            self._waiting.clear()
+            self._transport.close()
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parses a request again without its ``Upgrade`` header, which a server may ignore (RFC 9110, 7.8).
+
+        With the header, the parser would not parse the request's body.
+        """
+        self._upgrading = False
+        self._unproductive_bytes = 0
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, to_wire(self._headers, {b"upgrade"}))
+        self.data_received(head + rest)
+
+    # The end of the connection
+
+    def _fail(self, error: Refusal) -> None:
+        """Stops parsing, and answers with the error after the requests before it."""
+        self._error = error
+        self._stopped_parsing = True
+        if not self._in_head:  # The body is invalid, so its request is not served.
+            if self._waiting:
+                self._waiting.pop()
+            elif self._task:
+                self._task.cancel()
+        self._serve_next()
+
+    def _too_long(self) -> Refusal:
+        limit = self._server.max_head_bytes
+        if self._in_head and len(self._url) > limit // 2:
+            return Refusal(414, f"the URL is too long: the head of a request may have {limit} bytes", close=True)
+        return Refusal(431, f"the head or the trailer of the request is longer than {limit} bytes", close=True)
+
+    def _linger(self) -> None:
+        """Closes the sending side of the connection while the client still sends; received bytes are discarded.
+
+        The connection closes when the client closes it, or after the keep-alive timeout. An immediate close would
+        reset the connection, and the client might lose its answer (RFC 9112, 9.6).
+        """
+        self._stopped_parsing = True
+        self._waiting.clear()
+        self._idle_since = self._server.loop.time()
+        self._flow.resume_reading()
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _check_idle(self) -> None:
+        # One timer for the whole connection: it closes the connection, or restarts with the time that is left.
+        server = self._server
+        left = server.keep_alive_s
+        if not self._current:
+            left += self._idle_since - server.loop.time()
+        if left > 0:
+            self._timer = server.loop.call_later(left, self._check_idle)
+        else:
+            self._transport.abort()
