@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util.parent_death_pipe import Lifeline
+from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
@@ -108,13 +108,13 @@ async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:
         await stub(["/no-such-command"]).__aenter__()
 
 
-async def test_a_forked_child_does_not_hold_the_lifeline() -> None:
-    lifeline = Lifeline()
-    held = os.dup(lifeline.child_fd)
+async def test_a_forked_child_does_not_hold_the_parent_death_pipe() -> None:
+    pipe = ParentDeathPipe()
+    held = os.dup(pipe.child_fd)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
     try:
-        lifeline.cut()
+        pipe.close()
         os.set_blocking(held, False)
         # Without the child's copy the pipe is at its end; with it, this raises BlockingIOError.
         assert _read_at_end(held) == b""
