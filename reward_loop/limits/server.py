@@ -17,7 +17,7 @@ from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooMany
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import ENDED, GRANTED, Permit
-from reward_loop.limits.protocol import MAX_LENGTH, Messages, enable_keepalive, proof, receive
+from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
 
 if TYPE_CHECKING:
     from reward_loop.limits.lease import CallScope
@@ -93,10 +93,11 @@ class LimitServer:
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)
         nonce = secrets.token_bytes(16)
+        expected = proof(self.token, nonce)
         writer.write(frame(nonce))
         async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
-            answer = await read_frame(reader, MAX_LENGTH)
-        valid = hmac.compare_digest(answer, proof(self.token, nonce))
+            answer = await read_frame(reader, max_length=len(expected))
+        valid = hmac.compare_digest(answer, expected)
         if not valid:
             writer.write(frame())
         return valid
@@ -263,11 +264,13 @@ class CallServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with _closing(writer):
             async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
-                (_, token), *messages = await receive(reader)
-            if (call := self._calls.get(token)) is not None:
-                connection = _Connection(call, writer)
-                connection.handlers["answer"] = call.answer
-                await connection.run(reader, messages)
+                first = await receive(reader)
+            match first:
+                case [["call", str(token)], *messages] if token in self._calls:
+                    call = self._calls[token]
+                    connection = _Connection(call, writer)
+                    connection.handlers["answer"] = call.answer
+                    await connection.run(reader, messages)
 
 
 @contextlib.contextmanager

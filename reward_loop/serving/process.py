@@ -169,13 +169,15 @@ class ServerProcess:
                 )
                 if not (health.done() or self._exited.done()):
                     elapsed, last = time.monotonic() - began, (self.log.lines() or [""])[-1]
-                    logger.info("%s has been starting for %.0f s: %s", self.name, elapsed, last[:200])
+                    logger.info(
+                        "%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200]
+                    )
             if self._exited.done():
                 what = f"{_ending(self._exited.result())} before it was ready"
             elif not health.done():
                 what = f"was not ready after {self._start_timeout_s:g} s"
             elif health.exception():
-                what = f"cannot be asked for its health: {health.exception()}"
+                what = f"did not answer the health check {self._health_path}: {health.exception()}"
             elif (status := health.result()) < 400:
                 return
             else:
@@ -244,4 +246,4 @@ def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exi
 
 
 def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

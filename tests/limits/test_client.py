@@ -292,7 +292,7 @@ async def test_nobody_gets_in_without_the_token():
     host, port, _ = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await read_frame(reader)
-    writer.write(encode(("status", 1)))
+    writer.write(frame(bytes(32)))
     assert await reader.read() == frame()
     writer.close()
     await service.stop()
