@@ -9,56 +9,61 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
-__all__ = ["Lifeline", "follow"]
+__all__ = ["ParentDeathPipe", "follow"]
 
 
-class Lifeline:
+class ParentDeathPipe:
     """The parent's side of the pipe.
 
-    Pass ``child_fd`` to the child, and call :meth:`release` after the child has started.
+    Pass ``child_fd`` to the child, and call :meth:`close_child_fd` after the child has started.
     """
 
     def __init__(self) -> None:
         self.child_fd, self._fd = os.pipe()
-        _held.add(self)
+        _open.add(self)
 
-    def release(self) -> None:
+    def close_child_fd(self) -> None:
         """Closes this process's copy of the child's end of the pipe."""
         if self.child_fd >= 0:
             os.close(self.child_fd)
             self.child_fd = -1
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Closes the pipe: a child that still runs exits."""
-        self.release()
+        self.close_child_fd()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        _held.discard(self)
+        _open.discard(self)
 
 
-_held: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+_open: weakref.WeakSet[ParentDeathPipe] = weakref.WeakSet()
 
 
-def _cut_copies() -> None:
-    for lifeline in list(_held):
-        lifeline.cut()
+def _close_copies() -> None:
+    for pipe in list(_open):
+        pipe.close()
 
 
 # exec closes the write end, but a plain fork (multiprocessing, a data loader) would keep a copy of it open.
-os.register_at_fork(after_in_child=_cut_copies)
+os.register_at_fork(after_in_child=_close_copies)
 
 
-def follow(fd: int) -> None:
+def follow(fd: int, before_exit: Callable[[], None] = lambda: None) -> None:
     """Starts a thread that exits this process, without clean-up, when the parent closes the pipe or dies.
 
     Args:
         fd: the read end of the pipe, inherited from the parent.
+        before_exit: called in that thread before the process exits.
     """
 
     def wait() -> None:
         os.read(fd, 1)
-        os._exit(1)
+        try:
+            before_exit()
+        finally:
+            os._exit(1)
 
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait, name="parent-death-pipe", daemon=True).start()

@@ -9,13 +9,21 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import orjson
-
+from reward_loop._util.framing import frame, read_frame, receive_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, JobServiceError, LimitError, TooManyFailuresError
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import ABANDONED, Limits, Permit, live
-from reward_loop.limits.protocol import CONNECT_TIMEOUT_S, JOB, MAX_LINE, Messages, decode, encode, hello, notice_death
+from reward_loop.limits.protocol import (
+    CONNECT_TIMEOUT_S,
+    MAX_LENGTH,
+    Messages,
+    decode,
+    enable_keepalive,
+    encode,
+    proof,
+    receive,
+)
 
 __all__ = ["CallConnection", "ProcessCall", "RemoteLimits", "open_limits"]
 
@@ -146,25 +154,26 @@ class RemoteLimits(Limits):
 
     async def _run(self, messages: Messages) -> None:
         writer: asyncio.StreamWriter | None = None
-        why = "the connection has ended"
-        closed = False
+        why, closed = "the connection has ended", False
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(*self._address, limit=MAX_LINE)
-                notice_death(writer)
-                writer.write(hello(JOB, self._token, await reader.readline()))
-                first = decode(await reader.readline() or b"[]")
-            self._receive(first)
+                reader, writer = await asyncio.open_connection(*self._address)
+                enable_keepalive(writer)
+                writer.write(frame(proof(self._token, await read_frame(reader, MAX_LENGTH))))
+                first = await read_frame(reader, MAX_LENGTH)
+            if not first:
+                raise ConnectionError("the service does not accept the token")
+            self._receive(decode(first))
             self._lost = None
             messages.connect(writer)
-            async for line in reader:
-                self._receive(decode(line))
+            while True:
+                self._receive(await receive(reader))
         except asyncio.CancelledError:
             closed, why = True, "this process has closed the connection"
+        except EOFError:
+            pass
         except TimeoutError:
             why = f"no answer within {CONNECT_TIMEOUT_S:g} s"
-        except orjson.JSONDecodeError:
-            why = "the service does not accept the token"
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
         finally:
@@ -201,30 +210,29 @@ class RemoteLimits(Limits):
 
     def _unreachable(self, why: str) -> JobServiceError:
         return JobServiceError(
-            f"the limiter service at {self.name}, which keeps the limits of all workers of the job, is unreachable "
-            f"({why}). Calls are not made without it. It ends with the process that started the job: look there first"
+            f"the limiter service at {self.name} is unreachable ({why}). It keeps the limits of all workers of the "
+            "job, so no calls are made without it. It runs in the process that started the job: check that process "
+            "first"
         )
 
 
 class ProcessCall:
-    """Client of a worker process for its current call: requests permits from the process that made the call.
+    """The client in a worker process, for the current call: requests permits from the process that made the call.
 
     Each permit has its own connection. So the permit ends when the process dies, and an alarm that interrupts one wait
     does not affect other permits.
 
     Args:
         address: the local socket of the process that made the call.
-        grant: the name of the call's grant.
-        token: the secret of the grant.
+        token: the token of the call.
     """
 
-    def __init__(self, address: str, grant: str, token: str) -> None:
+    def __init__(self, address: str, token: str) -> None:
         self._address = address
-        self._grant = grant
         self._token = token
 
-    def enter(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
-        """Wait for a permit.
+    async def enter(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
+        """Wait for a permit, on the function's own event loop.
 
         Raises:
             LimitError: the permit was refused.
@@ -232,40 +240,39 @@ class ProcessCall:
         """
         connection = CallConnection(name)
         with connection.closed_on_error():
-            connection.socket.connect(self._address)
-            connection.send(("enter", 0, name, tokens, ""), greeting=self._hello(connection.read_line()))
-            return connection, connection.permit(connection.read_line())
+            self._send(connection, "enter", 0, name, tokens, "")
+            await connection.readable()
+            return connection, connection.permit()
 
-    async def enter_async(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
-        """Wait for a permit, as `enter` does, on the function's own event loop."""
+    def enter_in_thread(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
+        """Wait for a permit, as `enter` does, without an event loop."""
         connection = CallConnection(name)
         with connection.closed_on_error():
-            connection.socket.connect(self._address)
-            greeting = self._hello(await connection.read_line_async())
-            connection.send(("enter", 0, name, tokens, ""), greeting=greeting)
-            return connection, connection.permit(await connection.read_line_async())
+            self._send(connection, "enter", 0, name, tokens, "")
+            return connection, connection.permit()
 
     def spend(self, cost: float, tokens: float) -> None:
         """Report what the call used outside of its permits."""
-        self._tell("spend", cost, tokens)
+        self._report("spend", cost, tokens)
 
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
         """Report how the service responded to a request outside of permits, with the arguments of `Permit.leave`."""
-        self._tell("answer", accepted, retry_after)
+        self._report("answer", accepted, retry_after)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""
         function(*arguments)
 
-    def _tell(self, *message: Any) -> None:
+    def _report(self, *message: Any) -> None:
         connection = CallConnection("")
         with contextlib.suppress(LimitError), connection.closed_on_error():
-            connection.socket.connect(self._address)
-            connection.send(message, ("close",), greeting=self._hello(connection.read_line()))
+            self._send(connection, *message)
+            connection.send(("close",))
             connection.close()
 
-    def _hello(self, nonce: bytes) -> bytes:
-        return hello(self._grant, self._token, nonce)
+    def _send(self, connection: CallConnection, *message: Any) -> None:
+        connection.socket.connect(self._address)
+        connection.send(("call", self._token), message)
 
 
 class CallConnection:
@@ -286,45 +293,38 @@ class CallConnection:
             yield
         except ConnectionError as error:
             self.socket.close()
-            raise LimitError(
-                f"limit {self._name!r}: the process that made the call cannot be reached: {error}"
-            ) from error
+            raise LimitError(f"limit {self._name!r}: the process that made the call is unreachable: {error}") from error
         except BaseException:
             self.socket.close()
             raise
 
-    def permit(self, line: bytes) -> Permit:
-        """Return the permit granted by the response ``line``.
+    async def readable(self) -> None:
+        """Wait until a response has arrived or the connection has ended, on the function's own event loop."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        loop.add_reader(self.socket, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(self.socket)
+
+    def permit(self) -> Permit:
+        """Wait for the response, and return the permit.
 
         Raises:
             LimitError: the permit was refused.
             JobServiceError: the limiter service is unreachable from the process that made the call.
         """
-        if not line.strip():
-            raise LimitError(ABANDONED)
-        ((what, _, *refusal),) = decode(line)
+        try:
+            ((what, _, *refusal),) = decode(receive_frame(self.socket))
+        except EOFError:
+            raise LimitError(ABANDONED) from None
         if what == "refuse":
             kind, why = refusal
             raise _ERRORS.get(kind, LimitError)(why)
         permit = Permit(self, self._name)
         permit.grant()
         return permit
-
-    def read_line(self) -> bytes:
-        """Return the next line, or the rest of the data if the connection ends."""
-        line = b""
-        while not line.endswith(b"\n") and (received := self.socket.recv(1 << 16)):
-            line += received
-        return line
-
-    async def read_line_async(self) -> bytes:
-        """Return the next line, as `read_line` does, on the function's own event loop."""
-        loop, line = asyncio.get_running_loop(), b""
-        self.socket.setblocking(False)
-        while not line.endswith(b"\n") and (received := await loop.sock_recv(self.socket, 1 << 16)):
-            line += received
-        self.socket.setblocking(True)
-        return line
 
     def correct(self, permit: Permit, tokens: float) -> None:
         """Replace the token estimate of the permit."""
@@ -344,15 +344,16 @@ class CallConnection:
 
     def close(self) -> None:
         """Wait until the peer has processed all messages, and close the connection."""
-        with self.socket, contextlib.suppress(ConnectionError):
-            self.read_line()
+        with self.socket, contextlib.suppress(ConnectionError, EOFError):
+            receive_frame(self.socket)
 
     async def close_async(self) -> None:
         """Close the connection, as `close` does, on the function's own event loop."""
-        with self.socket, contextlib.suppress(ConnectionError):
-            await self.read_line_async()
+        with self.socket:
+            await self.readable()
+            self.close()
 
-    def send(self, *messages: tuple[Any, ...], greeting: bytes = b"") -> None:
+    def send(self, *messages: tuple[Any, ...]) -> None:
         """Send messages, ignoring a closed connection: after the end of the call, its messages have no effect."""
         with contextlib.suppress(ConnectionError):
-            self.socket.sendall(greeting + encode(*messages))
+            self.socket.sendall(encode(*messages))

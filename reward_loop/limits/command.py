@@ -20,30 +20,31 @@ __all__ = ["limits"]
 
 def limits(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A limit; by default all are shown.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help="Name of a limit; by default all limits are shown.", show_default=False),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="OPTION=VALUE",
-            help="What to change, e.g. [cyan]max_concurrent=64[/]; [cyan]null[/] takes a bound away.",
+            help="Options to change, such as [cyan]max_concurrent=64[/]; [cyan]null[/] removes a bound.",
             show_default=False,
         ),
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option(help="Processes of the job; by default all of this user's on this machine. Repeatable."),
+        typer.Option(help="Process to query; by default all processes of this user on this machine. Repeatable."),
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="Add a limit that the job does not have.")] = False,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the answer of a process.")] = 5,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the response of a process.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the limits as JSON.")] = False,
 ) -> None:
     """Show the limits of running jobs, or change one.
 
-    Every process that scores samples is asked, as by [cyan]reward-loop
-    stuck[/]. A change holds for the whole job, all its workers on all nodes,
-    from now to its end: it is not written into any configuration, and is lost
-    when the run is resumed.
+    Queries the processes that score samples, as [cyan]reward-loop stuck[/]
+    does. A change applies to all workers of the job, on all nodes, until the
+    job ends. The configuration is not changed, so a resumed run has its old
+    limits.
 
     [bold]Examples[/]
 
@@ -52,18 +53,18 @@ def limits(
       reward-loop limits judge max_concurrent=64 requests_per_minute=600
 
     The options are those of reward_loop.limits.NAME: max_concurrent,
-    requests_per_minute, tokens_per_minute, estimated_tokens_per_request,
-    adaptive, max_wait.
+    requests_per_minute, tokens_per_minute, burst_seconds,
+    estimated_tokens_per_request, adaptive, max_wait.
 
-    Exit status: 0 done, 1 no process answers, 2 wrong usage, or the change is
-    refused.
+    Exit status: 0 done, 1 no process responds, 2 wrong usage, or the change
+    is rejected.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     if name is not None and "=" in name:
         raise typer.BadParameter(f"name the limit first: reward-loop limits NAME {name}", param_hint="NAME")
     wanted = {option: json_or_text(value) for option, value in pairs(changes, "OPTION=VALUE").items()}
     if add and not wanted:
-        raise typer.BadParameter("give the limit a name and an option: NAME max_concurrent=8", param_hint="--add")
+        raise typer.BadParameter("requires a limit and an option: NAME max_concurrent=8", param_hint="--add")
     jobs: dict[str, _Job] = {}
     for process in pid or processes():
         try:
@@ -72,29 +73,29 @@ def limits(
         except (OSError, ValueError) as error:
             err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
     if not jobs:
-        raise RewardLoopError("no process that was asked has scored a sample")
-    having = [job for job in jobs.values() if add or name is None or name in job.limits]
-    if not having:
+        raise RewardLoopError("none of the queried processes scores samples")
+    matching = [job for job in jobs.values() if add or name is None or name in job.limits]
+    if not matching:
         known = {limit for job in jobs.values() for limit in job.limits}
         assert name is not None
         raise ConfigError(
-            f"there is no limit {name!r}{did_you_mean(name, known) or '.'} There are: {listing(known)}. To add it, "
-            "give its options and --add"
+            f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured: {listing(known)}. To add the "
+            "limit, pass its options and --add"
         )
     if wanted:
         assert name is not None
-        if len(having) > 1:
-            described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in having)
-            raise ConfigError(f"say by --pid which job is meant: {described}")
-        _change(having[0], name, wanted, timeout)
+        if len(matching) > 1:
+            described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in matching)
+            raise ConfigError(f"several jobs have this limit; choose one with --pid: {described}")
+        _change(matching[0], name, wanted, timeout)
     if as_json:
-        print(encode([{"job": job.name, "processes": job.pids, "states": job.states} for job in having]).decode())
+        print(encode([{"job": job.name, "processes": job.pids, "states": job.states} for job in matching]).decode())
         return
-    for job in having:
+    for job in matching:
         _show(job, name, out)
     if wanted:
         options = " ".join(f"reward_loop.limits.{name}.{change}" for change in changes or ())
-        out.print(f"It holds until the job ends. For the next one, or this one resumed: {escape(options)}")
+        out.print(f"The change applies until the job ends. To keep it for a new or resumed job: {escape(options)}")
 
 
 class _Job:
@@ -137,7 +138,7 @@ def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> No
         except OSError:
             continue
         return
-    raise RewardLoopError(f"no process of the job {job.name} answers any more")
+    raise RewardLoopError(f"no process of the job {job.name} responds")
 
 
 def _show(job: _Job, name: str | None, out: Console) -> None:
@@ -145,7 +146,7 @@ def _show(job: _Job, name: str | None, out: Console) -> None:
     out.print(f"[bold]job {escape(job.name)}[/], {'process' if len(job.pids) == 1 else 'processes'} {pids}")
     for state in job.states:
         if state["error"] is not None:
-            out.print(f"[bold red]no answer:[/] {escape(state['error'])}", highlight=False)
+            out.print(f"[bold red]no response:[/] {escape(state['error'])}", highlight=False)
             continue
         limits = {key: limit for key, limit in state["limits"].items() if name in (None, key)}
         if limits:
@@ -160,13 +161,13 @@ def _show(job: _Job, name: str | None, out: Console) -> None:
                     str(limit["waiting"]),
                     _of(limit["requests_last_minute"], limit["requests_per_minute"]),
                     _of(limit["tokens_last_minute"], limit["tokens_per_minute"]),
-                    "any" if limit["max_wait"] is None else f"{limit['max_wait']:g} s",
+                    "unlimited" if limit["max_wait"] is None else f"{limit['max_wait']:g} s",
                 )
             out.print(table, highlight=False)
         else:
             out.print("no limits", highlight=False)
         if state["cost"] or state["tokens"]:
-            out.print(f"used in all: {state['tokens']:g} tokens, cost {state['cost']:g}", highlight=False)
+            out.print(f"used in total: {state['tokens']:g} tokens, cost {state['cost']:g}", highlight=False)
         if state["spent"]:
             out.print(escape(state["spent"]), highlight=False)
     out.print()

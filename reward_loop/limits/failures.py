@@ -57,7 +57,7 @@ class FailureBound:
         seen = len(self._failed)
         if not failed:
             return
-        error = error or "(it did not say why)"
+        error = error or "(no error message)"
         self._causes.pop(cause_of(error), None)
         self._causes[cause_of(error)] = error
         if len(self._causes) > _SHOWN:
@@ -67,9 +67,9 @@ class FailureBound:
             latest = "\n".join(f"- {error}" for error in reversed(self._causes.values()))
             raise TooManyFailuresError(
                 f"{of}{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
-                f"that max_failed_share allows. Of each cause the latest:\n{latest}\n"
-                "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, "
-                "raise reward_loop.max_failed_share."
+                f"that max_failed_share allows. The latest failure of each cause:\n{latest}\n"
+                "Try the function on a few rows with `reward-loop check`. If this many failures are expected, raise "
+                "reward_loop.max_failed_share."
             )
 
 

@@ -95,7 +95,9 @@ class CallScope:
 
     def _is_limited(self, name: str) -> bool:
         if name in (DEFAULT, RETRY):
-            raise LimitError(f"the limit {name!r} holds for the whole function: inside it, name another one")
+            raise LimitError(
+                f"the limit {name!r} already applies to the whole function: inside the function, use another"
+            )
         if name in self.limits.max_waits:
             return True
         others = self.limits.max_waits.keys() - {DEFAULT, RETRY}
@@ -106,22 +108,22 @@ class CallScope:
             )
         return False
 
-    async def enter(self, name: str, tokens: float) -> Permit:
-        """Wait for a permit, on any event loop.
+    async def enter(self, name: str, tokens: float) -> tuple[CallScope, Permit]:
+        """Wait for a permit, on any event loop. Return this object and the permit, as `ProcessCall.enter` does.
 
         Raises:
             LimitError: the permit was refused.
             JobServiceError: the limiter service is unreachable.
         """
         if asyncio.get_running_loop() is self.loop:
-            return await self._enter(name, tokens)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._enter(name, tokens), self.loop))
+            return self, await self._enter(name, tokens)
+        return self, await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._enter(name, tokens), self.loop))
 
-    def enter_in_thread(self, name: str, tokens: float) -> Permit:
+    def enter_in_thread(self, name: str, tokens: float) -> tuple[CallScope, Permit]:
         """Wait for a permit, as `enter` does, in a thread without an event loop."""
         entering = asyncio.run_coroutine_threadsafe(self._enter(name, tokens), self.loop)
         try:
-            return entering.result()
+            return self, entering.result()
         except BaseException:
             entering.cancel()
             raise
@@ -301,9 +303,8 @@ class limit:
         call = _current_call()
         if call is None:
             return self._hold(Lease(opened_by=self))
-        if isinstance(call, ProcessCall):
-            return self._hold(Lease(*await call.enter_async(self._name, self._tokens), self))
-        return self._hold(Lease(call, await call.enter(self._name, self._tokens), self))
+        holder, permit = await call.enter(self._name, self._tokens)
+        return self._hold(Lease(holder, permit, self))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -318,9 +319,8 @@ class limit:
         call = _current_call()
         if call is None:
             return self._hold(Lease(opened_by=self))
-        if isinstance(call, ProcessCall):
-            return self._hold(Lease(*call.enter(self._name, self._tokens), self))
-        return self._hold(Lease(call, call.enter_in_thread(self._name, self._tokens), self))
+        holder, permit = call.enter_in_thread(self._name, self._tokens)
+        return self._hold(Lease(holder, permit, self))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -264,8 +264,8 @@ class Limiter:
         if limit is None or permit.tokens <= limit:
             return None
         return LimitError(
-            f"limit {self.name!r}: a call asks for {permit.tokens:g} tokens, and tokens_per_minute is {limit}: "
-            "raise it, or make smaller calls"
+            f"limit {self.name!r}: a call with {permit.tokens:g} tokens exceeds tokens_per_minute={limit}: raise the "
+            "limit, or make smaller calls"
         )
 
     @property

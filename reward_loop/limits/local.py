@@ -81,7 +81,9 @@ class LocalLimits(Limits):
             if cap is not None and used >= cap and self.spent is None:
                 self.spent = f"the run's budget is used up: {used:g} of reward_loop.budget.max_{what}={cap:g}"
                 if budget.at_cap == "stop":
-                    self.spent += ". Raise it, or let the run go on without calls by reward_loop.budget.at_cap"
+                    self.spent += (
+                        ". Raise it, or set reward_loop.budget.at_cap to default or mask to continue without calls"
+                    )
                 else:
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
 

@@ -35,7 +35,7 @@ RETRY = "retry"
 
 WAITING, GRANTED, ENDED = "waiting", "granted", "ended"
 
-ABANDONED = "the call that waits for a permit has ended"
+ABANDONED = "no permit was granted, because the call was cancelled or is past its deadline"
 
 
 live: weakref.WeakSet[Limits] = weakref.WeakSet()

@@ -1,25 +1,29 @@
-"""The messages between a limiter service and its clients, over TCP or a local socket.
+"""The messages between a limiter service and its clients. Each frame is a JSON list of messages.
 
-Both sides send lines of JSON; each line is a list of messages. To authenticate, the service sends a nonce, and the
-client replies with the name of its grant and an HMAC of the nonce under the grant's token. The token itself is never
-sent. A grant is for a whole job, or for one call of a function in a worker process. When a connection ends, its permits
-end too; their requests and tokens stay counted.
+A worker of the job connects over TCP. The service sends a nonce, and the worker replies with an HMAC of the nonce under
+the job's token, so the token itself is never sent. If the proof is invalid, the service replies with an empty frame and
+closes the connection.
+
+A function in a worker process connects over a local socket to the process that called it, once for each permit. Its
+first message is ``["call", token]``, with a token that is valid for this call only.
+
+When a connection ends, its permits end too; their requests and tokens stay counted.
 
     client                                          service
     ["enter", id, name, tokens, traffic_class]      ["grant", id] or ["refuse", id, error type, message]
     ["used", id, tokens]
     ["leave", id, accepted, retry_after]
     ["spend", cost, tokens]                         ["spent", why] to all clients, if the budget is now used up
-    ["close"]                                       processes all earlier messages, then closes the connection
 
-    grant of a whole job only:
+    workers of the job only:
     (after authentication)                          ["limits", max_waits]; also ["spent", why], ["stop", why] if set
     ["count", failed, error, of]                    ["stop", why] to all clients, if the run must stop
     ["configure", id, name, changes]                ["answer", id, error or null]; ["limits", max_waits] to all clients
     ["status", id]                                  ["answer", id, status]
 
-    grant of one call only:
+    functions in worker processes only:
     ["answer", accepted, retry_after]
+    ["close"]                                       processes all earlier messages, then closes the connection
 """
 
 from __future__ import annotations
@@ -32,16 +36,15 @@ from typing import Any
 
 import orjson
 
-__all__ = ["CONNECT_TIMEOUT_S", "JOB", "MAX_LINE", "Messages", "decode", "encode", "hello", "notice_death"]
+from reward_loop._util.framing import frame, read_frame
+
+__all__ = ["CONNECT_TIMEOUT_S", "MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive"]
 
 CONNECT_TIMEOUT_S = 30.0
 """Seconds for a client to connect to the service, or to get a response. After that, the run stops."""
 
-MAX_LINE = 2**24
-"""Maximum length of a line in bytes."""
-
-JOB = "job"
-"""The name of the grant of a whole job."""
+MAX_LENGTH = 2**24
+"""Maximum length of a frame in bytes."""
 
 PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 """TCP keepalive: seconds of silence before the first probe, seconds between probes, and failed probes until the
@@ -78,36 +81,44 @@ class Messages:
     def _flush(self) -> None:
         assert self.writer is not None
         if not self.writer.is_closing():
-            self.writer.write(b"[" + b",".join(self._messages) + b"]\n")
+            self.writer.write(frame(b"[", b",".join(self._messages), b"]"))
         self._messages.clear()
 
 
 def encode(*messages: tuple[Any, ...]) -> bytes:
-    """Return messages serialised as one line."""
-    return orjson.dumps(messages) + b"\n"
+    """Return messages serialised as one frame."""
+    return frame(orjson.dumps(messages))
 
 
-def decode(line: bytes) -> list[list[Any]]:
-    """Return the messages in a line.
+def decode(content: bytes) -> list[list[Any]]:
+    """Return the messages in a frame.
 
     Raises:
-        ValueError: the line is not JSON.
+        ValueError: the content is not JSON.
     """
-    messages: list[list[Any]] = orjson.loads(line)
+    messages: list[list[Any]] = orjson.loads(content)
     return messages
 
 
-def hello(grant: str, token: str, nonce: bytes) -> bytes:
-    """Return the first line that a client sends: the name of its grant, and the HMAC of the nonce under its token."""
-    proof = hmac.new(token.encode(), nonce.strip(), hashlib.sha256).hexdigest()
-    return f"{grant} {proof}\n".encode()
+async def receive(reader: asyncio.StreamReader) -> list[list[Any]]:
+    """Wait for a frame, and return its messages.
+
+    Raises:
+        EOFError: the connection has ended.
+        OSError: the connection failed.
+        ValueError: the frame is too long, or is not JSON.
+    """
+    return decode(await read_frame(reader, MAX_LENGTH))
 
 
-def notice_death(writer: asyncio.StreamWriter) -> None:
+def proof(token: str, nonce: bytes) -> bytes:
+    """Return the HMAC of the nonce under the token, with which a worker authenticates."""
+    return hmac.digest(token.encode(), nonce, hashlib.sha256)
+
+
+def enable_keepalive(writer: asyncio.StreamWriter) -> None:
     """Enable TCP keepalive: the connection ends about a minute after the peer's node dies without closing it."""
     connection = writer.get_extra_info("socket")
-    if connection.family == socket.AF_UNIX:
-        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)

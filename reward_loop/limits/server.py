@@ -6,34 +6,26 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from reward_loop._util.background_loop import in_background
+from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import ENDED, GRANTED, Permit
-from reward_loop.limits.protocol import JOB, MAX_LINE, Messages, decode, hello, notice_death
+from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
+
+if TYPE_CHECKING:
+    from reward_loop.limits.lease import CallScope
 
 __all__ = ["CallServer", "LimitServer", "serve_limits"]
 
-GREETING_TIMEOUT_S = 10.0
+AUTHENTICATION_TIMEOUT_S = 10.0
 """Seconds for a client to authenticate."""
-
-
-class Owner(Protocol):
-    """The object that a client's messages act on: the limits of a job, or one call of a function."""
-
-    def open(
-        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
-    ) -> Permit:
-        """Request a permit; see `Limits.open`."""
-
-    def spend(self, cost: float, tokens: float) -> None:
-        """Add usage to the budget."""
 
 
 class LimitServer:
@@ -59,7 +51,7 @@ class LimitServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_LINE)
+        self._server = await asyncio.start_server(self._serve, host, port)
         port = self._server.sockets[0].getsockname()[1]
         self.limits.name = f"{host}:{port}"
         return f"{host}:{port}:{self.token}"
@@ -86,7 +78,7 @@ class LimitServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with _closing(writer):
-            if await _greet(reader, writer, {JOB: self.token}) is None:
+            if not await self._authenticate(reader, writer):
                 return
             connection = _JobConnection(self, writer)
             task = asyncio.current_task()
@@ -98,19 +90,17 @@ class LimitServer:
             finally:
                 del self._connections[connection]
 
-
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> str | None:
-    """Authenticate the client; return the name of its grant, or ``None`` if its proof is invalid."""
-    notice_death(writer)
-    async with asyncio.timeout(GREETING_TIMEOUT_S):
-        nonce = secrets.token_hex(16).encode()
-        writer.write(nonce + b"\n")
-        answer = await reader.readline()
-    grant = answer.partition(b" ")[0].decode("ascii", "replace")
-    if grant in tokens and hmac.compare_digest(answer, hello(grant, tokens[grant], nonce)):
-        return grant
-    writer.write(b"\n")
-    return None
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        enable_keepalive(writer)
+        nonce = secrets.token_bytes(16)
+        expected = proof(self.token, nonce)
+        writer.write(frame(nonce))
+        async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
+            answer = await read_frame(reader, max_length=len(expected))
+        valid = hmac.compare_digest(answer, expected)
+        if not valid:
+            writer.write(frame())
+        return valid
 
 
 @contextlib.contextmanager
@@ -118,7 +108,7 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
     """Close the connection on exit, and suppress connection errors, protocol errors and cancellation."""
     try:
         yield
-    except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
+    except (OSError, EOFError, ValueError, asyncio.CancelledError):  # TimeoutError is an OSError
         pass
     finally:
         writer.close()
@@ -127,7 +117,7 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
 class _Connection:
     """One client connection. Its permits end when the connection ends."""
 
-    def __init__(self, owner: Owner, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, owner: LocalLimits | CallScope, writer: asyncio.StreamWriter) -> None:
         self.messages = Messages(writer)
         self._owner = owner
         self._permits: dict[int, Permit] = {}
@@ -138,14 +128,15 @@ class _Connection:
             "spend": owner.spend,
         }
 
-    async def run(self, reader: asyncio.StreamReader) -> None:
-        """Process messages until the client closes the connection."""
+    async def run(self, reader: asyncio.StreamReader, messages: Sequence[list[Any]] = ()) -> None:
+        """Process ``messages``, then those received, until the client closes the connection."""
         try:
-            async for line in reader:
-                for what, *rest in decode(line):
+            while True:
+                for what, *rest in messages:
                     if what == "close":
                         return
                     self.handlers[what](*rest)
+                messages = await receive(reader)
         finally:
             permits, self._permits = self._permits, {}
             for permit in permits.values():
@@ -227,34 +218,25 @@ class _JobConnection(_Connection):
         return None
 
 
-class CallOwner(Owner, Protocol):
-    """One call of a function in a worker process."""
-
-    def answer(self, accepted: bool | None, retry_after: float | None) -> None:
-        """Record how the service responded to a request, with the arguments of `Permit.leave`."""
-
-
 class CallServer:
-    """Serves the limits to functions in worker processes, over a local socket. Each grant is for one call.
+    """Serves the limits to functions in worker processes, over a local socket.
 
     Listens from the first call on an event loop until that event loop shuts down.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[str, CallOwner] = {}
-        self._tokens: dict[str, str] = {}
+        self._calls: dict[str, CallScope] = {}
         self._listener: tuple[asyncio.AbstractEventLoop, AsyncGenerator[str, None], str] | None = None
 
     @contextlib.asynccontextmanager
-    async def serve(self, call: CallOwner) -> AsyncIterator[tuple[str, str, str]]:
-        """Serve a call during the context; yield the address, grant and token for its worker process."""
-        address = await self._address()
-        grant, token = secrets.token_hex(8), secrets.token_hex(16)
-        self._calls[grant], self._tokens[grant] = call, token
+    async def serve(self, call: CallScope) -> AsyncIterator[tuple[str, str]]:
+        """Serve a call during the context; yield the arguments of `ProcessCall` in its worker process."""
+        address, token = await self._address(), secrets.token_hex(16)
+        self._calls[token] = call
         try:
-            yield address, grant, token
+            yield address, token
         finally:
-            del self._calls[grant], self._tokens[grant]
+            del self._calls[token]
 
     async def _address(self) -> str:
         loop = asyncio.get_running_loop()
@@ -281,11 +263,14 @@ class CallServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with _closing(writer):
-            grant = await _greet(reader, writer, self._tokens)
-            if grant is not None and (call := self._calls.get(grant)) is not None:
-                connection = _Connection(call, writer)
-                connection.handlers["answer"] = call.answer
-                await connection.run(reader)
+            async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
+                first = await receive(reader)
+            match first:
+                case [["call", str(token)], *messages] if token in self._calls:
+                    call = self._calls[token]
+                    connection = _Connection(call, writer)
+                    connection.handlers["answer"] = call.answer
+                    await connection.run(reader, messages)
 
 
 @contextlib.contextmanager

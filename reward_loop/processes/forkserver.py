@@ -22,7 +22,6 @@ adopts them. Every child of the fork server that is not a live worker is therefo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import re
@@ -36,12 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from reward_loop._util.descendants import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
+from reward_loop._util.framing import frame
 from reward_loop.processes import worker
 
 __all__ = ["Report", "main"]
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 _STACK_SECONDS = 2.0
 """Seconds that a worker past its deadline has to write its stack. On a busy machine it may not be scheduled at
@@ -81,49 +79,49 @@ class _Child:
     report_by: float = 0.0
 
 
-def main(control_fd: int, lifeline_fd: int, max_memory_mb: int | None) -> NoReturn:
+def main(control_fd: int, parent_death_fd: int, max_memory_mb: int | None) -> NoReturn:
     """Run the fork server until the pool is closed or its process has died, then exit.
 
     Args:
         control_fd: the socket on which the pool sends the sockets of new workers.
-        lifeline_fd: a pipe that closes when the pool's process dies.
+        parent_death_fd: a pipe that closes when the pool's process dies.
         max_memory_mb: the memory limit of a worker with its descendants, in 2^20 bytes.
     """
-    server = _ForkServer(socket.socket(fileno=control_fd), lifeline_fd, max_memory_mb)
+    server = _ForkServer(socket.socket(fileno=control_fd), parent_death_fd, max_memory_mb)
     try:
         server.serve()
     except BaseException:
         traceback.print_exc()
     finally:
-        server.end()
+        kill_children()
         os._exit(0)
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, lifeline_fd: int, max_memory_mb: int | None) -> None:
+    def __init__(self, control: socket.socket, parent_death_fd: int, max_memory_mb: int | None) -> None:
         self._pid = os.getpid()
         self._control = control
-        self._lifeline_fd = lifeline_fd
+        self._parent_death_fd = parent_death_fd
         self._max_memory_mb = max_memory_mb
         self._alive: dict[int, _Child] = {}
         self._dead: list[_Child] = []
         self._woken_fd, wake_fd = os.pipe()
         os.set_blocking(self._woken_fd, False)
         os.set_blocking(wake_fd, False)
-        self._own_fds = [control.fileno(), lifeline_fd, self._woken_fd, wake_fd]
+        self._own_fds = [control.fileno(), parent_death_fd, self._woken_fd, wake_fd]
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         self._poll = select.poll()
-        self._poll.register(lifeline_fd, 0)
+        self._poll.register(parent_death_fd, 0)
         self._poll.register(control, select.POLLIN)
         self._poll.register(self._woken_fd, select.POLLIN)
 
     def serve(self) -> None:
         """Process events until the pool is closed or its process has died."""
         while True:
-            for fd, events in self._poll.poll(self._patience_ms()):
-                if fd == self._lifeline_fd:
+            for fd, events in self._poll.poll(self._timeout_ms()):
+                if fd == self._parent_death_fd:
                     return
                 if fd == self._control.fileno():
                     if not self._fork():
@@ -131,23 +129,12 @@ class _ForkServer:
                 elif fd == self._woken_fd:
                     os.read(self._woken_fd, 4096)
                 else:
-                    self._given_up(fd, wholly=bool(events & select.POLLHUP))
+                    self._abandon(fd, at_once=bool(events & select.POLLHUP))
             self._watch_memory()
             self._kill_late()
             self._reap()
 
-    def end(self) -> None:
-        """Kill all remaining children, and wait for their end, at most `_LINGER_SECONDS`."""
-        deadline = time.monotonic() + _LINGER_SECONDS
-        while (children := _children(os.getpid())) and time.monotonic() < deadline:
-            for pid in children:
-                _kill(pid)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            self._poll.poll(10)
-
-    def _patience_ms(self) -> float | None:
+    def _timeout_ms(self) -> float | None:
         """Return the milliseconds until the next timed action, or ``None``: the timeout of `poll`."""
         times = [child.kill_at for child in self._alive.values() if child.kill_at is not None]
         if times:
@@ -182,10 +169,10 @@ class _ForkServer:
 
     def _become_worker(self) -> None:
         """Set up the child process: close the fork server's files, and die when the fork server dies."""
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._pid:
+        die_with_parent()
+        if os.getppid() != self._pid:  # the fork server had died before
             os._exit(worker.EXIT_BROKEN)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -199,12 +186,13 @@ class _ForkServer:
             file.write("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
-    def _given_up(self, fd: int, *, wholly: bool) -> None:
+    def _abandon(self, fd: int, *, at_once: bool) -> None:
+        """Kill the worker of a connection that the pool has shut down: at once, or after requesting its stack."""
         self._poll.unregister(fd)
         for child in self._alive.values():
             if child.channel.fileno() == fd:
-                if wholly:
-                    _kill(child.pid)
+                if at_once:
+                    kill(child.pid)
                 else:
                     child.kill_at = time.monotonic() + _STACK_SECONDS
                     with contextlib.suppress(ProcessLookupError):
@@ -215,7 +203,7 @@ class _ForkServer:
         now = time.monotonic()
         for child in self._alive.values():
             if child.kill_at is not None and (now >= child.kill_at or _has_written(child.stack_fd)):
-                _kill(child.pid)
+                kill(child.pid)
 
     def _watch_memory(self) -> None:
         # Resident private memory instead of RLIMIT_AS: torch, thread stacks and JIT compilers reserve gigabytes of
@@ -223,10 +211,10 @@ class _ForkServer:
         if self._max_memory_mb is None:
             return
         for child in self._alive.values():
-            used = sum(map(_own_memory_mb, _family(child.pid)))
+            used = sum(map(_own_memory_mb, descendants(child.pid)))
             if used > self._max_memory_mb and child.memory_mb is None:
                 child.memory_mb = used
-                _kill(child.pid)
+                kill(child.pid)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -241,9 +229,9 @@ class _ForkServer:
                     child.report = Report(code, child.memory_mb, self._max_memory_mb, _read_stack(child.stack_fd))
                     child.report_by = time.monotonic() + _LINGER_SECONDS
                     self._dead.append(child)
-        orphans = [pid for pid in _children(os.getpid()) if pid not in self._alive]
+        orphans = [pid for pid in children(os.getpid()) if pid not in self._alive]
         for pid in orphans:
-            _kill(pid)
+            kill(pid)
         now = time.monotonic()
         for child in list(self._dead):
             if not orphans or now >= child.report_by:
@@ -254,9 +242,8 @@ class _ForkServer:
 def _send_report(child: _Child) -> None:
     # The report is a frame like those of the worker. If the worker died while sending a frame, or the pool has closed
     # its end, the report is lost; the pool then sees the end of the stream.
-    frame = pickle.dumps(child.report)
     with contextlib.suppress(OSError):
-        child.channel.send(worker.HEADER.pack(worker.DIED, len(frame)) + frame, socket.MSG_DONTWAIT)
+        child.channel.send(frame(worker.DIED, pickle.dumps(child.report)), socket.MSG_DONTWAIT)
     child.channel.close()
     os.close(child.stack_fd)
 
@@ -283,35 +270,6 @@ def _read_stack(fd: int) -> str:
             break
         lines.append(line)
     return "\n".join(lines[:_STACK_LINES])
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    # A process or thread that has ended in the meantime has no children.
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
-
-
-def _family(pid: int) -> list[int]:
-    """Return the pids of the process and all its descendants."""
-    family = [pid]
-    for member in family:
-        family += _children(member)
-    return family
 
 
 def _own_memory_mb(pid: int) -> float:

@@ -10,23 +10,21 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
+from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.invocation import CallOutcome, Invocation, RemoteError, describe_exception
 
 __all__ = [
-    "CALL",
     "DIED",
     "ENDED",
     "ENDED_LAST",
     "EXIT_BROKEN",
-    "HEADER",
     "STACK_SIGNAL",
     "STARTED",
     "Setup",
@@ -34,11 +32,8 @@ __all__ = [
     "unpack",
 ]
 
-HEADER = struct.Struct("!cQ")
-"""The header of a frame: its kind, and the length of its content in bytes. The pool sends frames of kind `CALL`."""
-CALL = b"C"
 STARTED, ENDED, ENDED_LAST, DIED = b"S", b"E", b"L", b"D"
-"""The kinds of a worker's frames:
+"""The kinds of messages from a worker. The kind is the first byte of the frame:
 
 - `STARTED`: the function starts.
 - `ENDED`: the outcome; the worker is idle.
@@ -96,7 +91,7 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
     while True:
         arguments = _receive(channel)
         if failure is None:
-            _send(channel, STARTED, b"")
+            channel.sendall(frame(STARTED))
         outcome = failure or _call(function, arguments)
         if os.getpid() != pid:
             os._exit(0)  # The function forked, and this is the child process.
@@ -106,12 +101,12 @@ def serve(channel: socket.socket, stack_fd: int, max_memory_mb: int | None) -> N
         memory_mb = _memory_mb(memory_fd)
         first_mb = first_mb or memory_mb
         spoiled = _settle_streams() < had_streams or memory_mb - first_mb > max_growth_mb
-        _send(channel, ENDED_LAST if failure or spoiled else ENDED, _pack(outcome))
+        channel.sendall(frame(ENDED_LAST if failure or spoiled else ENDED, _pack(outcome)))
         if failure or spoiled:
             os._exit(0)
 
 
-def unpack(answer: bytes) -> CallOutcome:
+def unpack(answer: bytes | memoryview) -> CallOutcome:
     """Return the outcome that a worker serialised with `_pack`. Called in the pool's process."""
     content, seconds, error, remote = pickle.loads(answer)
     found = None
@@ -119,7 +114,7 @@ def unpack(answer: bytes) -> CallOutcome:
         if content is not None:
             found = pickle.loads(content)
     except Exception as failure:
-        error = _lost(f"returned what cannot be read back from its process ({type(failure).__name__}: {failure})")
+        error = _lost(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
     if remote is None:
         return CallOutcome(found, None, seconds, error)
     if not isinstance(found, BaseException):
@@ -142,13 +137,13 @@ def _pack(outcome: CallOutcome) -> bytes:
         try:
             content = _dumps(outcome.value)
         except Exception as failure:
-            kind = type(outcome.value).__name__
-            error = _lost(
-                f"returned a {kind}, which cannot be sent back from its process ({type(failure).__name__}: {failure})"
-            )
+            kind, why = type(outcome.value).__name__, f"{type(failure).__name__}: {failure}"
+            error = _lost(f"returned a {kind}, which cannot be sent back from a worker process ({why})")
     if content is not None and len(content) > _MAX_ANSWER_MB << 20:
         if remote is None:
-            error = _lost(f"returned {len(content) >> 20} MB; a process sends back at most {_MAX_ANSWER_MB}")
+            error = _lost(
+                f"returned {len(content) >> 20} MB, more than the maximum of {_MAX_ANSWER_MB} MB for a worker process"
+            )
         content = None
     return pickle.dumps((content, outcome.seconds, error, remote))
 
@@ -180,7 +175,7 @@ def _load(setup: bytes) -> tuple[Callable[..., Any], CallOutcome | None]:
         sys.meta_path.append(_Files(made.files))
         return pickle.loads(made.function), None
     except BaseException as error:
-        problem = f"cannot be loaded in a process of its own: {describe_exception(error)}"
+        problem = f"cannot be loaded in a worker process: {describe_exception(error)}"
         return _load, CallOutcome(None, None, 0.0, RewardFunctionError(problem))
 
 
@@ -189,7 +184,7 @@ def _call(function: Callable[..., Any], arguments: bytes) -> CallOutcome:
         global context
         context, kwargs = pickle.loads(arguments)
     except Exception as error:
-        problem = f"cannot unpickle its arguments in a process: {type(error).__name__}: {error}"
+        problem = f"received arguments that cannot be unpickled in a worker process: {type(error).__name__}: {error}"
         return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
     return Invocation(function, (), kwargs)()
 
@@ -225,21 +220,8 @@ def _memory_mb(statm_fd: int) -> float:
     return int(os.pread(statm_fd, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _send(channel: socket.socket, kind: bytes, content: bytes) -> None:
-    channel.sendall(HEADER.pack(kind, len(content)) + content)
-
-
 def _receive(channel: socket.socket) -> bytes:
-    _, length = HEADER.unpack(_receive_exactly(channel, HEADER.size))
-    return _receive_exactly(channel, length)
-
-
-def _receive_exactly(channel: socket.socket, length: int) -> bytes:
-    content = bytearray(length)
-    view = memoryview(content)
-    while view:
-        count = channel.recv_into(view)
-        if not count:
-            os._exit(0)  # The pool has closed its end.
-        view = view[count:]
-    return bytes(content)
+    try:
+        return receive_frame(channel)
+    except EOFError:
+        os._exit(0)  # The pool has closed its end.

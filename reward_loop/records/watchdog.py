@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import ConfigError
 from reward_loop.records.active import ActiveSample, in_work
 
@@ -32,6 +33,8 @@ _LOGGED = 3
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the client process
 _TALK_S = 5.0
 """Timeout in seconds for reading a client's question, and for sending the answer."""
+_MAX_QUESTION = 1 << 20
+"""Maximum length of a question in bytes."""
 
 
 def watch() -> None:
@@ -89,12 +92,11 @@ def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: An
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)
         connection.connect(f"\0{_name(pid)}")
-        connection.sendall(json.dumps([question, *arguments]).encode() + b"\n")
-        chunks = iter(lambda: connection.recv(65536), b"")
-        text = b"".join(chunks)
-    if not text:
-        raise ConnectionError("it closed the connection without an answer")
-    answer, refusal = json.loads(text)
+        connection.sendall(frame(json.dumps([question, *arguments]).encode()))
+        try:
+            answer, refusal = json.loads(receive_frame(connection))
+        except EOFError:
+            raise ConnectionError("it closed the connection without an answer") from None
     if refusal is not None:
         raise ConfigError(refusal)
     return answer
@@ -150,7 +152,7 @@ class _Watchdog:
             connection, _ = listener.accept()
         except TimeoutError:
             return
-        with connection, connection.makefile("rb") as questions:
+        with connection:
             connection.settimeout(_TALK_S)
             _, uid, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -158,8 +160,8 @@ class _Watchdog:
             if uid not in (os.getuid(), 0):
                 return
             try:
-                question, *arguments = json.loads(questions.readline())
-            except (OSError, ValueError):
+                question, *arguments = json.loads(receive_frame(connection, _MAX_QUESTION))
+            except (OSError, EOFError, ValueError):
                 return  # the client sent no valid question
             answer, refusal = None, None
             if question in answers:
@@ -170,7 +172,7 @@ class _Watchdog:
             else:
                 refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
             with contextlib.suppress(OSError):  # the client has closed the connection
-                connection.sendall(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace"))
+                connection.sendall(frame(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace")))
 
     def _look(self) -> None:
         now = time.perf_counter()

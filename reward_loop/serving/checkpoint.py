@@ -68,6 +68,6 @@ def _of_the_hub(name: str, option: str) -> Path:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{option}: there is no directory {name!r}, nor a model of that name in the Hugging Face cache, and the "
-            f"hub did not give it: {cause} Download the model first, or see to the network, HF_HUB_OFFLINE, and "
-            "HF_TOKEN for a model that is private or gated"
+            f"download from the hub failed: {cause} Download the model first, or check the network, HF_HUB_OFFLINE, "
+            "and HF_TOKEN for a private or gated model"
         ) from error

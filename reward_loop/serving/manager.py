@@ -6,75 +6,39 @@ import asyncio
 import errno
 import functools
 import logging
-import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
-from reward_loop._util.background_loop import in_background
-from reward_loop._util.sockets import listen, reserve, url_of
+from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
-from reward_loop.errors import ConfigError, ServerError
-from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig
-from reward_loop.serving.engines.engine import Engine
-from reward_loop.serving.gpus import GpuShares
+from reward_loop.errors import ConfigError
+from reward_loop.serving.launch import in_ray, on_this_machine
 from reward_loop.serving.logs import log_folder
-from reward_loop.serving.models import ENGINES, served_models
+from reward_loop.serving.model_server import ModelServer
+from reward_loop.serving.models import served_models
 from reward_loop.serving.process import ServerProcess
+from reward_loop.serving.router_client import RouterClient
 from reward_loop.serving.supervisor import RestartPolicy, Server, Starts, Supervisor
 
 if TYPE_CHECKING:
-    from reward_loop.serving.reservation import Place, Placement
+    from reward_loop.serving.reservation import Placement
 
-__all__ = ["RewardModelManager", "ServedRewardModel", "serve_reward_model"]
+__all__ = ["RewardModelManager"]
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
-_ROUTER_ANSWERS_WITHIN_S = 15.0
-"""Timeout of control requests. The router may be slow to answer while models load and use all CPU cores.
-If the request that adds a server times out, the server gets no requests."""
 _SLEEPS_WITHIN_S = 120.0
+"""Seconds that a server may take to sleep or wake, after its requests in flight have finished."""
 _ROUTER_STOPS_WITHIN_S = 1.0
-"""How long the router may take to stop before the servers are stopped, too."""
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A server and its state, as sent to the router."""
-
-    model: ServedModelConfig
-    url: str | None
-    """``None`` until the address is known: in Ray, until the server is ready for the first time."""
-    asleep: bool = False
-    lost: str | None = None
-    """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the server and the router get a new state, so that a restart and `wake` do not interleave."""
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine; ``None`` for an external server."""
-        return ENGINES.get(self.model.engine)
-
-    def config(self) -> BackendConfig:
-        """Returns the router's configuration of this server."""
-        return BackendConfig(
-            url=self.url or "",
-            models=(self.model.served_model_name,) if self.model.served_model_name else (),
-            kind=None if self.model.kind == "auto" else self.model.kind,
-            engine=self.model.engine,
-            health_path=self.engine.health_path if self.engine else "/health",
-        )
+"""Seconds that the router may take to stop before the servers are stopped, too."""
 
 
 class RewardModelManager:
@@ -113,7 +77,7 @@ class RewardModelManager:
         self._router_run: asyncio.Task[None] | None = None
         self._resources = ExitStack()
         self._router_url = ""
-        self._workers: list[_Worker] = []
+        self._servers: list[ModelServer] = []
 
     @property
     def reward_router_address(self) -> str:
@@ -134,7 +98,7 @@ class RewardModelManager:
             )
         try:
             self._tasks = await asyncio.TaskGroup().__aenter__()
-            self._start(models, await self._places(models))
+            await self._start(models)
             await asyncio.gather(*(supervisor.started for supervisor in self._supervisors.values()))
         except BaseException:
             await self.stop()
@@ -177,13 +141,13 @@ class RewardModelManager:
             ConfigError: a model is served without `enable_sleep_mode`.
             ServerError: the router or a server did not go to sleep.
         """
-        for worker in self._workers:
-            if worker.engine and worker.engine.sleep_path and not worker.model.enable_sleep_mode:
-                raise ConfigError(f"{worker.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
+        for server in self._servers:
+            if not server.can_sleep:
+                raise ConfigError(f"{server.model.served_model_name}: set enable_sleep_mode=True to put it to sleep")
         if self._config.placement == "colocated":
             # A restarted server would not find free GPU memory while other actors use the GPUs.
             await self._starts.forbid()
-        await self._with_each(self._put_to_sleep)
+        await self._with_each(ModelServer.sleep)
 
     async def wake(self) -> None:
         """Allocates the models' memory again; the router then sends the requests that it has held.
@@ -191,88 +155,70 @@ class RewardModelManager:
         Raises:
             ServerError: the router or a server did not wake up.
         """
-        await self._with_each(self._wake)
+        await self._with_each(ModelServer.wake)
         await self._starts.allow()
 
-    async def _with_each(self, do: Callable[[_Worker], Awaitable[None]]) -> None:
+    async def _with_each(self, do: Callable[[ModelServer], Awaitable[None]]) -> None:
         """Calls ``do`` for all servers concurrently; raises the first error after all calls have ended."""
-        for error in await asyncio.gather(*map(do, self._workers), return_exceptions=True):
+        for error in await asyncio.gather(*map(do, self._servers), return_exceptions=True):
             if error is not None:
                 raise error
 
-    async def _put_to_sleep(self, worker: _Worker) -> None:
-        async with worker.changing:
-            if worker.url is None or worker.lost:
-                return
-            worker.asleep = True
-            await self._post(self._router_url, f"/workers/sleep?url={quote(worker.url)}", router=True)
-            if worker.engine and worker.engine.sleep_path:
-                await self._post(worker.url, worker.engine.sleep_path)
-
-    async def _wake(self, worker: _Worker) -> None:
-        async with worker.changing:
-            if worker.url is None or worker.lost:
-                return
-            worker.asleep = False
-            if worker.engine and worker.engine.wake_path:
-                await self._post(worker.url, worker.engine.wake_path)
-            await self._post(self._router_url, f"/workers/resume?url={quote(worker.url)}", router=True)
-
-    async def _places(self, models: list[ServedModelConfig]) -> dict[str, list[Place]]:
-        """Returns the Ray resources of the servers by model name; empty for servers on this machine."""
-        if self._config.placement == "local":
-            return {}
-        # Imported only if Ray is used.
-        from reward_loop.serving.reservation import Demand, GpuReservation
-
-        gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
-        self._resources.callback(gpus.release)
-        started = [model for model in models if model.engine != "external"]
-        found = await gpus.places(
-            [Demand(model.replicas, ENGINES[model.engine].gpus(model), model.threads) for model in started]
-        )
-        return {str(model.served_model_name): places for model, places in zip(started, found, strict=True)}
-
-    def _start(self, models: list[ServedModelConfig], places: dict[str, list[Place]]) -> None:
+    async def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
         log_dir = log_folder(config.log_dir)
+        if config.placement == "local":
+            launch = on_this_machine(log_dir, self._resources)
+        else:
+            launch = await in_ray(config, models, self._gpus, self._resources)
         count = sum(model.replicas for model in models if model.engine != "external")
         logger.info("starting %d reward model server(s); logs are in %s", count, log_dir)
-        router = self._listen(config.host, config.router_port)
-        self._router_url = url_of(router)
-        launch = self._beside_us(log_dir) if config.placement == "local" else self._in_ray(places)
+        listener = self._listen(config.host, config.router_port)
+        self._router_url = url_of(listener)
+        router = RouterClient(
+            self._router_url, self._start_router(listener, log_dir), config.request_timeout_s + _SLEEPS_WITHIN_S
+        )
         for model in models:
             if model.engine == "external":
-                self._workers += [_Worker(model, url) for url in model.urls]
+                self._servers += [ModelServer(model, url, router) for url in model.urls]
                 continue
-            for number, (url, new_process, close) in enumerate(launch(model), 1):
-                role = f"server {len(self._supervisors) + 1}"
+            for number, launched in enumerate(launch(model), 1):
+                role = f"server {len(self._supervisors)}"
                 of = f" of {model.served_model_name}" if len(models) > 1 else ""
-                worker = _Worker(model, url)
-                self._workers.append(worker)
+                server = ModelServer(model, launched.url, router, launched.close)
+                self._servers.append(server)
                 self._supervise(
                     role,
-                    functools.partial(new_process, f"reward model server {number}/{model.replicas}{of}", role),
+                    functools.partial(launched.new_process, f"reward model server {number}/{model.replicas}{of}", role),
                     starts=self._starts,
-                    on_up=functools.partial(self._server_is_up, worker),
-                    on_down=functools.partial(self._tell_router, "mark_dead", worker),
-                    on_lost=functools.partial(self._lose_server, worker, close),
+                    on_up=server.on_up,
+                    on_down=server.on_down,
+                    on_lost=server.on_lost,
                 )
-        self._router_run = self._supervise(
-            "router",
-            lambda: ServerProcess(
+
+    def _start_router(self, listener: socket.socket, log_dir: Path) -> asyncio.Future[None]:
+        """Starts to supervise the router; returns the future that is done when the router is ready."""
+
+        def new_process() -> ServerProcess:
+            return ServerProcess(
                 "reward router",
                 self._router_command(),
-                bound=router,
+                bound=listener,
                 log_path=log_dir / "router.log",
                 # Its /health depends on the servers, which may not be ready yet.
                 health_path="/live",
-                start_timeout_s=config.start_timeout_s,
-            ),
-            starts=Starts(1),
-            on_up=self._tell_what_is_known,
-            on_lost=functools.partial(self._lose_router, router),
-        )
+                start_timeout_s=self._config.start_timeout_s,
+            )
+
+        async def send_states(_: str) -> None:
+            for server in self._servers:
+                await server.send_state()
+
+        async def close(_: str) -> None:
+            listener.close()
+
+        self._router_run = self._supervise("router", new_process, starts=Starts(1), on_up=send_states, on_lost=close)
+        return self._supervisors["router"].started
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> asyncio.Task[None]:
         assert self._tasks is not None
@@ -283,131 +229,6 @@ class RewardModelManager:
         self._runs.append(run)
         return run
 
-    # How servers are launched
-
-    def _beside_us(self, log_dir: Path) -> _Launch:
-        shares = GpuShares()
-
-        def launch(model: ServedModelConfig) -> Iterator[_Address]:
-            engine = ENGINES[model.engine]
-            name = str(model.served_model_name)
-            for gpus in shares.share(engine.gpus(model), model.replicas, model.env, name):
-                bound = self._resources.enter_context(listen(_HOST) if engine.inherits_socket else reserve(_HOST))
-
-                def new_process(
-                    name: str, role: str, bound: socket.socket = bound, gpus: dict[str, str] = gpus
-                ) -> ServerProcess:
-                    return ServerProcess(
-                        name,
-                        engine.command(model, *bound.getsockname()[:2]),
-                        bound=bound,
-                        env=engine.environment(model) | gpus,
-                        log_path=log_dir / f"{role.replace(' ', '-')}.log",
-                        health_path=engine.health_path,
-                        start_timeout_s=model.start_timeout_s,
-                    )
-
-                yield url_of(bound), new_process, bound.close
-
-        return launch
-
-    def _in_ray(self, places: dict[str, list[Place]]) -> _Launch:
-        from reward_loop.serving.ray_server import RayServer
-        from reward_loop.serving.tunnels import new_key
-
-        log_dir = Path(self._config.log_dir).absolute() if self._config.log_dir else None
-        tunnel_key = new_key()
-
-        def launch(model: ServedModelConfig) -> Iterator[_Address]:
-            engine = ENGINES[model.engine]
-            for place in places[str(model.served_model_name)]:
-
-                def new_process(name: str, role: str, place: Place = place) -> Server:
-                    return RayServer(
-                        name,
-                        functools.partial(engine.command, model),
-                        inherits_socket=engine.inherits_socket,
-                        place=place,
-                        tunnel_key=tunnel_key,
-                        env=engine.environment(model),
-                        health_path=engine.health_path,
-                        start_timeout_s=model.start_timeout_s,
-                        log_path=log_dir / f"{role.replace(' ', '-')}.log" if log_dir else None,
-                    )
-
-                yield None, new_process, lambda: None
-
-        return launch
-
-    # Callbacks of the supervisors
-
-    async def _server_is_up(self, worker: _Worker, url: str) -> None:
-        async with worker.changing:
-            if worker.asleep and worker.engine and worker.engine.sleep_path:
-                await self._post(url, worker.engine.sleep_path)
-            if url == worker.url:
-                return
-            before, worker.url = worker.url, url
-            await asyncio.shield(self._supervisors["router"].started)
-            await self._tell_router("add", worker)
-            if worker.asleep:
-                await self._tell_router("sleep", worker)
-            if before:
-                await self._ask_router("DELETE", f"/workers?url={quote(before)}")
-
-    async def _lose_server(self, worker: _Worker, close: Callable[[], None], reason: str) -> None:
-        # Resets the connections in the backlog, so that the router retries these requests on other servers.
-        close()
-        worker.lost = reason
-        await self._tell_router("give_up", worker, reason)
-
-    async def _lose_router(self, listener: socket.socket, reason: str) -> None:
-        listener.close()
-
-    async def _tell_what_is_known(self, _: str) -> None:
-        """Sends the state of all servers to a restarted router."""
-        for worker in self._workers:
-            if worker.lost:
-                await self._tell_router("give_up", worker, worker.lost)
-            elif worker.asleep:
-                await self._tell_router("sleep", worker)
-
-    async def _tell_router(self, action: str, worker: _Worker, reason: str = "") -> None:
-        if worker.url is None:
-            return
-        if action == "add":
-            await self._ask_router("POST", "/workers", worker.config())
-        else:
-            query = urlencode({"url": worker.url, "reason": reason} if reason else {"url": worker.url})
-            await self._ask_router("POST", f"/workers/{action}?{query}")
-
-    async def _ask_router(self, method: str, path: str, body: BackendConfig | None = None) -> None:
-        timeout = aiohttp.ClientTimeout(total=_ROUTER_ANSWERS_WITHIN_S)
-        try:
-            async with aiohttp.ClientSession(
-                self._router_url, timeout=timeout, headers=_credentials(), raise_for_status=True
-            ) as session:
-                await session.request(method, path, json=body and body.model_dump())
-        # Not an error: the router's health checks detect the state, or a restarted router receives it.
-        except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("the router was not told to %s %s: %r", method, path, error)
-
-    async def _post(self, url: str, path: str, *, router: bool = False) -> None:
-        # The requests in flight are finished first.
-        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s + _SLEEPS_WITHIN_S)
-        try:
-            async with (
-                aiohttp.ClientSession(url, timeout=timeout, headers=_credentials() if router else None) as session,
-                session.post(path, json={}) as response,
-            ):
-                if response.status >= 400:
-                    raise ServerError(f"{url}{path} was answered with {response.status}: {await response.text()}")
-        except aiohttp.ClientConnectorError as error:
-            # A server that is down receives its state when it is up again.
-            logger.warning("%s%s: %r", url, path, error)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerError(f"{url}{path} was not answered: {error!r}") from error
-
     def _listen(self, host: str, port: int | None = None) -> socket.socket:
         try:
             return self._resources.enter_context(listen(host, port or 0))
@@ -417,8 +238,8 @@ class RewardModelManager:
             raise ConfigError(f"host={host!r}, router_port={port}: cannot listen there: {error}") from error
 
     def _router_command(self) -> list[str]:
-        workers = [worker.config().model_dump() for worker in self._workers if worker.url]
-        options = [option for worker in workers for option in ("--worker", orjson.dumps(worker).decode())]
+        backends = [server.config().model_dump() for server in self._servers if server.url]
+        options = [option for backend in backends for option in ("--worker", orjson.dumps(backend).decode())]
         for name, value in (
             ("--request-timeout", self._config.request_timeout_s),
             ("--health-interval", self._config.health_interval_s),
@@ -429,67 +250,3 @@ class RewardModelManager:
         ):
             options += [name, str(value)]
         return [sys.executable, "-m", "reward_loop.router", *options]
-
-
-_Address = tuple[str | None, Callable[[str, str], Server], Callable[[], None]]
-"""A server's URL, or ``None`` if it is unknown before the start; a function that creates the server's next run from a
-name and a role; and a function that releases its address."""
-
-_Launch = Callable[[ServedModelConfig], Iterator[_Address]]
-
-
-def _credentials() -> dict[str, str] | None:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return {"Authorization": f"Bearer {key}"} if key else None
-
-
-class ServedRewardModel:
-    """Controls a :class:`RewardModelManager` that runs in another thread; see :func:`serve_reward_model`."""
-
-    def __init__(self, manager: RewardModelManager, loop: asyncio.AbstractEventLoop) -> None:
-        self._manager = manager
-        self._loop = loop
-
-    @property
-    def reward_router_address(self) -> str:
-        """``host:port`` of the router."""
-        return self._manager.reward_router_address
-
-    def sleep(self) -> None:
-        """Frees the models' memory, and returns when that is done; see :meth:`RewardModelManager.sleep`."""
-        self._run(self._manager.sleep())
-
-    def wake(self) -> None:
-        """Allocates the models' memory again, and returns when that is done; see :meth:`RewardModelManager.wake`."""
-        self._run(self._manager.wake())
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-@contextmanager
-def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None) -> Iterator[ServedRewardModel]:
-    """Runs a :class:`RewardModelManager` on an event loop in a background thread, for synchronous programs.
-
-        with serve_reward_model(RewardModelConfig(model_path="...")) as model:
-            train(reward_router_address=model.reward_router_address)
-
-    The processes are stopped when the block ends, or when the interpreter exits inside the block.
-
-    Args:
-        config, gpus: as for :class:`RewardModelManager`.
-
-    Yields:
-        the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
-
-    Raises:
-        ConfigError, ServerStartError: as on entry of :class:`RewardModelManager`.
-    """
-
-    @asynccontextmanager
-    async def serving() -> AsyncIterator[ServedRewardModel]:
-        async with RewardModelManager(config, gpus) as manager:
-            yield ServedRewardModel(manager, asyncio.get_running_loop())
-
-    with in_background(serving, name="reward-model-manager") as model:
-        yield model

@@ -30,13 +30,14 @@ def served_models(config: RewardModelConfig) -> list[ServedModelConfig]:
     for key, model in config.models.items():
         if model.served_model_name not in (None, key):
             raise ConfigError(
-                f"models.{key}.served_model_name={model.served_model_name!r}: the model is called {key!r} already"
+                f"models.{key}.served_model_name={model.served_model_name!r}: the model already has the name {key!r}; "
+                "leave served_model_name out"
             )
         models.append(_settled(model.model_copy(update={"served_model_name": key}), f"models.{key}."))
     names = [model.served_model_name for model in models]
     for name in names:
         if name and names.count(name) > 1:
-            raise ConfigError(f"two models are called {name!r}: give one of them another served_model_name")
+            raise ConfigError(f"two models have the name {name!r}: set served_model_name of one of them")
     return models
 
 
@@ -53,7 +54,7 @@ def check_path(path: str, option: str) -> None:
     if "://" in path:
         raise ConfigError(
             f"{option}={path}: reward model servers do not copy models from a remote file system. Copy the model to a "
-            "directory that all nodes have, or name a model of the Hugging Face hub"
+            "directory that all nodes have, or set the name of a model on the Hugging Face hub"
         )
 
 
@@ -65,9 +66,11 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
             parse(BackendConfig, {"url": url}, f"{where}urls")
         return model
     if model.urls:
-        raise ConfigError(f"{where}urls: is for engine='external'; engine={model.engine!r} starts servers of its own")
+        raise ConfigError(
+            f"{where}urls: valid only for engine='external'; engine={model.engine!r} starts its own servers"
+        )
     if not model.model_path:
-        raise ConfigError(f"{where}model_path: required, and not given")
+        raise ConfigError(f"{where}model_path: required, but not set")
     check_path(model.model_path, f"{where}model_path")
     kind = model_kind(model.model_path, f"{where}model_path")
     if model.kind not in ("auto", kind):

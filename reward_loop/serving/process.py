@@ -20,7 +20,7 @@ from typing import Self
 import aiohttp
 import anyio
 
-from reward_loop._util.parent_death_pipe import Lifeline
+from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import ServerDiedError, ServerStartError
 from reward_loop.serving.logs import ServerLog
@@ -29,7 +29,7 @@ __all__ = ["ServerProcess"]
 
 logger = logging.getLogger(__name__)
 
-_GUARD = (sys.executable, "-m", "reward_loop.serving.reaper")
+_REAPER = (sys.executable, "-m", "reward_loop.serving.reaper")
 
 _POLL_S = 0.2
 _PROGRESS_S = 15.0
@@ -90,7 +90,7 @@ class ServerProcess:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: Lifeline | None = None
+        self._parent_death: ParentDeathPipe | None = None
         self._exited: asyncio.Future[int] | None = None
 
     @property
@@ -128,12 +128,14 @@ class ServerProcess:
     def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
         self._exited = loop.create_future()
-        self._lifeline = Lifeline()
-        fd = self._bound.fileno()
-        lifeline = ("--lifeline-fd", str(self._lifeline.child_fd))
-        command, fds = [*_GUARD, *lifeline, "--", *self._command], [self._lifeline.child_fd]
+        self._parent_death = ParentDeathPipe()
+        fds = [self._parent_death.child_fd]
+        pipe = ("--lifeline-fd", str(fds[0]))
         if self._inherits_socket:
-            command, fds = [*self._command, "--fd", str(fd), *lifeline], [fd, *fds]
+            fds.append(self._bound.fileno())
+            command = [*self._command, "--fd", str(fds[1]), *pipe]
+        else:
+            command = [*_REAPER, *pipe, "--", *self._command]
         try:
             with self.log.open() as log:
                 self._process = subprocess.Popen(
@@ -146,9 +148,9 @@ class ServerProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            self._lifeline.cut()
+            self._parent_death.close()
             raise ServerStartError(f"{self.name} cannot be started: {error}") from error
-        self._lifeline.release()
+        self._parent_death.close_child_fd()
         # A thread works with every event loop and in every thread; asyncio's child watcher does not.
         waiter = threading.Thread(
             target=_wait, args=(self._process, loop, self._exited), name=f"wait-{self.name}", daemon=True
@@ -167,13 +169,15 @@ class ServerProcess:
                 )
                 if not (health.done() or self._exited.done()):
                     elapsed, last = time.monotonic() - began, (self.log.lines() or [""])[-1]
-                    logger.info("%s has been starting for %.0f s: %s", self.name, elapsed, last[:200])
+                    logger.info(
+                        "%s is still starting after %.0f s; its last log line: %s", self.name, elapsed, last[:200]
+                    )
             if self._exited.done():
                 what = f"{_ending(self._exited.result())} before it was ready"
             elif not health.done():
                 what = f"was not ready after {self._start_timeout_s:g} s"
             elif health.exception():
-                what = f"cannot be asked for its health: {health.exception()}"
+                what = f"did not answer the health check {self._health_path}: {health.exception()}"
             elif (status := health.result()) < 400:
                 return
             else:
@@ -202,8 +206,8 @@ class ServerProcess:
                 await asyncio.sleep(_POLL_S)
 
     async def _stop(self) -> None:
-        process, exited, lifeline = self._process, self._exited, self._lifeline
-        if process is None or exited is None or lifeline is None:
+        process, exited, parent_death = self._process, self._exited, self._parent_death
+        if process is None or exited is None or parent_death is None:
             return
         try:
             with anyio.CancelScope(shield=True):
@@ -218,7 +222,7 @@ class ServerProcess:
             # The process still runs only if the wait was interrupted, for example by a second Ctrl-C.
             if not exited.done():
                 _signal(process, signal.SIGKILL)
-            lifeline.cut()
+            parent_death.close()
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -242,4 +246,4 @@ def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exi
 
 
 def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

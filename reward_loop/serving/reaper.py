@@ -1,94 +1,59 @@
-"""``python -m reward_loop.serving.reaper --lifeline-fd N -- COMMAND``: runs a server that knows no lifeline.
+"""``python -m reward_loop.serving.reaper --lifeline-fd N -- COMMAND``: runs a server, and ends all its processes.
 
-Engines start processes of their own. All of them are killed when the guard's parent dies, when the server's first
-process ends, however that happened, and when the guard is killed itself. Signals to end are passed on to the server,
-and its exit status is that of the guard.
+For engines, which start processes of their own and cannot follow the pipe. All of them are killed when the parent
+closes the pipe or dies, and when the server's first process ends for any reason. If the reaper itself is killed, the
+first process is killed, too. SIGTERM and SIGINT are forwarded to the server. The reaper exits with the server's exit
+status or signal.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from types import FrameType
 
-__all__ = ["main"]
+from reward_loop._util.descendants import adopt_orphans, die_with_parent, kill_children
+from reward_loop._util.parent_death_pipe import follow
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+__all__ = ["main"]
 
 
 def main() -> None:
     """Runs the command, and exits with its exit status or signal."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.reaper", description=__doc__)
-    parser.add_argument("--lifeline-fd", type=int, required=True, metavar="N", help="an inherited pipe")
-    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    parser.add_argument(
+        "--lifeline-fd", type=int, required=True, metavar="N", help="an inherited pipe; its end of file ends the server"
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the server's program and its arguments")
     args = parser.parse_args()
-    libc = ctypes.CDLL(None, use_errno=True)
-    # Orphaned processes of the server become children of this process, even if they started their own session.
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    threading.Thread(target=_follow, args=(args.lifeline_fd,), name="lifeline", daemon=True).start()
+    adopt_orphans()
+    follow(args.lifeline_fd, kill_children)
     server: subprocess.Popen[bytes] | None = None
-    asked: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         if server:
             server.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     try:
-        server = subprocess.Popen(
-            args.command, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        )
+        server = subprocess.Popen(args.command, preexec_fn=die_with_parent)
     except OSError as error:
         sys.exit(f"{args.command[0]} cannot be started: {error}")
-    if asked:
-        server.send_signal(asked[0])
+    if received:  # before the server was started
+        server.send_signal(received[0])
     code = server.wait()
-    _kill_descendants()
+    kill_children()
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
-
-
-def _follow(fd: int) -> None:
-    os.read(fd, 1)
-    _kill_descendants()
-    os._exit(1)
-
-
-def _kill_descendants() -> None:
-    """Kills all children until none is left. Children of a killed process become children of this process."""
-    while children := _children():
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _children() -> list[int]:
-    me = os.getpid()
-    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _parent(path) == me]
-
-
-def _parent(stat: Path) -> int | None:
-    try:
-        # "PID (NAME) STATE PPID ..."; NAME may contain spaces and parentheses.
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 if __name__ == "__main__":

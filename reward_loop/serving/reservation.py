@@ -206,7 +206,7 @@ class GpuReservation:
         except TimeoutError:
             self.release()
             raise ServerStartError(
-                f"Ray found no room for the reward model servers within {self._timeout_s:g} s "
+                f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
                 f"(placement_timeout_s). {arithmetic}"
             ) from None
         except BaseException:
@@ -291,7 +291,7 @@ async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) 
     while (left := deadline - time.monotonic()) > 0:
         if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
             return
-        logger.info("the reward model servers wait for room in Ray. %s", arithmetic)
+        logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
     raise TimeoutError
 
 

@@ -155,12 +155,12 @@ class Supervisor:
                 restarts.popleft()
             if len(restarts) >= self._policy.max_restarts:
                 window = self._policy.window_s
-                logger.error("given up after %d restarts within %g s: %s", len(restarts), window, error)
+                logger.error("not restarted after %d restarts within %g s: %s", len(restarts), window, error)
                 await self._on_lost(_first_line(error))
                 return
             pause = min(_FIRST_PAUSE_S * 2 ** len(restarts), _LONGEST_PAUSE_S)
             restarts.append(now)
-            logger.warning("to be started again in %.1f s: %s", pause, error)
+            logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))
             await asyncio.sleep(pause)
 

@@ -1,11 +1,12 @@
 """``python -m reward_loop.serving.tunnel {entry,exit} --to HOST:PORT``: one end of a TCP tunnel between two nodes.
 
-Programs on both nodes use loopback addresses only, and need no key. The two ends pass bytes on unchanged:
+Programs on both nodes use loopback addresses only, and need no key. The two ends forward bytes unchanged:
 
     client -> entry (loopback, client's node) -> exit (the server's node address) -> server (loopback)
 
-The entry begins each connection to the exit with a line that holds the key. The exit closes every other connection,
-and answers ``GET /live`` by itself. The environment variable ``REWARD_LOOP_TUNNEL_KEY`` holds the key at both ends.
+The first line that the entry sends on each connection to the exit contains the key. The exit closes connections with
+another key, and answers ``GET /live`` itself. Both ends read the key from the environment variable
+``REWARD_LOOP_TUNNEL_KEY``.
 """
 
 from __future__ import annotations
@@ -98,9 +99,15 @@ def main() -> None:
     """Runs one end until SIGTERM, or until the parent process dies."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.tunnel", description=__doc__)
     parser.add_argument("end", choices=("entry", "exit"))
-    parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the exit's address, or the server's")
+    parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the address of the exit, or of the server")
     parser.add_argument("--fd", type=int, required=True, metavar="N", help="an inherited listening socket")
-    parser.add_argument("--lifeline-fd", type=int, required=True, metavar="N", help="a pipe that the parent holds")
+    parser.add_argument(
+        "--lifeline-fd",
+        type=int,
+        required=True,
+        metavar="N",
+        help="an inherited pipe; its end of file ends the process",
+    )
     args = parser.parse_args()
     follow(args.lifeline_fd)
     raise_descriptor_limit()

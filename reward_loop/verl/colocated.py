@@ -11,7 +11,7 @@ from typing import Self
 from ray.util.placement_group import PlacementGroup
 
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving.manager import ServedRewardModel, serve_reward_model
+from reward_loop.serving.blocking import ServedRewardModel, serve_reward_model
 from reward_loop.serving.reservation import SharedGpus
 from reward_loop.verl.cluster import accelerator
 from reward_loop.verl.reward_metrics import added_seconds

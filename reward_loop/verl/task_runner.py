@@ -31,7 +31,7 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
         from verl.utils.logging_utils import configure_verl_logging
 
         from reward_loop.limits.server import serve_limits
-        from reward_loop.serving.manager import serve_reward_model
+        from reward_loop.serving.blocking import serve_reward_model
         from reward_loop.serving.reservation import GpuReservation
         from reward_loop.verl.cluster import accelerator, groups_of_trainer
         from reward_loop.verl.colocated import ColocatedRewardModel

@@ -4,11 +4,13 @@ import socket
 import pytest
 
 from reward_loop import BudgetSpentError, ConfigError, JobServiceError, LimitError, Outcome, TooManyFailuresError
+from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits import local
 from reward_loop.limits.client import RemoteLimits, open_limits
 from reward_loop.limits.failures import SharedFailureBound
 from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.protocol import encode
 from reward_loop.limits.server import LimitServer, serve_limits
 from reward_loop.types import RewardResult
 
@@ -194,7 +196,7 @@ async def test_a_limit_that_is_lowered_below_a_call_that_waits_refuses_it(kept):
     large, small = (asyncio.create_task(job.enter("judge", tokens, "train")) for tokens in (80, 10))
     await turns(lambda: state.snapshot()["limits"]["judge"]["waiting"] == 2)
     await state.configure("judge", {"tokens_per_minute": 70})
-    with pytest.raises(LimitError, match="a call asks for 80 tokens, and tokens_per_minute is 70"):
+    with pytest.raises(LimitError, match="a call with 80 tokens exceeds tokens_per_minute=70"):
         await large
     (await small).leave()
     first.leave()
@@ -228,7 +230,7 @@ async def test_a_service_that_goes_is_an_error_and_not_a_hang():
     waiting = asyncio.create_task(job.enter("judge", 0, "train"))
     await turns(lambda: service.limits.snapshot()["limits"]["judge"]["waiting"] == 1)
     await service.stop()
-    with pytest.raises(JobServiceError, match=r"keeps the limits of all workers.*unreachable.*Calls are not made"):
+    with pytest.raises(JobServiceError, match=r"unreachable.*keeps the limits of all workers.*no calls are made"):
         await waiting
     with pytest.raises(JobServiceError):
         await job.enter("judge", 0, "train")
@@ -255,9 +257,9 @@ async def test_a_service_that_goes_as_it_greets_is_an_error_too(monkeypatch):
         def close(self):
             connection.close()
 
-    async def connect(host, port, limit):
+    async def connect(host, port):
         reader = asyncio.StreamReader()
-        reader.feed_data(b'nonce\n[["limits",{"judge":null}]]\n')
+        reader.feed_data(frame(b"nonce") + encode(("limits", {"judge": None})))
         reader.feed_eof()
         return reader, Writer()
 
@@ -289,9 +291,9 @@ async def test_nobody_gets_in_without_the_token():
         await RemoteLimits(address[:-1] + "?").enter("judge", 0, "train")
     host, port, _ = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    await reader.readline()
-    writer.write(b'[["status", 1]]\n')
-    assert await reader.read() == b"\n"
+    await read_frame(reader)
+    writer.write(frame(bytes(32)))
+    assert await reader.read() == frame()
     writer.close()
     await service.stop()
 

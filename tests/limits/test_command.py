@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from reward_loop import RewardLoopConfig
 from reward_loop.cli import app
+from reward_loop.config import LimitConfig
 from reward_loop.limits.server import serve_limits
 from tests.gsm8k import ROOT
 
@@ -98,7 +99,7 @@ def test_a_process_of_its_own_is_shown_and_changed(jobs: Jobs) -> None:
     text = jobs.limits()
     assert f"job process {process.pid}" in text
     assert "judge 1 of 1 2 1 of 600 0 3600 s" in text
-    assert "resumed: reward_loop.limits.judge.max_concurrent=2" in jobs.limits("judge", "max_concurrent=2")
+    assert "resumed job: reward_loop.limits.judge.max_concurrent=2" in jobs.limits("judge", "max_concurrent=2")
     asked(process)  # a second one, at once
     assert "judge 2 of 2 1 2 of 600" in jobs.limits("judge")
     jobs.limits("judge", "max_concurrent=null", "requests_per_minute=2")
@@ -126,11 +127,16 @@ def test_a_change_holds_for_all_workers_of_a_job(jobs: Jobs) -> None:
         until(lambda: jobs.shown()[0]["states"][0]["limits"]["judge"]["in_flight"] == 3)
 
 
-def test_what_is_wrong_is_told(jobs: Jobs) -> None:
+def test_the_help_names_all_options_of_a_limit() -> None:
+    text = CliRunner().invoke(app, ["limits", "--help"], env={"COLUMNS": "240"}).output
+    assert [option for option in LimitConfig.model_fields if option not in text] == []
+
+
+def test_wrong_usage_is_an_error_that_names_the_fix(jobs: Jobs) -> None:
     process = jobs.start()
     asked(process)
-    assert "there is no limit 'juge'; did you mean 'judge'? There are: judge" in jobs.limits("juge", code=2)
-    assert "there is no limit 'search'. There are: judge." in jobs.limits("search", "max_concurrent=1", code=2)
+    assert "there is no limit 'juge'; did you mean 'judge'? Configured: judge" in jobs.limits("juge", code=2)
+    assert "there is no limit 'search'. Configured: judge." in jobs.limits("search", "max_concurrent=1", code=2)
     assert "unknown option; did you mean 'max_concurrent'" in jobs.limits("judge", "max_concurent=2", code=2)
     assert "limits.judge.max_concurrent: Input should be greater than or equal to 1; got 0" in jobs.limits(
         "judge", "max_concurrent=0", code=2
@@ -142,10 +148,10 @@ def test_what_is_wrong_is_told(jobs: Jobs) -> None:
     jobs.start()
     asked(jobs.running[-1])
     text = jobs.limits("judge", "max_concurrent=2", code=2)
-    assert f"say by --pid which job is meant: process {process.pid} (--pid {process.pid}); process" in text
+    assert f"choose one with --pid: process {process.pid} (--pid {process.pid}); process" in text
     jobs.running[0].kill()
     jobs.running[0].wait()
     del jobs.running[1:]
     text = jobs.limits("judge", code=1)
     assert f"process {process.pid}: " in text
-    assert "no process that was asked has scored a sample" in text
+    assert "none of the queried processes scores samples" in text

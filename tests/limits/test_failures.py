@@ -31,11 +31,11 @@ def test_the_message_shows_samples_causes_and_what_to_do():
         bound.add(True, "sample u5: judge (r.py) returned 'good'")
     assert str(stop.value) == (
         "reward_loop.components.judge: 6 of the last 6 samples failed, more than the share of 0.5 that "
-        "max_failed_share allows. Of each cause the latest:\n"
+        "max_failed_share allows. The latest failure of each cause:\n"
         "- sample u5: judge (r.py) returned 'good'\n"
         "- sample u4: judge (r.py) raised KeyError: 'x'\n"
         "- sample u2: judge (r.py) raised TimeoutError: at line 7\n    raise\n"
-        "`reward-loop check` tries the function on a few rows. Where so many failures are to be expected, raise "
+        "Try the function on a few rows with `reward-loop check`. If this many failures are expected, raise "
         "reward_loop.max_failed_share."
     )
 

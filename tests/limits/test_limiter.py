@@ -135,7 +135,7 @@ def test_real_usage_takes_the_place_of_the_estimate():
 
 def test_a_call_that_is_larger_than_a_minute():
     limiter = Limiter("judge", LimitConfig(tokens_per_minute=100))
-    with pytest.raises(LimitError, match=r"limit 'judge'.*101 tokens.*tokens_per_minute is 100"):
+    with pytest.raises(LimitError, match=r"limit 'judge'.*101 tokens.*tokens_per_minute=100"):
         limiter.enter(0.0, asking(101, "train", lambda: None))
 
 

@@ -1,6 +1,7 @@
 """Limits inside functions that run in processes of their own."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,10 @@ import pytest
 
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
-from reward_loop.limits.server import LimitServer
+from reward_loop._util.framing import frame
+from reward_loop.limits.lease import CallScope
+from reward_loop.limits.local import LocalLimits
+from reward_loop.limits.server import CallServer, LimitServer
 from tests.descriptors import left_open
 
 
@@ -223,3 +227,19 @@ def in_two_loops(settled):
 
 def test_it_outlives_a_loop():
     assert left_open(in_two_loops) == []
+
+
+@pytest.mark.parametrize(
+    "first", [5, [], ["call"], [["call", "another token"], ["enter", 0, "judge", 0, ""]], [["call", []]]]
+)
+async def test_a_connection_without_the_token_of_a_call_is_closed(first):
+    server = CallServer()
+    limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
+    limits.bind()
+    async with server.serve(CallScope(limits, "train", asyncio.get_running_loop())) as (address, _):
+        reader, writer = await asyncio.open_unix_connection(address)
+        writer.write(frame(json.dumps(first).encode()))
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+    assert judge(limits)["in_flight"] == 0
+    limits.close()

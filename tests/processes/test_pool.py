@@ -24,7 +24,7 @@ from reward_loop import (
     load_function,
 )
 from reward_loop._util.transient import is_refusal
-from reward_loop.processes import forkserver, pool
+from reward_loop.processes import connection, forkserver
 from reward_loop.processes.invocation import Invocation, RemoteError
 from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import left_open
@@ -165,13 +165,16 @@ async def test_cancellation_kills_the_call(one, tmp_path):
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ("exits_at_once", "ended its process with exit status 3"),
-        ("crashes", "had its process ended by SIGSEGV, at\n"),
-        ("aborts", "had its process ended by SIGABRT, at\n"),
-        ("kills_itself", "had its process ended by SIGKILL, perhaps by the kernel for want of memory"),
-        ("signals_its_group", "had its process ended by SIGTERM"),
-        ("overflows_the_stack", "had its process ended by SIGSEGV, at\n"),
-        ("closes_all_files", "ended its process with exit status 70"),
+        ("exits_at_once", "ended its worker process with exit status 3"),
+        ("crashes", "crashed: its worker process was killed by SIGSEGV, at\n"),
+        ("aborts", "crashed: its worker process was killed by SIGABRT, at\n"),
+        (
+            "kills_itself",
+            "crashed: its worker process was killed by SIGKILL, perhaps by the kernel because memory ran out",
+        ),
+        ("signals_its_group", "crashed: its worker process was killed by SIGTERM"),
+        ("overflows_the_stack", "crashed: its worker process was killed by SIGSEGV, at\n"),
+        ("closes_all_files", "ended its worker process with exit status 70"),
     ],
 )
 async def test_a_crash_is_a_failed_result(one, does, message):
@@ -206,9 +209,12 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        ("returns_a_lock", "returned a lock, which cannot be sent back from its process (TypeError: cannot pickle"),
-        ("returns_a_coroutine", "returned a coroutine, which cannot be sent back from its process"),
-        ("returns_too_much", "returned 65 MB; a process sends back at most 64"),
+        (
+            "returns_a_lock",
+            "returned a lock, which cannot be sent back from a worker process (TypeError: cannot pickle",
+        ),
+        ("returns_a_coroutine", "returned a coroutine, which cannot be sent back from a worker process"),
+        ("returns_too_much", "returned 65 MB, more than the maximum of 64 MB"),
     ],
 )
 async def test_what_cannot_be_sent_back(one, does, message):
@@ -220,7 +226,10 @@ async def test_what_cannot_be_sent_back(one, does, message):
 
 async def test_arguments_that_cannot_be_sent(one):
     result = await one(sample("works", lock=threading.Lock()))
-    assert "act (misbehaving.py) cannot be sent its arguments: TypeError: cannot pickle" in result.error
+    assert (
+        "act (misbehaving.py) has arguments that cannot be sent to a worker process: TypeError: cannot pickle"
+        in result.error
+    )
 
 
 @pytest.mark.parametrize("does", ["prints_a_lot", "closes_its_streams", "comes_back_twice", "uses_an_alarm"])
@@ -242,8 +251,8 @@ async def test_memory_has_a_bound(does):
     scoring = ScoringFunction(act, isolation="process", max_processes=1, max_memory_mb=100, timeout=120)
     result = await scoring(sample(does))
     assert isinstance(result.exception, RewardCrashedError)
-    assert "act (misbehaving.py) was killed: its process had " in result.error
-    assert "and max_memory_mb is 100" in result.error
+    assert "act (misbehaving.py) was killed: its worker process used " in result.error
+    assert "more than max_memory_mb=100" in result.error
     assert (await scoring(sample("works"))).score == 1.0
     scoring.close()
 
@@ -306,7 +315,7 @@ async def test_a_dead_fork_server_takes_its_workers_along_and_is_replaced(tmp_pa
     pid = int(await asyncio.to_thread(fifo.read_text))
     fork_server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(fork_server, 9)
-    assert "lost its process" in (await at_work).error
+    assert "lost its worker process" in (await at_work).error
     await asyncio.to_thread(wait_for_end, pid)
     assert (await scoring(sample("works"))).score == 1.0
     scoring.close()
@@ -448,7 +457,7 @@ async def test_lambdas_and_partials():
 
 def test_a_function_that_cannot_be_sent():
     lock = threading.Lock()
-    with pytest.raises(FunctionLoadError, match=r"cannot run in a process of its own.*cannot pickle '_thread.lock'"):
+    with pytest.raises(FunctionLoadError, match=r"cannot run in a worker process.*cannot pickle '_thread.lock'"):
         ScoringFunction(lambda: lock.locked(), isolation="process")
 
 
@@ -458,7 +467,7 @@ async def test_a_module_that_breaks_in_the_process_only(tmp_path, monkeypatch):
     scoring = ScoringFunction(load_function(str(path)), isolation="process", timeout=60)
     path.write_text("import nowhere\n")
     result = await scoring(RewardSample(""))
-    assert "compute_score (there.py) cannot be loaded in a process of its own: ModuleNotFoundError" in result.error
+    assert "compute_score (there.py) cannot be loaded in a worker process: ModuleNotFoundError" in result.error
     assert "there.py" in result.error
     scoring.close()
 
@@ -468,12 +477,12 @@ async def test_a_module_that_never_loads(tmp_path, monkeypatch):
     path.write_text("def compute_score(extra_info):\n    return 1\n")
     scoring = ScoringFunction(load_function(str(path)), isolation="process", timeout=60)
     path.write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr(pool, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "_START_SECONDS", 0.5)
     # More than the socket takes while nobody reads.
     for text in ("", "x" * (8 << 20)):
         result = await asyncio.wait_for(scoring(RewardSample("", extra_info={"text": text})), 60)
         assert isinstance(result.exception, RewardCrashedError)
-        assert "compute_score (loads.py) was not loaded in a process within 0.5 s" in result.error
+        assert "compute_score (loads.py) was not loaded in a worker process within 0.5 s" in result.error
     scoring.close()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop import ConfigError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop._util.framing import frame
 from reward_loop.records import ActiveSample, in_work, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
 from tests.gsm8k import ROOT
@@ -93,7 +94,7 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
 
 def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
     watch()
-    for said in (b"", b"nonsense\n", b'["report"]\n'):
+    for said in (b"", frame(b"nonsense"), b"a frame that is too long", frame(b'["report"]')):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{watchdog._name(os.getpid())}")
             connection.sendall(said)

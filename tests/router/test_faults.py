@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from reward_loop._util.parent_death_pipe import Lifeline
+from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import create_app
 from reward_loop.router.config import RouterConfig
@@ -27,12 +27,12 @@ class Stub:
 
     def __init__(self, listener: socket.socket, delay_s: float) -> None:
         self.url = url_of(listener)
-        self._lifeline = lifeline = Lifeline()
-        fds = listener.fileno(), lifeline.child_fd
+        self._parent_death = pipe = ParentDeathPipe()
+        fds = listener.fileno(), pipe.child_fd
         command = [*STUB_COMMAND, "--fd", str(fds[0]), "--lifeline-fd", str(fds[1])]
         environment = {**os.environ, "STUB_DELAY": str(delay_s)}
         self.process = subprocess.Popen(command, pass_fds=fds, env=environment)
-        lifeline.release()
+        pipe.close_child_fd()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -40,7 +40,7 @@ class Stub:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._lifeline.cut()
+        self._parent_death.close()
 
 
 @asynccontextmanager

@@ -76,7 +76,7 @@ async def test_a_server_dies_and_starts_again_although_its_log_cannot_be_written
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL)
                 died = str(await process.wait())
-        assert "was ended by SIGKILL.\nIt ran without a log" in died
+        assert "was killed by SIGKILL.\nIt ran without a log" in died
 
 
 async def test_the_error_of_a_server_that_does_not_start_says_why_there_is_no_log(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerError, ServerStartError
-from reward_loop.serving import RewardModelManager, serve_reward_model
+from reward_loop.serving import RewardModelManager, model_server, serve_reward_model
 from reward_loop.serving.engines.transformers import Transformers
 from tests.servers import STUB_COMMAND, Watched, post
 
@@ -63,7 +63,7 @@ async def test_a_killed_server_costs_no_request_and_comes_back(config: Any, capl
     assert watched.left_after(0) == 0
     watched.close()
     assert "reward model server 1/2 ready in" in caplog.text
-    assert "was ended by SIGKILL" in caplog.text
+    assert "was killed by SIGKILL" in caplog.text
 
 
 @pytest.mark.usefixtures("stubs")
@@ -111,8 +111,8 @@ async def test_when_every_server_is_given_up_requests_fail_at_once(
         message = json.loads(await _until(url, 503))["error"]["message"]
     assert "no reward model server is left" in message
     assert "reward model server 2/2" in message
-    assert "was ended by SIGKILL" in message
-    assert "given up after 0 restarts" in caplog.text
+    assert "was killed by SIGKILL" in message
+    assert "not restarted after 0 restarts" in caplog.text
 
 
 async def _until(url: str, status: int) -> bytes:
@@ -161,20 +161,19 @@ async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    post_of_manager = RewardModelManager._post
+    post_to_server = model_server.post
 
-    async def posted(models: RewardModelManager, url: str, path: str, *, router: bool = False) -> None:
-        if not router and url == models._workers[0].url:
+    async def posted(url: str, path: str, timeout_s: float) -> None:
+        if url == models._servers[0].url:
             raise ServerError("no sleep")
-        await post_of_manager(models, url, path, router=router)
-        if not router:
-            asleep.append(url)
+        await post_to_server(url, path, timeout_s)
+        asleep.append(url)
 
-    monkeypatch.setattr(RewardModelManager, "_post", posted)
+    monkeypatch.setattr(model_server, "post", posted)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
-        assert asleep == [models._workers[1].url]
+        assert asleep == [models._servers[1].url]
 
 
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:
@@ -209,10 +208,10 @@ def test_a_synchronous_program_gets_an_address_and_says_when_the_model_sleeps(co
 PARENT = """
 import asyncio, json, sys, time
 from reward_loop.config import RewardModelConfig
-from reward_loop.serving import RewardModelManager, manager, serve_reward_model
+from reward_loop.serving import RewardModelManager, blocking, models, serve_reward_model
 
 how, model_path, log_dir, *stub = sys.argv[1:]
-manager.ENGINES["transformers"].command = lambda *_: stub
+models.ENGINES["transformers"].command = lambda *_: stub
 config = RewardModelConfig(model_path=model_path, log_dir=log_dir, replicas=2)
 
 async def run():
@@ -229,7 +228,7 @@ else:
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
-    manager.RewardModelManager = Recorded
+    blocking.RewardModelManager = Recorded
     serving = serve_reward_model(config)
     serving.__enter__()
     print(json.dumps(list(made[0].pids().values())), flush=True)

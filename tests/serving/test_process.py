@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop._util.parent_death_pipe import Lifeline
+from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.errors import ServerStartError
 from reward_loop.serving.process import ServerProcess
@@ -49,7 +49,7 @@ async def test_it_is_ready_inside_the_context_and_gone_after_it(stub: Any, liste
 async def test_a_later_run_serves_the_same_address_and_what_came_in_between(stub: Any, listener: socket.socket) -> None:
     async with stub() as first:
         os.kill(first.pid, signal.SIGKILL)
-        assert str(await first.wait()).startswith(f"the stub (pid {first.pid}) was ended by SIGKILL.\n")
+        assert str(await first.wait()).startswith(f"the stub (pid {first.pid}) was killed by SIGKILL.\n")
     # This connection is made while nobody is there to accept it.
     with socket.create_connection(listener.getsockname()) as early:
         early.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -70,7 +70,7 @@ async def test_a_death_is_noticed_by_whoever_reaps_it(stub: Any, monkeypatch: py
     monkeypatch.setattr(os, "waitid", late)
     async with stub() as server:
         os.kill(server.pid, signal.SIGKILL)
-        assert "was ended by SIGKILL" in str(await server.wait())
+        assert "was killed by SIGKILL" in str(await server.wait())
 
 
 async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_one_that_has_just_ended_when_it_is_stopped(stub: Any, monkeypatch
         os.kill(process.pid, signal.SIGKILL)
         await asyncio.to_thread(waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         asyncio.get_running_loop().call_soon(look.set)  # no sooner than it has been told to stop
-    assert str(await process.wait()).startswith(f"the stub (pid {process.pid}) was ended by SIGKILL.")
+    assert str(await process.wait()).startswith(f"the stub (pid {process.pid}) was killed by SIGKILL.")
 
 
 async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:
@@ -108,13 +108,13 @@ async def test_a_command_that_does_not_exist_is_named(stub: Any) -> None:
         await stub(["/no-such-command"]).__aenter__()
 
 
-async def test_a_forked_child_does_not_hold_the_lifeline() -> None:
-    lifeline = Lifeline()
-    held = os.dup(lifeline.child_fd)
+async def test_a_forked_child_does_not_hold_the_parent_death_pipe() -> None:
+    pipe = ParentDeathPipe()
+    held = os.dup(pipe.child_fd)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
     try:
-        lifeline.cut()
+        pipe.close()
         os.set_blocking(held, False)
         # Without the child's copy the pipe is at its end; with it, this raises BlockingIOError.
         assert _read_at_end(held) == b""

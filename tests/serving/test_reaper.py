@@ -1,4 +1,4 @@
-"""Servers that know no lifeline, and the processes that they start."""
+"""The reaper of servers that do not follow a pipe themselves, and the processes that they start."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ while True:  # Python notices a signal that comes just before a sleep begins onl
 
 
 @pytest.fixture
-def guarded() -> Iterator[Any]:
+def reaped() -> Iterator[Any]:
     started: list[subprocess.Popen[str]] = []
 
     strays: list[int] = []
 
     def start(how: str = "run") -> tuple[subprocess.Popen[str], int, Watched]:
-        mine, lifeline = os.pipe()
-        guard = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(mine), "--"]
+        child_fd, parent_fd = os.pipe()
+        reaper = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(child_fd), "--"]
         process = subprocess.Popen(
-            [*guard, sys.executable, "-c", SERVER, how],
-            pass_fds=(mine,),
+            [*reaper, sys.executable, "-c", SERVER, how],
+            pass_fds=(child_fd,),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             start_new_session=True,
         )
-        os.close(mine)
+        os.close(child_fd)
         started.append(process)
         assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
         strays.append(pids[-1])
-        return process, lifeline, Watched([process.pid, *(pids[:2] if how == "killed" else pids)])
+        return process, parent_fd, Watched([process.pid, *(pids[:2] if how == "killed" else pids)])
 
     yield start
     for pid in strays:
@@ -66,14 +66,14 @@ def guarded() -> Iterator[Any]:
         process.communicate()
 
 
-def test_a_cut_lifeline_ends_all(guarded: Any) -> None:
-    _, lifeline, watched = guarded()
-    os.close(lifeline)
+def test_closing_the_pipe_kills_all_processes(reaped: Any) -> None:
+    _, parent_fd, watched = reaped()
+    os.close(parent_fd)
     assert watched.left_after() == 0
 
 
-def test_what_a_server_leaves_behind_ends_with_it(guarded: Any) -> None:
-    process, _, watched = guarded("exit")
+def test_child_processes_are_killed_when_the_server_exits(reaped: Any) -> None:
+    process, _, watched = reaped("exit")
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(60) == 7
@@ -81,27 +81,27 @@ def test_what_a_server_leaves_behind_ends_with_it(guarded: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_passed_on_and_so_is_what_they_do(guarded: Any, number: signal.Signals) -> None:
-    process, _, watched = guarded()
+def test_signals_are_forwarded_and_the_reaper_ends_by_the_same_signal(reaped: Any, number: signal.Signals) -> None:
+    process, _, watched = reaped()
     process.send_signal(number)
     # Python ends by a SIGINT as a signal ends others.
     assert process.wait(60) == -number
     assert watched.left_after(0) == 0
 
 
-def test_a_killed_guard_takes_the_server_with_it(guarded: Any) -> None:
-    process, _, watched = guarded("killed")
+def test_a_killed_reaper_takes_the_server_with_it(reaped: Any) -> None:
+    process, _, watched = reaped("killed")
     process.kill()
-    # The guard's owner ends what is left of its group, as ServerProcess does. One that has left the group lives on.
+    # The reaper's owner ends what is left of its group, as ServerProcess does. One that has left the group lives on.
     process.wait()
     os.killpg(process.pid, signal.SIGKILL)
     assert watched.left_after() == 0
 
 
-def test_a_command_that_does_not_exist_is_named() -> None:
-    mine, lifeline = os.pipe()
-    command = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(mine), "--", "/nonesuch"]
-    done = subprocess.run(command, pass_fds=(mine,), capture_output=True, text=True, cwd=ROOT, timeout=120)
-    os.close(lifeline)
+def test_a_command_that_does_not_exist_is_an_error_that_names_it() -> None:
+    child_fd, parent_fd = os.pipe()
+    command = [sys.executable, "-m", "reward_loop.serving.reaper", "--lifeline-fd", str(child_fd), "--", "/nonesuch"]
+    done = subprocess.run(command, pass_fds=(child_fd,), capture_output=True, text=True, cwd=ROOT, timeout=120)
+    os.close(parent_fd)
     assert done.returncode == 1
     assert "/nonesuch cannot be started" in done.stderr

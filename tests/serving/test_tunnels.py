@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -18,7 +19,12 @@ from tests.servers import model_server, post, serving, until
 
 
 def _tunnel_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "reward_loop.serving.tunnel" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # the process has just died
+            if "reward_loop.serving.tunnel" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 async def test_requests_pass_through_a_tunnel_and_others_do_not(tmp_path: Path) -> None:

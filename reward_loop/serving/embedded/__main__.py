@@ -1,7 +1,7 @@
-"""``python -m reward_loop.serving.embedded --model PATH``: serves a small transformers model in vLLM's dialect.
+"""``python -m reward_loop.serving.embedded --model PATH``: serves a small transformers model with vLLM's HTTP API.
 
-It answers ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and ``/v1/models``
-and ``/health`` for both.
+The endpoints are ``/v1/chat/completions`` for a generative model, ``/classify`` for a discriminative one, and
+``/v1/models`` and ``/health`` for both.
 """
 
 from __future__ import annotations
@@ -46,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.embedded", description=__doc__)
     parser.add_argument("--model", required=True, metavar="PATH", help="a model directory")
-    parser.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: the path)")
-    parser.add_argument("--kind", choices=["auto", "generative", "discriminative"], default="auto")
-    parser.add_argument("--max-batch-size", type=int, default=64, metavar="N")
-    parser.add_argument("--max-wait-ms", type=float, default=3.0, metavar="MS")
-    parser.add_argument("--enable-sleep-mode", action="store_true", help="open /sleep, /wake_up and /is_sleeping")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: the path)")
+    parser.add_argument(
+        "--kind", choices=["auto", "generative", "discriminative"], default="auto", help="expected kind (default: any)"
+    )
+    parser.add_argument(
+        "--max-batch-size", type=int, default=64, metavar="N", help="requests in a batch at most (default: %(default)d)"
+    )
+    parser.add_argument(
+        "--max-wait-ms", type=float, default=3.0, metavar="MS", help="wait for a full batch (default: %(default)g)"
+    )
+    parser.add_argument("--enable-sleep-mode", action="store_true", help="serve /sleep, /wake_up and /is_sleeping")
     server_process.add_arguments(parser)
     return parser
 

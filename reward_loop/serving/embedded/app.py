@@ -83,9 +83,13 @@ class EmbeddedModel:
         """
         self._require("generative", "/v1/chat/completions", body.model)
         if body.stream:
-            raise ApiError(400, "this server does not stream: leave out `stream`", param="stream")
+            raise ApiError(400, "this server does not support streaming: leave out `stream`", param="stream")
         if body.top_logprobs:
-            raise ApiError(400, "this server gives the chosen tokens' logprobs only", param="top_logprobs")
+            raise ApiError(
+                400,
+                "this server returns logprobs of the chosen tokens only: leave out `top_logprobs`",
+                param="top_logprobs",
+            )
         max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._prompt(body, new_tokens=max_tokens or 1)
         if max_tokens is None:
@@ -203,7 +207,7 @@ class EmbeddedModel:
             )
         # A chat template may raise any exception for messages that it does not support.
         except Exception as error:
-            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+            raise ApiError(400, f"the chat template rejected the messages: {error}", param="messages") from error
         special = bool(body.add_special_tokens)
         return self._token_ids(text, body, add_special_tokens=special, new_tokens=new_tokens)
 
@@ -222,7 +226,7 @@ class EmbeddedModel:
             try:
                 ids = self.tokenizer(given, **options)["input_ids"]
             except Exception as error:  # caused by the text, or by a limit that is too small
-                raise ApiError(400, f"the tokenizer refused the text: {error}") from error
+                raise ApiError(400, f"the tokenizer rejected the text: {error}") from error
         if limit is None or len(ids) <= limit:
             return ids
         return ids[:limit] if side == "right" else ids[len(ids) - limit :]

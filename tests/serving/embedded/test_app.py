@@ -148,7 +148,7 @@ async def test_classify_takes_messages_and_counts_tokens(scorer: Client) -> None
         ({"temperature": -1}, 400, "temperature"),
         ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"max_tokens": 10_000}, 400, "maximum context length is 512"),
-        ({"stream": True}, 400, "does not stream"),
+        ({"stream": True}, 400, "does not support streaming"),
         ({"top_logprobs": 3}, 400, "chosen tokens"),
         ({"seed": 2**63}, 400, "seed"),
         ({"presence_penalty": 3}, 400, "presence_penalty"),

@@ -151,15 +151,15 @@ def test_several_models(model_dir: str) -> None:
         ({"model_path": "DIR", "kind": "generative"}, "kind='generative': the model in .* is discriminative"),
         ({"engine": "external"}, "^urls: engine='external' needs"),
         ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),
-        ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: is for engine='external'"),
+        ({"model_path": "DIR", "urls": ("http://a:1",)}, "^urls: valid only for engine='external'"),
         ({"model_path": "DIR", "tensor_parallel_size": 2}, "tensor_parallel_size has no effect with engine='transf"),
         ({"model_path": "DIR", "engine": "vllm"}, "engine='vllm': vLLM is not installed"),
         ({"models": {"a": {"model_path": "DIR", "engine": "sglang"}}}, r"^models\.a\.engine='sglang': SGLang is not"),
         (
             {"model_path": "DIR", "served_model_name": "a", "models": {"a": {"model_path": "DIR"}}},
-            "two models are called 'a'",
+            "two models have the name 'a'",
         ),
-        ({"models": {"a": {"model_path": "DIR", "served_model_name": "b"}}}, "the model is called 'a' already"),
+        ({"models": {"a": {"model_path": "DIR", "served_model_name": "b"}}}, "the model already has the name 'a'"),
     ],
 )
 def test_a_wrong_configuration_is_refused(

@@ -1,0 +1,125 @@
+"""One server of a model as the router sees it: its address, whether it sleeps, whether it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from reward_loop.config import ServedModelConfig
+from reward_loop.router.config import BackendConfig
+from reward_loop.serving.engines.engine import Engine
+from reward_loop.serving.models import ENGINES
+from reward_loop.serving.router_client import RouterClient, post
+
+__all__ = ["ModelServer"]
+
+
+class ModelServer:
+    """The state of one server; sends each change to the router. The methods ``on_...`` are the supervisor's callbacks.
+
+    Args:
+        model: the configuration of its model.
+        url: ``None`` until the address is known: in Ray, until the server is ready for the first time.
+        router: the client of the router.
+        close: releases the server's address when the server is lost.
+    """
+
+    def __init__(
+        self, model: ServedModelConfig, url: str | None, router: RouterClient, close: Callable[[], None] | None = None
+    ) -> None:
+        self.model = model
+        self.url = url
+        self._router = router
+        self._close = close
+        self._asleep = False
+        self._lost: str | None = None
+        """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
+        self._changing = asyncio.Lock()
+        """Held while the server and the router get a new state, so that a restart and `wake` do not interleave."""
+
+    @property
+    def _engine(self) -> Engine | None:
+        return ENGINES.get(self.model.engine)  # None for an external server
+
+    @property
+    def _sleep_path(self) -> str | None:
+        return self._engine.sleep_path if self._engine else None
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server can be put to sleep: its engine has no memory to free, or sleep mode is enabled."""
+        return not self._sleep_path or self.model.enable_sleep_mode
+
+    def config(self) -> BackendConfig:
+        """Returns the router's configuration of this server."""
+        return BackendConfig(
+            url=self.url or "",
+            models=(self.model.served_model_name,) if self.model.served_model_name else (),
+            kind=None if self.model.kind == "auto" else self.model.kind,
+            engine=self.model.engine,
+            health_path=self._engine.health_path if self._engine else "/health",
+        )
+
+    async def sleep(self) -> None:
+        """Puts the server to sleep, after the router has stopped sending requests.
+
+        Raises:
+            ServerError: the router or the server did not go to sleep.
+        """
+        async with self._changing:
+            if self.url is None or self._lost:
+                return
+            self._asleep = True
+            await self._router.sleep(self.url)
+            if self._sleep_path:
+                await post(self.url, self._sleep_path, self._router.timeout_s)
+
+    async def wake(self) -> None:
+        """Wakes the server up; the router then sends requests again.
+
+        Raises:
+            ServerError: the router or the server did not wake up.
+        """
+        async with self._changing:
+            if self.url is None or self._lost:
+                return
+            self._asleep = False
+            if self._engine and self._engine.wake_path:
+                await post(self.url, self._engine.wake_path, self._router.timeout_s)
+            await self._router.resume(self.url)
+
+    async def on_up(self, url: str) -> None:
+        """Puts a restarted server to sleep if the others sleep; tells the router a new URL."""
+        async with self._changing:
+            if self._asleep and self._sleep_path:
+                await post(url, self._sleep_path, self._router.timeout_s)
+            if url == self.url:
+                return
+            before, self.url = self.url, url
+            await self._router.add(self.config())
+            if self._asleep:
+                await self._router.mark_asleep(url)
+            if before:
+                await self._router.remove(before)
+
+    async def on_down(self, reason: str) -> None:
+        """Reports to the router that the server has died."""
+        if self.url is not None:
+            await self._router.mark_dead(self.url, reason)
+
+    async def on_lost(self, reason: str) -> None:
+        """Releases the address, and reports to the router that the server will not be restarted."""
+        # Resets the connections in the backlog, so that the router retries these requests on other servers.
+        if self._close is not None:
+            self._close()
+        self._lost = reason
+        await self.send_state()
+
+    async def send_state(self) -> None:
+        """Sends the state to the router, for instance to a restarted one, which knows only the server's address."""
+        if self.url is None:
+            return
+        if self._lost:
+            await self._router.give_up(self.url, self._lost)
+        elif self._asleep:
+            await self._router.mark_asleep(self.url)
