@@ -189,7 +189,8 @@ class _Store:
 
 def _identity(config: CacheConfig, target: Target) -> list[Any]:
     """Return what identifies the function in the file: its name, its arguments so far, and its file's hash."""
-    function, bound = target.origin, {}
+    function = target.origin
+    bound: dict[Any, Any] = {}
     while isinstance(function, functools.partial):
         bound = {**dict(enumerate(function.args)), **function.keywords, **bound}
         function = function.func
