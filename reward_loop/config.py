@@ -83,15 +83,16 @@ class CacheConfig(Config):
     """Whether equal calls are made once."""
 
     enabled: bool = False
-    """Make calls with the same function code and the same arguments once while they are in flight. Leave it off for
-    judges that answer the same question differently each time."""
+    """Merge equal calls in flight into one. Leave it off for judges that answer the same question differently each
+    time."""
 
     path: str | None = None
-    """A file (SQLite) in which scores are kept for later calls and runs; processes may share it."""
+    """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
 
     version: str = ""
-    """Part of what makes two calls equal: name here what the arguments do not say, such as the judge's model and its
-    sampling parameters. Required where a function holds what cannot be written down, and ``path`` is set."""
+    """Any text; stored scores are used only with the same version. Change it when the score depends on something that
+    is neither in the function's file nor in its arguments, such as the judge's model. With ``path``, required for a
+    function that is not defined at the top level of a file."""
 
 
 class BudgetConfig(Config):

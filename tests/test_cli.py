@@ -74,6 +74,9 @@ def test_other_options_by_name(folder):
     flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
     assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=2)
+    twice = run(*flaky, "--timeout", "10", "-O", "timeout=5", code=2)
+    assert "--timeout=10.0 and -O timeout=5" in twice
+    assert "6 scored" in run(*flaky, "-O", "timeout=5", "-O", "retry.initial_wait=0.001", "--restart")
     assert "contradicts limits.judge=2" in run(*flaky, "-O", "limits=1", "-O", "limits.judge=2", code=2)
 
 
@@ -105,7 +108,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
-        (("score", ".", "--fn", "reward.py"), ". is no file of rollouts, but a folder"),
+        (("score", ".", "--fn", "reward.py"), ". is not a file of rollouts: it is a folder"),
         (("score", "rollouts.jsonl", "--fn", "."), ". is a folder: name the file in it"),
         (("score", "rollouts.jsonl"), "name the function: file.py:name"),
         ((*MAPPED, "-o", "reward.py/out.jsonl"), "the output reward.py/out.jsonl has no folder"),

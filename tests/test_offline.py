@@ -92,7 +92,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     errors = [row["error"] for row in scored]
     assert errors[0] is None
     assert "line 2: not JSON" in errors[1]
-    assert "line 4: holds [1, 2], not an object" in errors[2]
+    assert "line 4: expected a JSON object with named fields, got [1, 2]" in errors[2]
     assert "line 5: no field 'solution_str' (for solution_str). Its fields are ground_truth" in errors[3]
     assert "line 6: no field 'ground_truth'" in errors[4]
     assert "line 7: field 'solution_str' is None, not text" in errors[5]

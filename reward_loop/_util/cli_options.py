@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ __all__ = [
     "RewardKwargs",
     "RouterAddress",
     "Timeout",
+    "check_not_repeated",
     "json_or_text",
     "nested",
     "pairs",
@@ -77,6 +78,26 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
             raise typer.BadParameter(f"{key} is given twice: {found[key]!r} and {value!r}", param_hint=option)
         found[key] = value
     return found
+
+
+def check_not_repeated(context: typer.Context, options: Mapping[str, Any]) -> None:
+    """Check that no option of ``-O`` is also given by an option of the command that is named like it.
+
+    Args:
+        context: the context of the command.
+        options: the values of ``-O``, after `nested`.
+
+    Raises:
+        typer.BadParameter: both are given, such as ``--timeout 10 -O timeout=5``.
+    """
+    for name, value in options.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(
+                f"{option}={context.params[name]} and -O {name}={value} set the same option: give one of them",
+                param_hint=option,
+            )
 
 
 def json_or_text(value: str) -> Any:

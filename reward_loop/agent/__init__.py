@@ -6,7 +6,7 @@ from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
 from reward_loop.agent.queue import RewardQueue, Staleness
-from reward_loop.agent.queued_rewards import QueuedRewards, SampleAggregator
+from reward_loop.agent.queued_rewards import QueuedRewards
 
 __all__ = [
     "BlockingPendingRewards",
@@ -17,6 +17,5 @@ __all__ = [
     "QueuedRewards",
     "RewardAgent",
     "RewardQueue",
-    "SampleAggregator",
     "Staleness",
 ]

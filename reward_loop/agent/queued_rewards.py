@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.batch import Batch
@@ -16,53 +16,16 @@ from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
 from reward_loop.errors import ConfigError, QueueClosedError, RewardLoopError
 from reward_loop.types import Reward
 
-__all__ = ["CompleteSample", "QueuedRewards", "SampleAggregator"]
-
-T = TypeVar("T")
+__all__ = ["CompleteGroup", "QueuedRewards"]
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteSample(Generic[T]):
-    """A group whose members have all arrived."""
+class CompleteGroup:
+    """A group whose members all have a reward."""
 
     group: Hashable
-    members: list[T]
+    members: list[tuple[QueueEntry, Reward]]
     """In the order of their index in the group."""
-
-
-class SampleAggregator(Generic[T]):
-    """Collects the members of groups, which arrive in any order, and returns each group when it is complete."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Hashable, dict[int, T]] = {}
-
-    def __len__(self) -> int:
-        """The number of incomplete groups."""
-        return len(self._groups)
-
-    @property
-    def held(self) -> int:
-        """The number of members in incomplete groups."""
-        return sum(map(len, self._groups.values()))
-
-    def members(self) -> list[T]:
-        """Return the members of incomplete groups."""
-        return [item for group in self._groups.values() for item in group.values()]
-
-    def add(self, group: Hashable, group_size: int, member: int, item: T) -> CompleteSample[T] | None:
-        """Add a member; return its group if the group is now complete.
-
-        Raises:
-            RewardLoopError: the group already has that member.
-        """
-        members = self._groups.setdefault(group, {})
-        if member in members:
-            raise RewardLoopError(f"group {group!r} already has member {member}")
-        members[member] = item
-        if len(members) < group_size:
-            return None
-        del self._groups[group]
-        return CompleteSample(group, [members[i] for i in sorted(members)])
 
 
 class QueuedRewards:
@@ -97,8 +60,9 @@ class QueuedRewards:
         self._in_flight = in_flight
         self._max_ready = max_ready
         self._judging: dict[asyncio.Task[None], tuple[QueueEntry, Batch]] = {}
-        self._aggregator: SampleAggregator[tuple[QueueEntry, Reward]] = SampleAggregator()
-        self._ready: deque[CompleteSample[tuple[QueueEntry, Reward]]] = deque()
+        self._incomplete: dict[Hashable, dict[int, tuple[QueueEntry, Reward]]] = {}
+        """Group -> the members that have a reward, by their index in the group."""
+        self._ready: deque[CompleteGroup] = deque()
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -121,7 +85,7 @@ class QueuedRewards:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> CompleteSample[tuple[QueueEntry, Reward]]:
+    async def __anext__(self) -> CompleteGroup:
         """Wait for the next complete group; its members are pairs of entry and reward.
 
         Raises:
@@ -131,10 +95,10 @@ class QueuedRewards:
             if self._error is not None:
                 raise self._error
             if self._pump is not None and self._pump.done() and not self._judging:
-                if len(self._aggregator):
+                if self._incomplete:
                     raise RewardLoopError(
-                        f"the queue was closed while {len(self._aggregator)} groups were incomplete; they have "
-                        f"{self._aggregator.held} scored samples"
+                        f"the queue was closed while {len(self._incomplete)} groups were incomplete; they have "
+                        f"{sum(map(len, self._incomplete.values()))} scored samples"
                     )
                 raise StopAsyncIteration
             self._changed.clear()
@@ -158,7 +122,7 @@ class QueuedRewards:
         return Staleness.of(
             self._queue.steps
             + [entry.step for entry, _ in self._judging.values()]
-            + [entry.step for entry, _ in self._aggregator.members()]
+            + [entry.step for members in self._incomplete.values() for entry, _ in members.values()]
             + [entry.step for group in self._ready for entry, _ in group.members],
             current_step,
         )
@@ -169,7 +133,7 @@ class QueuedRewards:
         return {
             **self._queue.metrics(current_step),
             "reward_queue/judging": self.judging,
-            "reward_queue/incomplete_groups": len(self._aggregator),
+            "reward_queue/incomplete_groups": len(self._incomplete),
             "reward_queue/ready_groups": self.ready,
             "reward_queue/all_staleness_max": staleness.max,
             "reward_queue/all_staleness_mean": staleness.mean,
@@ -206,21 +170,24 @@ class QueuedRewards:
     async def _judge(self, entry: QueueEntry, batch: Batch) -> None:
         try:
             (reward,) = await PendingRewards(batch)
-            complete = self._aggregator.add(entry.group, entry.group_size, entry.member, (entry, reward))
-            if complete is not None:
-                self._ready.append(await self._post_process(complete))
+            members = self._incomplete.setdefault(entry.group, {})
+            if entry.member in members:
+                raise RewardLoopError(f"group {entry.group!r} already has member {entry.member}")
+            members[entry.member] = (entry, reward)
+            if len(members) == entry.group_size:
+                del self._incomplete[entry.group]
+                in_order = [members[i] for i in sorted(members)]
+                self._ready.append(CompleteGroup(entry.group, await self._post_process(in_order)))
         except Exception as error:
             self._error = self._error or error
 
-    async def _post_process(
-        self, group: CompleteSample[tuple[QueueEntry, Reward]]
-    ) -> CompleteSample[tuple[QueueEntry, Reward]]:
+    async def _post_process(self, members: list[tuple[QueueEntry, Reward]]) -> list[tuple[QueueEntry, Reward]]:
         if (process := self._runner.post_processor) is None:
-            return group
-        entries = [entry for entry, _ in group.members]
+            return members
+        entries = [entry for entry, _ in members]
         names = [getattr(entry.sample, "uid", None) for entry in entries]
-        rewards = await process([reward for _, reward in group.members], names)
-        return CompleteSample(group.group, list(zip(entries, rewards, strict=True)))
+        rewards = await process([reward for _, reward in members], names)
+        return list(zip(entries, rewards, strict=True))
 
     def _judged(self, task: asyncio.Task[None]) -> None:
         del self._judging[task]

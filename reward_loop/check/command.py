@@ -33,6 +33,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "d
 
 
 def command(
+    context: typer.Context,
     data: Annotated[
         Path, typer.Option(help="File of rollouts: JSONL, or parquet if it ends in .parquet.", show_default=False)
     ],
@@ -82,7 +83,9 @@ def command(
     """
     given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
-    options = {"timeout": timeout or None, **cli_options.nested(cli_options.pairs(option, "--option"), "--option")}
+    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
+    cli_options.check_not_repeated(context, more)
+    options = {"timeout": timeout or None, **more}
     paths = cli_options.pairs(field, "--field")
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
         report = _try(fn, data, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)

@@ -118,7 +118,7 @@ async def _post(
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        raise RequestError(f"{what} was answered with what is no JSON: {_start(data)}", status=200) from None
+        raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200) from None
 
 
 def url_of(address: str | None, path: str) -> str:

@@ -146,7 +146,7 @@ class Json:
             raise NoVerdictError(f"the JSON object does not fit: {where}: {problem['msg']}") from None
         score = checked.get(self._field) if isinstance(checked, Mapping) else None
         if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
-            raise NoVerdictError(f"its {self._field!r} is {shorten(score)}, which is no number")
+            raise NoVerdictError(f"its {self._field!r} is {shorten(score)}, which is not a number")
         return checked, float(score)
 
 

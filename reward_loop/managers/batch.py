@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reward_loop.managers.base import RewardLoopManagerBase
-from reward_loop.managers.batcher import SampleCollector
+from reward_loop.managers.batcher import Batcher
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.types import RewardResult, RewardSample
@@ -25,10 +25,10 @@ class BatchRewardLoopManager(RewardLoopManagerBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._collector = SampleCollector(self.score_many)
+        self._batcher = Batcher(self.score_many)
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample in one batch with samples that arrive shortly after it."""
         batch = self.options.batch
         # Separate batches for training and validation, because they are separate traffic classes of the limits.
-        return await self._collector.score(sample, sample.validate, batch.max_batch_size, batch.max_wait_ms / 1000)
+        return await self._batcher.score(sample, sample.validate, batch.max_batch_size, batch.max_wait_ms / 1000)

@@ -10,22 +10,24 @@ from dataclasses import dataclass, field
 from reward_loop.records import ActiveBatch, ActiveSample, current
 from reward_loop.types import RewardResult, RewardSample
 
-__all__ = ["SampleCollector"]
+__all__ = ["Batcher"]
 
 Score = Callable[[list[RewardSample]], Awaitable[Sequence[RewardResult]]]
 """Scores a batch; returns one result per sample, in order."""
 
 
-class SampleCollector:
+class Batcher:
     """Collects samples by key. A batch is scored when it is full, or when its first sample has waited too long."""
 
-    def __init__(self, score: Score, expired: Score | None = None) -> None:
-        """Create an empty collector.
+    def __init__(self, score: Score, expired: Score | None = None, *, name: str = "batch") -> None:
+        """Create a batcher without samples.
 
         Args:
             score: scores a full batch.
             expired: scores an incomplete batch after its timeout; by default ``score``.
+            name: the name of a batch in ``reward-loop stuck``.
         """
+        self._waits_for = f"the other samples of its {name}"
         self._score = score
         self._expired = expired or score
         self._open: dict[Hashable, _Batch] = {}
@@ -47,6 +49,7 @@ class SampleCollector:
         batch.members[result] = sample
         if (active := current()) is not None:
             batch.active[result] = active
+            active.batching = self._waits_for
         if len(batch.members) >= size:
             self._close(key, self._score)
         try:

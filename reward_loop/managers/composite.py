@@ -51,7 +51,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 "`reward-loop`: -O components.form.path=rewards.py:form"
             )
         if taken := (RESERVED_KEYS | PART_KEYS | {"score"}) & self.options.components.keys():
-            raise ConfigError(f"reward_loop.components: {listing(taken)} is a name of another meaning: rename it")
+            raise ConfigError(f"reward_loop.components: the name {listing(taken)} is reserved: rename the component")
         self._components = {
             name: _Component(name, component, self.options, self.function, self.limits)
             for name, component in self.options.components.items()
@@ -93,7 +93,7 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
                 info |= {name: 0.0, f"{name}/outcome": "gated"}
                 continue
             if PART_KEYS & result.extra_info.keys():
-                result = _without_place(sample, name, result)
+                result = _without_dense_rewards(sample, name, result)
             component.failures.count(result)
             score, policy = component.resolve(result)
             logged = {f"{name}/{key}": value for key, value in result.extra_info.items() if key not in ("score", "acc")}
@@ -144,9 +144,9 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return {name: call.result() for name, call in calls.items()}
 
 
-def _without_place(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
+def _without_dense_rewards(sample: RewardSample, name: str, result: RewardResult) -> RewardResult:
     keys = listing(PART_KEYS & result.extra_info.keys())
-    problem = f"returned {keys}; the sum of `composite` has no place for parts of a reward"
+    problem = f"returned {keys}; `composite` does not support dense rewards"
     return failed_after(result, InvalidScoreError(problem, sample=sample, function=f"reward_loop.components.{name}"))
 
 
@@ -160,7 +160,7 @@ class _Component:
         own = {key: value for key in config.model_fields_set if (value := getattr(config, key)) is not None}
         if config.limit != DEFAULT and config.limit not in options.limits:
             raise ConfigError(
-                f"{where}.limit: there is no {config.limit!r} among reward_loop.limits"
+                f"{where}.limit: unknown limit {config.limit!r}"
                 f"{did_you_mean(config.limit, options.limits) or '.'} Known: {listing(options.limits)}"
             )
         self.config = config
@@ -173,8 +173,8 @@ class _Component:
                 ignored := sorted((_OF_THE_FUNCTION - {"name"}) & own.keys())
             ):
                 raise ConfigError(
-                    f"{where}.{ignored[0]}: has no effect, since {where}.path names a ScoringFunction, which has its "
-                    "own options: set it there"
+                    f"{where}.{ignored[0]} has no effect: {where}.path names a ScoringFunction, which has its own "
+                    f"options. Set {ignored[0]} there"
                 )
             self.function = scoring_function(
                 RewardLoopManagerBase,
@@ -185,9 +185,9 @@ class _Component:
                 limits=limits,
             )
         elif default is None:
-            raise ConfigError(f"{where}.path: which function this is; there is none besides that it could be")
+            raise ConfigError(f"{where}.path is required: the run has no other function that this component could use")
         elif unused := sorted(_OF_THE_FUNCTION & own.keys()):
-            raise ConfigError(f"{where}.{unused[0]}: has an effect only beside {where}.path")
+            raise ConfigError(f"{where}.{unused[0]} has no effect without {where}.path: set both, or remove it")
         else:
             self.function = default
         self.failures = failure_bound(options, limits, where)

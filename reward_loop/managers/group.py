@@ -8,7 +8,7 @@ from typing import Any
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError, IncompleteGroupError
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
-from reward_loop.managers.batcher import SampleCollector
+from reward_loop.managers.batcher import Batcher
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.scoring.outcome import failed
@@ -32,8 +32,8 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._size = self.options.group.size or verl_options(self.config, "actor_rollout_ref.rollout.n")
-        self._collector = SampleCollector(self.score_many, self._incomplete)
-        self._given_up: dict[str, str] = {}
+        self._batcher = Batcher(self.score_many, self._incomplete, name="group")
+        self._expired: dict[str, str] = {}
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Score the sample in one call with the other samples of its group.
@@ -52,9 +52,9 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
                 "the manager `group` needs to know how many samples a group has: set reward_loop.group.size, or "
                 "RewardSample.group_size"
             )
-        if (problem := self._given_up.get(sample.group)) is not None:
+        if (problem := self._expired.get(sample.group)) is not None:
             return failed(IncompleteGroupError(problem))
-        return await self._collector.score(sample, sample.group, size, self.options.group.timeout)
+        return await self._batcher.score(sample, sample.group, size, self.options.group.timeout)
 
     async def _incomplete(self, samples: list[RewardSample]) -> list[RewardResult]:
         first = samples[0]
@@ -62,11 +62,11 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         timeout = self.options.group.timeout
         names = listing(str(sample.uid) for sample in samples)
         problem = (
-            f"group {first.group}: only {len(samples)} of {first.group_size or self._size} samples came within "
+            f"group {first.group}: only {len(samples)} of {first.group_size or self._size} samples arrived within "
             f"{timeout:g} s: {names}. A rollout was lost, or takes longer than reward_loop.group.timeout, or went to "
-            "another reward worker, which verl's own reward loop lets happen where reward.num_workers is above 1"
+            "another reward worker: verl's own reward loop does that if reward.num_workers is above 1"
         )
         # Samples that arrive late fail at once, because the others have already failed.
-        self._given_up[first.group] = problem
-        asyncio.get_running_loop().call_later(timeout, self._given_up.pop, first.group, None)
+        self._expired[first.group] = problem
+        asyncio.get_running_loop().call_later(timeout, self._expired.pop, first.group, None)
         return [failed(IncompleteGroupError(problem)) for _ in samples]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
 from reward_loop.limits.failures import FailureBound, SharedFailureBound
-from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult
+from reward_loop.records import ActiveSample, record, records
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["apply_policy", "fail_reward"]
 
@@ -58,6 +59,8 @@ def fail_reward(
 ) -> Reward:
     """Return the reward of a failed sample, for a sample that failed after its function had returned.
 
+    The sample gets a second record, which says *failed*.
+
     Args:
         reward: the reward that ``run_single`` returned.
         failure: the error, which names the sample.
@@ -80,5 +83,10 @@ def fail_reward(
         queue_seconds=info.get("reward_queue_seconds", 0.0),
         exception=failure,
     )
+    if options.log_dir:
+        sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
+        # The first record has the call's attempts and times, so that sums over records count them once.
+        failed = RewardResult(Outcome.FAILED, None, error=result.error, attempts=0)
+        records(options.log_dir).write(record(ActiveSample(sample, failure.function or ""), failed))
     failures.count(result)
     return apply_policy(result, options)

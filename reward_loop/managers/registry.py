@@ -32,7 +32,7 @@ def register(name: str) -> Callable[[C], C]:
         class MyManager(RewardLoopManagerBase): ...
     """
     if not name or ":" in name:
-        raise ConfigError(f"{name!r} is no name for a reward manager: a name is not empty and has no colon")
+        raise ConfigError(f"invalid manager name {name!r}: it must be non-empty and contain no ':'")
 
     def decorate(cls: C) -> C:
         known = _managers.get(name)
@@ -71,7 +71,7 @@ def get(name: str) -> type[Any]:
     except FunctionLoadError as error:
         raise ConfigError(f"reward manager {name!r}: {error}") from error
     if not isinstance(found, type) or not callable(getattr(found, "run_single", None)):
-        raise ConfigError(f"{name} is no reward manager: it must be a class with an async method `run_single`")
+        raise ConfigError(f"{name} is not a reward manager: it must be a class with an async method `run_single`")
     return found
 
 

@@ -35,6 +35,7 @@ _err = Console(stderr=True, soft_wrap=True)
 
 
 def score(
+    context: typer.Context,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)
     ],
@@ -111,6 +112,8 @@ def score(
     paths = cli_options.pairs(field, "--field")
     arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in arguments.items()}
+    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
+    cli_options.check_not_repeated(context, more)
     options = {
         "timeout": timeout or None,
         "max_threads": concurrency,
@@ -121,7 +124,7 @@ def score(
         "on_unscored": on_unscored,
         "default_score": default_score,
         "max_failed_share": max_failed_share,
-        **cli_options.nested(cli_options.pairs(option, "--option"), "--option"),
+        **more,
     }
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse

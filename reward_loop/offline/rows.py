@@ -57,7 +57,9 @@ def check_input(path: Path) -> None:
         ConfigError: the path does not exist, is a folder, a pipe or a device, or has an unsupported suffix.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file of rollouts, but a {'folder' if path.is_dir() else 'pipe or device'}")
+        raise ConfigError(
+            f"{path} is not a file of rollouts: it is a {'folder' if path.is_dir() else 'pipe or device'}"
+        )
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
     check_format(path)
@@ -100,9 +102,7 @@ def _parse(index: int, name: str, line: bytes) -> Row:
     except (ValueError, RecursionError) as error:
         return Row(index, name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
-        return Row(
-            index, name, error=f"holds {shorten(columns, 60)}, not an object with named fields: each line must hold one"
-        )
+        return Row(index, name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
     return Row(index, name, columns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.records.active import ActiveBatch, ActiveSample, current, in_work, waiting_for
+from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
 from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, record, records
 
@@ -10,9 +10,9 @@ __all__ = [
     "ActiveBatch",
     "ActiveSample",
     "Records",
+    "active_samples",
     "answers",
     "current",
-    "in_work",
     "record",
     "records",
     "waiting_for",

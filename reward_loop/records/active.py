@@ -8,16 +8,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from reward_loop.types import RewardSample
 
-__all__ = ["ActiveBatch", "ActiveSample", "current", "in_work", "waiting_for"]
+__all__ = ["ActiveBatch", "ActiveSample", "active_samples", "current", "waiting_for"]
 
 
 MAX_COPIES = 256
 """Maximum number of transcript copies (samples x transcripts) of one batch call. Up to this number, each sample of the
 batch gets all transcripts; above it, only the first sample gets them, since the copies would fill the disk."""
+
+
+class Queued(Protocol):
+    """A call that an executor has accepted."""
+
+    @property
+    def started(self) -> float | None:
+        """When the call started; ``None`` until then."""
 
 
 class ActiveSample:
@@ -34,6 +42,10 @@ class ActiveSample:
     # Class attributes as defaults, so that a sample without requests takes little memory.
     asking: Sequence[str] = ()
     """What the sample waits for: requests to servers, limits, or the pause before a retry."""
+    queued: Sequence[tuple[str, Queued]] = ()
+    """The calls that an executor has accepted, each with what it waits for until it starts."""
+    batching: str = ""
+    """What the sample waits for until its batch call starts; empty if it is not part of one."""
     transcripts: Sequence[Mapping[str, Any]] = ()
     """The prompts sent to judges, with the replies."""
     prompt_tokens: int = 0
@@ -50,14 +62,14 @@ class ActiveSample:
         self.started = time.perf_counter()
 
     def __enter__(self) -> Self:
-        _in_work[self] = None
+        _active[self] = None
         self._token = _current.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del _in_work[self]
+        del _active[self]
         with contextlib.suppress(ValueError):  # the garbage collector closes coroutines outside of their context
             _current.reset(self._token)
 
@@ -76,15 +88,26 @@ class ActiveSample:
         left.remove(request)
         self.asking = left
 
+    def queue(self, what: str, call: Queued) -> None:
+        """Record that a call waits for something, such as a free thread, until its ``started`` is set."""
+        self.queued = [*self.queued, (what, call)]
+
     def describe(self) -> dict[str, Any]:
-        """Return uid, data source, function, time in seconds and open requests, for ``reward-loop stuck``."""
+        """Return uid, data source, function, time in seconds and what it waits for, for ``reward-loop stuck``."""
         return {
             "uid": self.sample.uid,
             "data_source": self.sample.data_source,
             "function": self.function,
             "seconds": round(self.seconds, 3),
-            "asking": [*self.asking, *(self.batch.asking if self.batch is not None else ())],
+            "asking": self.waits(),
         }
+
+    def waits(self) -> list[str]:
+        """Return what the sample waits for."""
+        queued = [what for what, call in self.queued if call.started is None]
+        if self.batch is not None:
+            return [*self.asking, *queued, *self.batch.waits()]
+        return [*self.asking, *queued, self.batching] if self.batching else [*self.asking, *queued]
 
 
 class ActiveBatch(ActiveSample):
@@ -127,7 +150,7 @@ def _share(total: int, index: int, count: int) -> int:
     return total * (index + 1) // count - total * index // count
 
 
-_in_work: dict[ActiveSample, None] = {}  # in the order of their start
+_active: dict[ActiveSample, None] = {}  # in the order of their start
 _current: ContextVar[ActiveSample | None] = ContextVar("reward_call", default=None)
 
 
@@ -154,6 +177,6 @@ def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
             sample.answered(what)
 
 
-def in_work() -> list[ActiveSample]:
+def active_samples() -> list[ActiveSample]:
     """Return all active samples of this process, the oldest first."""
-    return list(_in_work)
+    return list(_active)

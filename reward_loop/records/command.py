@@ -18,19 +18,20 @@ __all__ = ["stuck"]
 def stuck(
     pid: Annotated[
         list[int] | None,
-        typer.Argument(metavar="PID", help="Processes to ask; by default all of this user's on this machine."),
+        typer.Argument(metavar="PID", help="Processes to ask; by default all processes of this user on this machine."),
     ] = None,
     threads: Annotated[bool, typer.Option("--threads", help="Also show where the threads of a process are.")] = False,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the answer of a process.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
-    """Ask running jobs which samples have been in work longest.
+    """Ask running jobs which samples have been running longest.
 
     Every process that scores samples answers, such as the reward workers of a
-    verl run on this machine, also while its event loop is blocked: how many
-    samples are in work, and of the oldest their names, functions, times, and
-    what they wait for: requests by reward_loop.client, limits, and the pause
-    before another attempt. Run it on each node of a job.
+    verl run on this machine, also while its event loop is blocked. It shows the
+    number of running samples, and of the oldest ones the name, function, time,
+    and what they wait for: requests by reward_loop.client, limits, a free
+    thread or process, the other samples of a batch or group, and the pause
+    before the next attempt. Run it on each node of a job.
 
     Exit status: 0 all processes answered, 1 one did not, or there is none.
     """
@@ -55,7 +56,7 @@ def stuck(
 
 def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
     out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}", highlight=False)
-    out.print(f"{answer['in_work']} samples in work", highlight=False)
+    out.print(f"{answer['in_work']} samples are running", highlight=False)
     if answer["oldest"]:
         table = Table(box=None, pad_edge=False)
         table.add_column("seconds", justify="right")

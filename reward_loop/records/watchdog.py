@@ -22,7 +22,7 @@ from typing import Any
 
 from reward_loop._util.framing import frame, receive_frame
 from reward_loop.errors import ConfigError
-from reward_loop.records.active import ActiveSample, in_work
+from reward_loop.records.active import ActiveSample, active_samples
 
 __all__ = ["answers", "ask", "processes", "report", "watch", "why"]
 
@@ -53,13 +53,13 @@ def watch() -> None:
 
 def report() -> dict[str, Any]:
     """Return the state of this process: the oldest active samples, and the stacks of its threads."""
-    calls = in_work()
+    samples = active_samples()
     return {
         "pid": os.getpid(),
         # Not sys.argv: Ray sets process titles that describe its workers.
         "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
-        "in_work": len(calls),
-        "oldest": [call.describe() for call in calls[:_LISTED]],
+        "in_work": len(samples),
+        "oldest": [sample.describe() for sample in samples[:_LISTED]],
         "threads": dict(_stacks()),
     }
 
@@ -170,14 +170,14 @@ class _Watchdog:
                 except ConfigError as error:
                     refusal = str(error)
             else:
-                refusal = f"it knows nothing of {question}: is its reward_loop of another version?"
+                refusal = f"unknown question {question!r}: the process may run another version of reward_loop"
             with contextlib.suppress(OSError):  # the client has closed the connection
                 connection.sendall(frame(json.dumps([answer, refusal]).encode("utf-8", "backslashreplace")))
 
     def _look(self) -> None:
         now = time.perf_counter()
         slow: dict[float, list[ActiveSample]] = {}
-        for sample in in_work():
+        for sample in active_samples():
             bound = sample.watchdog_s
             if bound is not None and now - sample.started > bound:
                 slow.setdefault(bound, []).append(sample)

@@ -12,10 +12,10 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.permit import Limits
 from reward_loop.processes.invocation import CallOutcome
-from reward_loop.scoring.call import ScoringFunction, copied
+from reward_loop.scoring.call import ScoringFunction
 from reward_loop.scoring.isolation import carry_mark
 from reward_loop.scoring.outcome import failed_after, not_called, to_result
-from reward_loop.scoring.signature import Target, resolve
+from reward_loop.scoring.signature import Target, copied, resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 __all__ = ["CONTEXT", "FIELDS", "ListScoringFunction"]

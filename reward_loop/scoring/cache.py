@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import sqlite3
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ import orjson
 
 from reward_loop.config import CacheConfig
 from reward_loop.errors import ConfigError
-from reward_loop.scoring.identity import IdentityError, identity_of
+from reward_loop.scoring.load import source_hash
 from reward_loop.scoring.signature import Target
 from reward_loop.scoring.threads import DaemonThreads
 
@@ -34,7 +36,7 @@ _FORMAT = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR
 
 
 class Cache:
-    """A cache of scores, keyed by the function's code and captured state, the configured version, and the arguments.
+    """A cache of scores. The key is made of the function's name and source file, the version, and the arguments.
 
     Not cached: calls whose arguments cannot be serialised to JSON, failed samples, and unscored samples.
 
@@ -43,12 +45,12 @@ class Cache:
         target: the function.
 
     Raises:
-        ConfigError: the file cannot be opened; or a file is set without a version, and the function's state cannot be
-            compared across runs (`identity_of` raised `IdentityError`).
+        ConfigError: the file cannot be opened; or it is set without a version, and the function's source file does not
+            define the function completely.
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
-        self._basis = f"{config.version}\n".encode() + _identity(config, target)
+        self._basis = orjson.dumps([config.version, *_identity(config, target)])
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
 
@@ -162,7 +164,7 @@ class _Store:
         await self._thread.run(lambda: self._write(key, text))
 
     def _read(self, key: bytes) -> bytes | None:
-        with self._lock, self._told():
+        with self._lock, self._as_config_error():
             row = self._database.execute("SELECT value FROM scores WHERE key = ?", (key,)).fetchone()
         return None if row is None else row[0]
 
@@ -172,29 +174,51 @@ class _Store:
                 self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, text))
         except sqlite3.Error as error:
             if not self._failed:
-                logger.warning("scores are not kept: reward_loop.cache.path=%s: %s", self._path, error)
+                logger.warning("scores are not stored: reward_loop.cache.path=%s: %s", self._path, error)
             self._failed = True
         else:
             self._failed = False
 
     @contextlib.contextmanager
-    def _told(self) -> Any:
+    def _as_config_error(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
             raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
 
 
-def _identity(config: CacheConfig, target: Target) -> bytes:
+def _identity(config: CacheConfig, target: Target) -> list[Any]:
+    """Return what identifies the function in the file: its name, its arguments so far, and its file's hash."""
+    function = target.origin
+    bound: dict[Any, Any] = {}
+    while isinstance(function, functools.partial):
+        bound = {**dict(enumerate(function.args)), **function.keywords, **bound}
+        function = function.func
+    problem = _undefined_by_file(function)
     try:
-        return identity_of(target.origin)
-    except IdentityError as error:
-        if config.path is not None and not config.version:
-            raise ConfigError(
-                f"reward_loop.cache.path: a later run could not tell whether the scores of {target.name} still hold: "
-                f"{error}. Name what they depend on in reward_loop.cache.version, which then counts instead"
-            ) from error
-        return target.name.encode()
+        arguments = hashlib.sha256(orjson.dumps(bound, option=_FORMAT)).hexdigest()
+    except TypeError as error:
+        problem, arguments = f"one of its bound arguments is not a JSON value ({error})", ""
+    if problem and config.path is not None and not config.version:
+        raise ConfigError(
+            f"reward_loop.cache.path: the source file of {target.name} does not tell whether its stored scores are "
+            f"still valid, because {problem}. Set reward_loop.cache.version, and change it when the function changes"
+        )
+    return [target.name, arguments, source_hash(function)]
+
+
+def _undefined_by_file(function: Any) -> str | None:
+    """Return why a function may change although its source file does not; ``None`` for one defined at top level."""
+    owner = getattr(function, "__self__", function)  # the object of a bound method
+    if source_hash(owner) is None:
+        return "it has no source file"
+    module = sys.modules[getattr(owner, "__module__", None) or type(owner).__module__]
+    found: Any = module
+    for part in getattr(owner, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    if found is owner or any(value is owner for value in vars(module).values()):
+        return None
+    return "it is not defined at the top level of the file"
 
 
 def _stands_for(value: Any) -> Any:

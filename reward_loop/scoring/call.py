@@ -1,31 +1,32 @@
 """Call the user's function for one sample. Every sample gets exactly one result, also when the function fails.
 
-The call path of a sample. Each step returns a `CallOutcome`; only `__call__` and `_cached` convert it to a
-`RewardResult`:
+The call path of a sample. Each step makes one decision and returns a `CallOutcome`; only `__call__` and `_cached`
+convert it to a `RewardResult`:
 
-    __call__ -> _cached, with a cache
-      _call                      retries: `_call_again` makes the further attempts
-        _attempt                 one attempt; `_attempt_limited` within the function's limit
-          _run                   one run: on the event loop, or by `_run_sync` in a thread or a process
+    __call__                     cached? `_cached` merges equal calls, and reads and writes stored scores
+      _call_with_retries         retried? `Retry.again` makes further attempts, by `_call_again` under the limit `retry`
+        _call_once               limited? `_call_with_permit` acquires the function's limit first
+          _run                   where? on the event loop, or by `_run_sync` in a thread or a process
+
+Without cache, limit and retry, a sample in flight has one coroutine each of `__call__`, `_call_with_retries` and
+`_run`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
-from reward_loop._util.transient import is_transient
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
-    InvalidScoreError,
     LimitError,
     RewardCrashedError,
-    RewardFunctionError,
     RewardTimeoutError,
 )
 from reward_loop.limits.client import open_limits
@@ -36,8 +37,8 @@ from reward_loop.processes.invocation import CallOutcome, Invocation, describe_e
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.records import current, waiting_for
 from reward_loop.scoring.cache import Cache
+from reward_loop.scoring.hooks import Hooks
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.on_loop import LoopCalls
 from reward_loop.scoring.outcome import not_called, to_result
 from reward_loop.scoring.retry import Retry
@@ -139,9 +140,10 @@ class ScoringFunction:
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
-        self._retry = Retry(options.retry, _pause)
+        self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
         self._loop_calls = LoopCalls()
+        self._hooks = Hooks(self._target, self._threads, self._loop_calls)
         self._owns_limits = limits is None
         self.limits = open_limits(options) if limits is None else limits
         self._processes = CallServer()
@@ -221,11 +223,11 @@ class ScoringFunction:
         """
         if sample.error is not None:
             return not_called(sample)
-        arguments = self._arguments(sample, reward_router_address, reward_model_tokenizer)
+        arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         traffic_class = "validate" if sample.validate else "train"
         if self._cache is not None:
             return await self._cached(self._cache, sample, arguments, traffic_class)
-        return to_result(await self._call(arguments, traffic_class), sample, self._target.name)
+        return to_result(await self._call_with_retries(arguments, traffic_class), sample, self._target.name)
 
     async def _cached(
         self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], traffic_class: str
@@ -236,7 +238,7 @@ class ScoringFunction:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
         async def call() -> CallOutcome:
-            outcome = await self._call(arguments, traffic_class)
+            outcome = await self._call_with_retries(arguments, traffic_class)
             result = to_result(outcome, sample, self._target.name)
             if result.score is not None:
                 await cache.put(key, result.score, result.extra_info)
@@ -250,19 +252,7 @@ class ScoringFunction:
         Raises:
             ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
         """
-        if self._target.post_process_scores is None:
-            return scores
-        method = f"post_process_scores beside {self.name}"
-        returned = await self._hook(Invocation(self._target.post_process_scores, (list(scores),)), method)
-        try:
-            processed = [normalise(score)[0] for score in returned]
-        except (InvalidScoreError, TypeError) as error:
-            raise InvalidScoreError(f"must return a list of numbers: {error}", function=method) from error
-        numbers = [score for score in processed if score is not None]
-        if len(numbers) != len(scores):
-            problem = f"received {len(scores)} scores and returned {len(numbers)} numbers"
-            raise InvalidScoreError(problem, function=method)
-        return numbers
+        return await self._hooks.post_process_scores(scores, self.timeout)
 
     async def log(self, **columns: Any) -> None:
         """Call the class's ``log``, if it has one, with the columns that it declares.
@@ -270,72 +260,22 @@ class ScoringFunction:
         Raises:
             ScoringError: ``log`` raised, or ran past the deadline.
         """
-        if self._target.log is None:
-            return
-        named = {name: column for name, column in columns.items() if name in self._target.logs}
-        await self._hook(Invocation(self._target.log, (), named), f"log beside {self.name}")
+        await self._hooks.log(columns, self.timeout)
 
-    async def _hook(self, invocation: Invocation, method: str) -> Any:
-        """Call another method of the user's class in a thread, and return its value.
-
-        Raises:
-            ScoringError: the method raised, or ran past the deadline.
-        """
-        try:
-            outcome = await self._threads.run(invocation, self.timeout)
-            if outcome.exception is None and inspect.isawaitable(outcome.value):
-                outcome = await self._loop_calls.run(outcome.value, self.timeout)
-        except TimeoutError:
-            raise RewardTimeoutError(f"ran past its deadline of {self.timeout} s", function=method) from None
-        if outcome.exception is not None:
-            problem = f"raised {describe_exception(outcome.exception)}"
-            raise RewardFunctionError(problem, function=method) from outcome.exception
-        return outcome.value
-
-    def _arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
-        passes = self._target.passes
-        arguments = dict(self._target.reward_kwargs)
-        for name in ("data_source", "solution_str", "ground_truth"):
-            if name in passes:
-                arguments[name] = getattr(sample, name)
-        if "extra_info" in passes:
-            arguments["extra_info"] = copied(sample.extra_info)
-        if "reward_router_address" in passes:
-            arguments["reward_router_address"] = router_address
-        if "reward_model_tokenizer" in passes:
-            arguments["reward_model_tokenizer"] = tokenizer
-        return arguments
-
-    async def _call(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
+    async def _call_with_retries(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
         """Call the function; retry transient failures."""
         started = time.monotonic()
-        outcome = await self._attempt(arguments, traffic_class)
-        if outcome.exception is not None and self._options.retry.max_attempts > 1 and is_transient(outcome.exception):
-            # A separate coroutine, so that calls in flight without a retry do not hold its variables in memory.
-            outcome = await self._call_again(arguments, traffic_class, started, outcome)
+        outcome = await self._call_once(arguments, traffic_class)
+        if self._retry.applies_to(outcome):
+            # Not a lambda: its variables would be cells, which take memory in every call in flight.
+            again = functools.partial(self._call_again, arguments, traffic_class)
+            outcome = await self._retry.again(outcome, again, started)
         return outcome
 
-    async def _call_again(
-        self, arguments: dict[str, Any], traffic_class: str, started: float, first: CallOutcome
-    ) -> CallOutcome:
-        attempts = [first]
-
-        async def attempt() -> CallOutcome:
-            attempts.append(await self._attempt_again(arguments, traffic_class, attempts[-1]))
-            return attempts[-1]
-
-        elapsed = time.monotonic() - started
-        outcome = await self._retry.again(first, attempt, lambda one: one.exception, elapsed)
-        outcome.attempts = sum(one.attempts for one in attempts)
-        outcome.seconds = sum(one.seconds for one in attempts)
-        outcome.queued = sum(one.queued for one in attempts)
-        outcome.waited = max(0.0, time.monotonic() - started - outcome.seconds - outcome.queued)
-        return outcome
-
-    async def _attempt_again(self, arguments: dict[str, Any], traffic_class: str, last: CallOutcome) -> CallOutcome:
-        """Call the function once more, under the limit for retries."""
+    async def _call_again(self, arguments: dict[str, Any], traffic_class: str, last: CallOutcome) -> CallOutcome:
+        """Call the function once more, under the limit for retries if one is configured."""
         if RETRY not in self.limits.max_waits:
-            return await self._attempt(arguments, traffic_class)
+            return await self._call_once(arguments, traffic_class)
         try:
             with waiting_for(current(), f"limit {RETRY!r}"):
                 permit = await self.limits.enter(RETRY, 0, traffic_class)
@@ -344,20 +284,20 @@ class ScoringFunction:
             why = describe_exception(last.exception)
             return CallOutcome.without_call(LimitError(f"was not called again: {error}. It had raised {why}"))
         try:
-            return await self._attempt(arguments, traffic_class)
+            return await self._call_once(arguments, traffic_class)
         finally:
             permit.leave()
 
-    def _attempt(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, CallOutcome]:
+    def _call_once(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, CallOutcome]:
         """Return the coroutine of one call, under the function's limit if one is configured."""
         self.limits.bind()
         scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop())
         # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
         if self.limits.spent is None and self._limit not in self.limits.max_waits:
             return self._run(arguments, scope)
-        return self._attempt_limited(arguments, scope)
+        return self._call_with_permit(arguments, scope)
 
-    async def _attempt_limited(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
+    async def _call_with_permit(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
         asked = time.monotonic()
@@ -424,6 +364,9 @@ class ScoringFunction:
 
     async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
         """Run a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
+        is_thread = isinstance(self._executor, DaemonThreads)
+        if (active := current()) is not None:
+            active.queue("a free thread" if is_thread else "a free process", invocation)
         if isinstance(self._executor, DaemonThreads):
             outcome = await self._executor.run(invocation, self.timeout, scope.waited)
         else:
@@ -435,29 +378,3 @@ class ScoringFunction:
             outcome = await self._loop_calls.run(outcome.value, left, scope.waited)
             outcome.seconds += seconds
         return outcome
-
-
-async def _pause(seconds: float) -> None:
-    with waiting_for(current(), "the pause before the next attempt"):
-        await asyncio.sleep(seconds)
-
-
-def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a sample's extra info, which the function may modify."""
-    return {key: _copy(value) for key, value in extra_info.items()}
-
-
-def _copy(value: Any) -> Any:
-    """Copy containers and numpy arrays; share other objects, because `copy.deepcopy` is slow or fails for some."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float or value is None:
-        return value
-    if kind is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(_copy(item) for item in value)
-    if kind is set:
-        return set(value)
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return value.copy()
-    return value

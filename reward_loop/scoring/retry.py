@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable
 
 import tenacity
 
 from reward_loop._util.transient import is_transient, retry_after
 from reward_loop.config import RetryConfig
+from reward_loop.processes.invocation import CallOutcome
+from reward_loop.records import current, waiting_for
 
 __all__ = ["Retry"]
-
-T = TypeVar("T")
 
 
 class Retry:
@@ -21,59 +21,67 @@ class Retry:
 
     Args:
         config: the maximum number of attempts, the maximum total time, and the backoff.
-        sleep: awaited for each pause, with its length in seconds.
+        sleep: awaited for each pause, with its length in seconds; tests replace it.
     """
 
-    def __init__(self, config: RetryConfig, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(self, config: RetryConfig, sleep: Callable[[float], Awaitable[None]] | None = None) -> None:
         self.config = config
-        self._sleep = sleep
+        self._sleep = sleep or _sleep
         self._pause = tenacity.wait_random_exponential(multiplier=config.initial_wait, max=config.max_wait)
 
+    def applies_to(self, outcome: CallOutcome) -> bool:
+        """Return whether a call failed with a transient error, and more than one attempt is configured."""
+        return outcome.exception is not None and self.config.max_attempts > 1 and is_transient(outcome.exception)
+
     async def again(
-        self,
-        first: T,
-        attempt: Callable[[], Awaitable[T]],
-        error_of: Callable[[T], BaseException | None],
-        elapsed: float = 0.0,
-    ) -> T:
+        self, first: CallOutcome, attempt: Callable[[CallOutcome], Awaitable[CallOutcome]], started: float
+    ) -> CallOutcome:
         """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
         Args:
-            first: the result of the first attempt.
-            attempt: makes one more attempt.
-            error_of: returns the exception of a failed attempt, or ``None``.
-            elapsed: seconds that the first attempt took; they count towards ``config.max_seconds``.
+            first: the outcome of the first attempt.
+            attempt: makes one more attempt; it receives the outcome of the last one.
+            started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there.
 
         Returns:
-            The result of the last attempt, successful or not.
+            The outcome of the last attempt, successful or not, with the times and calls of all attempts.
         """
+        outcomes: list[CallOutcome] = []
 
-        def passes(state: tenacity.RetryCallState) -> bool:
-            error = error_of(_given(state))
-            return error is not None and is_transient(error)
+        async def make() -> CallOutcome:
+            outcomes.append(await attempt(outcomes[-1]) if outcomes else first)
+            return outcomes[-1]
 
-        def pause(state: tenacity.RetryCallState) -> float:
-            error = error_of(_given(state))
-            asked = None if error is None else retry_after(error)
-            own = float(self._pause(state))
-            # Not before the Retry-After of the service, plus a random delay that spreads the retries.
-            return own if asked is None else asked + min(own, self.config.initial_wait)
-
-        async def make(attempts: Iterator[int]) -> T:
-            return first if next(attempts, None) is not None else await attempt()
-
+        left = self.config.max_seconds - (time.monotonic() - started)
         retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.config.max_attempts)
-            | tenacity.stop_before_delay(max(0.0, self.config.max_seconds - elapsed)),
-            wait=pause,
-            retry=passes,
-            retry_error_callback=_given,
+            stop=tenacity.stop_after_attempt(self.config.max_attempts) | tenacity.stop_before_delay(max(0.0, left)),
+            wait=self._seconds,
+            retry=lambda state: self.applies_to(_outcome(state)),
+            retry_error_callback=_outcome,
             sleep=self._sleep,
         )
-        result: T = await retrying(make, iter([1]))
-        return result
+        last: CallOutcome = await retrying(make)
+        last.attempts = sum(outcome.attempts for outcome in outcomes)
+        last.seconds = sum(outcome.seconds for outcome in outcomes)
+        last.queued = sum(outcome.queued for outcome in outcomes)
+        last.waited = max(0.0, time.monotonic() - started - last.seconds - last.queued)
+        return last
+
+    def _seconds(self, state: tenacity.RetryCallState) -> float:
+        """Return the length of the next pause: not shorter than the service's ``Retry-After``."""
+        error = _outcome(state).exception
+        asked = None if error is None else retry_after(error)
+        own = float(self._pause(state))
+        # A random delay beyond the Retry-After spreads the retries.
+        return own if asked is None else asked + min(own, self.config.initial_wait)
 
 
-def _given(state: tenacity.RetryCallState) -> Any:
+async def _sleep(seconds: float) -> None:
+    with waiting_for(current(), "the pause before the next attempt"):
+        await asyncio.sleep(seconds)
+
+
+def _outcome(state: tenacity.RetryCallState) -> CallOutcome:
     assert state.outcome is not None
-    return state.outcome.result()
+    outcome: CallOutcome = state.outcome.result()
+    return outcome

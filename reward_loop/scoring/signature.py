@@ -1,4 +1,4 @@
-"""Inspect a reward function's signature once, to decide which arguments it receives."""
+"""Inspect a reward function's signature once, and make the arguments of its calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
+from reward_loop.types import RewardSample
 
-__all__ = ["LOGGED", "PROVIDED", "Target", "resolve"]
+__all__ = ["LOGGED", "PROVIDED", "Target", "copied", "resolve"]
 
 PROVIDED = (
     "data_source",
@@ -50,6 +51,20 @@ class Target:
     """The names of `LOGGED` that ``log`` receives."""
     origin: Any = None
     """The function or object passed to `resolve`; for a class, a `functools.partial` with its constructor arguments."""
+
+    def arguments(self, sample: RewardSample, router_address: str | None, tokenizer: Any) -> dict[str, Any]:
+        """Return the arguments of a call for one sample."""
+        arguments = dict(self.reward_kwargs)
+        for name in ("data_source", "solution_str", "ground_truth"):
+            if name in self.passes:
+                arguments[name] = getattr(sample, name)
+        if "extra_info" in self.passes:
+            arguments["extra_info"] = copied(sample.extra_info)
+        if "reward_router_address" in self.passes:
+            arguments["reward_router_address"] = router_address
+        if "reward_model_tokenizer" in self.passes:
+            arguments["reward_model_tokenizer"] = tokenizer
+        return arguments
 
 
 def resolve(
@@ -210,3 +225,24 @@ def _name(function: Any) -> str:
     file = getattr(inspect.getmodule(function), "__file__", None)
     where = Path(file).name if file else function.__module__
     return f"{function.__qualname__} ({where})"
+
+
+def copied(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a sample's extra info, which the function may modify."""
+    return {key: _copy(value) for key, value in extra_info.items()}
+
+
+def _copy(value: Any) -> Any:
+    """Copy containers and numpy arrays; share other objects, because `copy.deepcopy` is slow or fails for some."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or value is None:
+        return value
+    if kind is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(_copy(item) for item in value)
+    if kind is set:
+        return set(value)
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return value.copy()
+    return value

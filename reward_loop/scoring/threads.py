@@ -97,7 +97,7 @@ class DaemonThreads:
         with self._lock:
             self._queue.extend(home.submitted)
             home.submitted.clear()
-            self._call_for_help()
+            self._add_thread()
 
     def _leave(self, job: _Job) -> None:
         """Abandon a job that has not ended. If it is running, its thread no longer counts as part of the pool."""
@@ -106,12 +106,12 @@ class DaemonThreads:
         with self._lock:
             if job.ended:
                 return
-            job.given_up = True
+            job.abandoned = True
             if job.started is not None:
                 self._threads -= 1
-                self._call_for_help()
+                self._add_thread()
 
-    def _call_for_help(self) -> None:
+    def _add_thread(self) -> None:
         """Wake or start one more thread, if calls are queued and no thread is being woken or started."""
         if not self._queue or self._coming:
             return
@@ -138,7 +138,7 @@ class DaemonThreads:
             job.run()
             with self._lock:
                 job.ended = True
-                if job.given_up:
+                if job.abandoned:
                     return
             job.home.report(job)
             del job  # do not keep the job alive while waiting for the next one
@@ -148,9 +148,9 @@ class DaemonThreads:
             while True:
                 while self._queue:
                     job = self._queue.popleft()
-                    if not job.given_up:
+                    if not job.abandoned:
                         job.started = time.monotonic()
-                        self._call_for_help()
+                        self._add_thread()
                         return job
                 self._idle += 1
                 in_time = self._changed.wait(_IDLE_SECONDS)
@@ -173,7 +173,7 @@ os.register_at_fork(after_in_child=_begin_all)
 
 
 class _Job(Watched):
-    __slots__ = ("context", "ended", "error", "function", "given_up", "home", "result")
+    __slots__ = ("abandoned", "context", "ended", "error", "function", "home", "result")
 
     def __init__(self, function: Callable[[], Any], home: _Home, waited: Callable[[float], float]) -> None:
         super().__init__(home.loop.create_future(), waited)
@@ -183,7 +183,7 @@ class _Job(Watched):
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
-        self.given_up = False
+        self.abandoned = False
 
     def fail(self, error: BaseException) -> None:
         self.error, self.ended = error, True
@@ -203,20 +203,20 @@ class _Home:
         self.loop = loop
         self.submitted: list[_Job] = []
         self._ended: deque[_Job] = deque()
-        self._told = False
+        self._wake_up_scheduled = False
         self.deadlines = Deadlines(loop)
 
     def report(self, job: _Job) -> None:
         """Report an ended job, from the job's thread. One wake-up of the loop delivers all jobs ended by then."""
         self._ended.append(job)
-        if not self._told:
-            self._told = True
+        if not self._wake_up_scheduled:
+            self._wake_up_scheduled = True
             # The loop may be closed when a hung function returns.
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
-        self._told = False
+        self._wake_up_scheduled = False
         while self._ended:
             job = self._ended.popleft()
             if job.future.done():

@@ -378,9 +378,11 @@ class RewardLoopTrainer(PPOTrainer):
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         masks = data["response_mask"].unbind()
         problems = {key: misfit(mask, infos[key]) for key, mask in zip(keys, masks, strict=True)}
-        rejected = {key: f"sample {key}: {problem}" for key, problem in problems.items() if problem is not None}
+        rejected = {key: problem for key, problem in problems.items() if problem is not None}
         rewards = [Reward(reward_score=0.0, reward_extra_info=infos[key]) for key in rejected]
-        failed = self.reward_workers.reject(rewards, list(rejected.values()), len(keys) - len(rejected))
+        failed = self.reward_workers.reject(
+            rewards, _names(rejected), list(rejected.values()), len(keys) - len(rejected)
+        )
         if rejected:
             _write_rewards(batch, list(rejected), failed)
         return bool(rejected)
@@ -395,7 +397,7 @@ class RewardLoopTrainer(PPOTrainer):
         keys, groups = _groups(batch)
         if not keys:
             return
-        processed = self.reward_workers.post_process(groups, keys)
+        processed = self.reward_workers.post_process(groups, [_names(group) for group in keys])
         flat = [key for group in keys for key in group]
         raw_scores = {key: r["reward_score"] for key, r in zip(flat, [r for g in groups for r in g], strict=True)}
         _write_rewards(batch, flat, [reward for group in processed for reward in group], raw_scores)
@@ -455,6 +457,11 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
     column = np.empty(len(items), dtype=object)
     column[:] = items
     return column
+
+
+def _names(keys: Iterable[str]) -> list[str]:
+    """Returns the names that the samples of these keys have in messages and records: ``{uid}_{session}``."""
+    return [session_of(key)[0] for key in keys]
 
 
 def _groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:

@@ -140,12 +140,13 @@ class RewardWorker:
             self._fatal = self._fatal or f"{type(error).__name__}: {error}"
             raise
 
-    async def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
+    async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
 
         Args:
             rewards: the rewards of these samples.
-            problems: the problem of each sample, with the name of the sample.
+            names: the name of each sample.
+            problems: the problem of each sample.
             accepted: the number of samples whose scores fit; they count in the bound on the share of failures.
 
         Raises:
@@ -158,11 +159,11 @@ class RewardWorker:
                 fail_reward(
                     # Drop the other values that the function returned, as for every failed sample.
                     Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
-                    InvalidScoreError(problem),
+                    InvalidScoreError(problem, sample=RewardSample("", uid=name)),
                     self._rejections,
                     self._options,
                 )
-                for reward, problem in zip(rewards, problems, strict=True)
+                for reward, name, problem in zip(rewards, names, problems, strict=True)
             ]
         except RewardLoopError as error:
             self._fatal = self._fatal or f"{type(error).__name__}: {error}"
@@ -526,14 +527,14 @@ class RewardWorkers:
         except RayActorError as error:
             raise RewardLoopError(f"a reward worker kept dying in post_process_scores: {error}") from error
 
-    def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
+    def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples with misfitting scores into failed samples; see `RewardWorker.reject`.
 
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed; or the worker
                 died too often.
         """
-        pending = self.handles[0].reject.remote(rewards, problems, accepted)
+        pending = self.handles[0].reject.remote(rewards, names, problems, accepted)
         self._wait_for([pending])
         try:
             return self._get(pending)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_loop import ConfigError, QueueClosedError, RewardAgent, RewardFunctionError, RewardLoopError
-from reward_loop.agent import QueuedRewards, RewardQueue, SampleAggregator, Staleness
+from reward_loop.agent import QueuedRewards, RewardQueue, Staleness
 from tests.agent.judges import Gate, naive, numbered, scores
 
 
@@ -108,24 +108,13 @@ async def test_what_a_queue_refuses():
         await RewardQueue(1).put("x", step=1, group="g", group_size=2, member=2)
 
 
-@given(st.data())
-def test_the_aggregator_hands_on_each_group_once_and_whole(data):
-    sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
-    arrivals = data.draw(st.permutations([(g, m) for g, size in enumerate(sizes) for m in range(size)]))
-    aggregator = SampleAggregator()
-    complete = [aggregator.add(g, sizes[g], m, (g, m)) for g, m in arrivals]
-    handed_on = [sample for sample in complete if sample is not None]
-    assert sorted(sample.group for sample in handed_on) == list(range(len(sizes)))
-    assert all(s.members == [(s.group, m) for m in range(sizes[s.group])] for s in handed_on)
-    assert len(aggregator) == aggregator.held == 0
-
-
-def test_the_aggregator_refuses_a_member_twice():
-    aggregator = SampleAggregator()
-    aggregator.add("g", 3, 0, "x")
-    with pytest.raises(RewardLoopError, match="already has member 0"):
-        aggregator.add("g", 3, 0, "x")
-    assert (len(aggregator), aggregator.held, aggregator.members()) == (1, 1, ["x"])
+async def test_a_member_that_arrives_twice_is_an_error():
+    queue = RewardQueue(2)
+    async with RewardAgent(naive(lambda solution_str: 1.0)) as agent, QueuedRewards(queue, agent) as rewards:
+        for _ in range(2):
+            await queue.put(numbered(1)[0], step=1, group="g", group_size=3)
+        with pytest.raises(RewardLoopError, match="group 'g' already has member 0"):
+            await within(anext(rewards))
 
 
 async def put_groups(queue, sizes, step=1):

@@ -99,7 +99,7 @@ def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
         (["reward.py:fine"], 2, "--data"),
         (["--data", "rows.jsonl"], 2, "name the function"),
-        (["reward.py:fine", "--data", "."], 2, ". is no file of rollouts, but a folder"),
+        (["reward.py:fine", "--data", "."], 2, ". is not a file of rollouts: it is a folder"),
         (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),
     ],
 )

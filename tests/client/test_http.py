@@ -12,7 +12,7 @@ from reward_loop import RewardSample
 from reward_loop.client import chat_complete
 from reward_loop.client.http import post, shared_session, url_of
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import ActiveSample, in_work
+from reward_loop.records import ActiveSample, active_samples
 from reward_loop.testing import BadJson, Drop, FakeJudge, Stall, Status
 from tests.gsm8k import ROOT
 from tests.servers import refusing, until
@@ -108,12 +108,12 @@ async def test_what_is_asked_is_known_while_it_is_asked() -> None:
         with ActiveSample(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
             task = asyncio.create_task(chat_complete(judge.address, "?", model="m"))
             await until(lambda: judge.requests)
-            assert call in in_work()
+            assert call in active_samples()
             assert call.describe()["asking"] == [f"POST http://{judge.address}/v1/chat/completions (model m)"]
             task.cancel()
             await asyncio.wait([task])
             assert call.asking == []
-    assert call not in in_work()
+    assert call not in active_samples()
 
 
 async def test_the_key_comes_from_the_environment_and_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_the_score_may_have_another_name_and_must_be_a_number() -> None:
 
     assert Json(Graded, score="grade").read('{"grade": 3}') == ({"grade": 3}, 3.0)
     for grade in ('"none"', "1" + "0" * 400):
-        with pytest.raises(NoVerdictError, match="no number"):
+        with pytest.raises(NoVerdictError, match="not a number"):
             Json(Graded, score="grade").read(f'{{"grade": {grade}}}')
 
 

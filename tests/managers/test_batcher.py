@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from reward_loop import Outcome, RewardResult, RewardSample
-from reward_loop.managers.batcher import SampleCollector
+from reward_loop.managers.batcher import Batcher
 
 
 class Scorer:
@@ -30,41 +30,41 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def start(collector, number, key=None, size=2, wait=1000.0):
-    return asyncio.create_task(collector.score(RewardSample(str(number)), key, size, wait))
+def start(batcher, number, key=None, size=2, wait=1000.0):
+    return asyncio.create_task(batcher.score(RewardSample(str(number)), key, size, wait))
 
 
 async def test_a_call_starts_when_enough_are_there():
     scorer = Scorer()
-    collector = SampleCollector(scorer)
-    tasks = [start(collector, i) for i in range(4)]
+    batcher = Batcher(scorer)
+    tasks = [start(batcher, i) for i in range(4)]
     assert [result.score for result in await asyncio.gather(*tasks)] == [0, 1, 2, 3]
     assert scorer.calls == [["0", "1"], ["2", "3"]]
 
 
 async def test_keys_are_kept_apart():
     scorer = Scorer()
-    collector = SampleCollector(scorer)
-    await asyncio.gather(*(start(collector, i, key=i % 2) for i in range(4)))
+    batcher = Batcher(scorer)
+    await asyncio.gather(*(start(batcher, i, key=i % 2) for i in range(4)))
     assert scorer.calls == [["0", "2"], ["1", "3"]]
 
 
 async def test_what_waited_too_long_goes_elsewhere():
     scorer, late = Scorer(), Scorer()
-    collector = SampleCollector(scorer, late)
-    assert (await start(collector, 7, wait=0.001)).score == 7
+    batcher = Batcher(scorer, late)
+    assert (await start(batcher, 7, wait=0.001)).score == 7
     assert (scorer.calls, late.calls) == ([], [["7"]])
 
 
 async def test_who_leaves_is_not_waited_for():
     scorer = Scorer()
-    collector = SampleCollector(scorer)
-    first = start(collector, 1)
+    batcher = Batcher(scorer)
+    first = start(batcher, 1)
     await settle()
     first.cancel()
     await settle()
-    assert collector._open == {}
-    results = await asyncio.gather(start(collector, 2), start(collector, 3))
+    assert batcher._open == {}
+    results = await asyncio.gather(start(batcher, 2), start(batcher, 3))
     assert [result.score for result in results] == [2, 3]
     assert scorer.calls == [["2", "3"]]
 
@@ -72,8 +72,8 @@ async def test_who_leaves_is_not_waited_for():
 async def test_a_call_is_cancelled_with_the_last_who_waits_for_it():
     scorer = Scorer()
     scorer.gate.clear()
-    collector = SampleCollector(scorer)
-    tasks = [start(collector, i) for i in range(2)]
+    batcher = Batcher(scorer)
+    tasks = [start(batcher, i) for i in range(2)]
     await settle()
     tasks[0].cancel()
     await settle()
@@ -88,8 +88,8 @@ async def test_an_error_reaches_all():
     async def broken(samples):
         raise KeyError("bug")
 
-    collector = SampleCollector(broken)
-    tasks = [start(collector, i) for i in range(2)]
+    batcher = Batcher(broken)
+    tasks = [start(batcher, i) for i in range(2)]
     for task in tasks:
         with pytest.raises(KeyError, match="bug"):
             await task
@@ -100,8 +100,8 @@ async def test_another_number_of_results_is_an_error_of_all(given):
     async def broken(samples):
         return [RewardResult(Outcome.SCORED, 1.0)] * given
 
-    collector = SampleCollector(broken)
-    tasks = [start(collector, i) for i in range(2)]
+    batcher = Batcher(broken)
+    tasks = [start(batcher, i) for i in range(2)]
     async with asyncio.timeout(60):
         for task in tasks:
             with pytest.raises(ValueError, match="argument"):
@@ -110,14 +110,14 @@ async def test_another_number_of_results_is_an_error_of_all(given):
 
 def test_it_outlives_a_loop():
     scorer = Scorer()
-    collector = SampleCollector(scorer)
+    batcher = Batcher(scorer)
 
     async def leave_one_waiting():
-        start(collector, 1)
+        start(batcher, 1)
         await settle()
 
     async def go_on():
-        return await asyncio.gather(start(collector, 2), start(collector, 3))
+        return await asyncio.gather(start(batcher, 2), start(batcher, 3))
 
     asyncio.run(leave_one_waiting())
     assert [result.score for result in asyncio.run(go_on())] == [2, 3]

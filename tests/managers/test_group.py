@@ -49,11 +49,11 @@ async def test_members_that_never_come_fail_the_group_and_the_late_at_once():
     for reward in rewards:
         info = reward["reward_extra_info"]
         assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
-        assert "group q1: only 2 of 3 samples came within 0.01 s: q1_a, q1_b" in info["reward_error"]
+        assert "group q1: only 2 of 3 samples arrived within 0.01 s: q1_a, q1_b" in info["reward_error"]
     late = manager(size=3, timeout=1000)
-    late._given_up["q1"] = "group q1: only 2 of 3 samples came"
+    late._expired["q1"] = "group q1: only 2 of 3 samples arrived"
     info = (await late.run_single(sample("c", "q1")))["reward_extra_info"]
-    assert (info["reward_outcome"], info["reward_error"]) == ("failed", "group q1: only 2 of 3 samples came")
+    assert (info["reward_outcome"], info["reward_error"]) == ("failed", "group q1: only 2 of 3 samples arrived")
 
 
 async def test_the_policy_may_be_to_raise():

@@ -38,8 +38,8 @@ def test_by_import_path(tmp_path):
         ("niave", r"unknown reward manager 'niave'; did you mean 'naive'\? Known: .*naive.*import path"),
         ("zzz", r"unknown reward manager 'zzz'\. Known: "),
         ("no_such_package_here:Manager", "no module named"),
-        ("json:dumps", "is no reward manager: it must be a class"),
-        ("reward_loop:RewardSample", "is no reward manager: it must be a class"),
+        ("json:dumps", "is not a reward manager: it must be a class"),
+        ("reward_loop:RewardSample", "is not a reward manager: it must be a class"),
     ],
 )
 def test_what_is_no_manager(name, message):
@@ -54,5 +54,5 @@ def test_a_name_is_taken_once():
 
 @pytest.mark.parametrize("name", ["", "pkg:Class"])
 def test_what_is_no_name(name):
-    with pytest.raises(ConfigError, match="is no name for a reward manager"):
+    with pytest.raises(ConfigError, match="invalid manager name"):
         register(name)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Generator
 import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardSample
-from reward_loop.records import ActiveSample, current, in_work
+from reward_loop.records import ActiveSample, active_samples, current
 from tests.servers import until
 
 
 @pytest.fixture
 def new() -> Callable[[], list[ActiveSample]]:
     """The calls in work that earlier tests have not left."""
-    left = in_work()
-    return lambda: [call for call in in_work() if call not in left]
+    left = active_samples()
+    return lambda: [call for call in active_samples() if call not in left]
 
 
 async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[ActiveSample]]) -> None:

@@ -30,7 +30,7 @@ def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
         data = runner.invoke(app, ["stuck", str(os.getpid()), "--timeout", "60", "--json"])
     assert done.exit_code == 0, done.output
     assert f"process {os.getpid()}: " in done.output
-    assert re.search(r"\d+ samples in work", done.output)
+    assert re.search(r"\d+ samples are running", done.output)
     for text in ("q[7]", "gsm8k", "compute_score (judge.py)", "POST", "MainThread"):
         assert text in done.output
     assert "http://judge/v1/chat/completions" in "".join(done.output.split())  # however narrow the table is

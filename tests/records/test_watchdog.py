@@ -15,7 +15,7 @@ import pytest
 
 from reward_loop import ConfigError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop._util.framing import frame
-from reward_loop.records import ActiveSample, in_work, watch, watchdog
+from reward_loop.records import ActiveSample, active_samples, watch, watchdog
 from reward_loop.records.watchdog import ask, processes
 from tests.gsm8k import ROOT
 
@@ -98,7 +98,7 @@ def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptur
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{watchdog._name(os.getpid())}")
             connection.sendall(said)
-    with pytest.raises(ConfigError, match="knows nothing of the weather"):
+    with pytest.raises(ConfigError, match="unknown question 'the weather'"):
         ask(os.getpid(), 60, "the weather")  # after all of them
     assert "watchdog" not in caplog.text
 
@@ -165,6 +165,6 @@ async def test_a_manager_does_not_change_the_watchdog_s_of_another() -> None:
     tasks = [asyncio.create_task(manager.run_single(RewardSample("x", uid="bounded"))) for manager in managers]
     for _ in tasks:
         await started.acquire()
-    assert [sample.watchdog_s for sample in in_work() if sample.sample.uid == "bounded"] == [10.0, 20.0, None]
+    assert [sample.watchdog_s for sample in active_samples() if sample.sample.uid == "bounded"] == [10.0, 20.0, None]
     go.set()
     await asyncio.gather(*tasks)

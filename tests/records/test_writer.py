@@ -15,6 +15,7 @@ import pytest
 
 from reward_loop import (
     NaiveRewardLoopManager,
+    RewardAgent,
     RewardLoopConfig,
     RewardSample,
     RewardTimeoutError,
@@ -248,3 +249,25 @@ async def test_the_queue_of_a_call_past_its_deadline_is_measured() -> None:
     assert [type(result.exception) for result in results] == [RewardTimeoutError] * 2
     assert results[0].queue_seconds < results[1].queue_seconds
     assert results[1].queue_seconds >= 0.5
+
+
+async def test_a_sample_that_fails_after_its_function_returned_has_a_second_record(tmp_path: Path) -> None:
+    class Function:
+        def compute_score(self, solution_str: str) -> float | None:
+            return float(solution_str) if solution_str else None
+
+        def post_process_scores(self, scores: list[float]) -> list[float]:
+            raise ValueError("no")
+
+    manager = NaiveRewardLoopManager({"log_dir": str(tmp_path)}, compute_score=Function)
+    async with RewardAgent(manager) as agent:
+        await agent.submit([RewardSample(text, uid=f"q{text}") for text in ("1", "2", "")], group_size=3)
+    writer = records(tmp_path)
+    assert await asyncio.to_thread(writer.flush)
+    lines = read(writer.path)
+    assert [line["outcome"] for line in lines if line["uid"] == "q"] == ["unscored"]
+    for uid in ("q1", "q2"):
+        first, second = (line for line in lines if line["uid"] == uid)
+        assert (first["outcome"], first["attempts"]) == ("scored", 1)
+        assert (second["outcome"], second["score"], second["attempts"], second["work_s"]) == ("failed", None, 0, 0.0)
+        assert f"sample {uid}: post_process_scores" in second["error"]

@@ -16,8 +16,8 @@ from reward_loop.scoring import cache
 SAMPLE = RewardSample("4", ground_truth="4", uid="u1")
 
 
-def cached(function, path=None, **more):
-    config = RewardLoopConfig(cache={"enabled": True, "path": path and str(path), **more})
+def cached(function, path=None, version="1"):
+    config = RewardLoopConfig(cache={"enabled": True, "path": path and str(path), "version": version})
     return ScoringFunction(function, options=config)
 
 
@@ -82,12 +82,12 @@ async def test_scores_are_kept_in_a_file(tmp_path):
     assert made.extra_info == kept.extra_info
     assert second.calls == 0
     # What the arguments do not say is part of the version.
-    await cached(second, path, version="another model")(SAMPLE)
+    await cached(second, path, version="2")(SAMPLE)
     await cached(second, path)(RewardSample("4", ground_truth="5"))
     assert second.calls == 2
 
 
-async def test_the_functions_code_is_part_of_the_call(tmp_path, monkeypatch):
+async def test_the_source_file_is_part_of_the_key(tmp_path, monkeypatch):
     file = tmp_path / "reward.py"
     for score in (1.0, 2.0):
         file.write_text(f"def compute_score(solution_str):\n    return {score}\n")
@@ -95,7 +95,7 @@ async def test_the_functions_code_is_part_of_the_call(tmp_path, monkeypatch):
         module.__file__ = str(file)
         exec(file.read_text(), module.__dict__)  # as loading it anew in another run would
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        assert (await cached(module.compute_score, tmp_path / "scores.db")(SAMPLE)).score == score
+        assert (await cached(module.compute_score, tmp_path / "scores.db", version="")(SAMPLE)).score == score
 
 
 class Tokenizer:
@@ -105,7 +105,7 @@ class Tokenizer:
         self.name_or_path = name_or_path
 
 
-async def test_the_reward_model_is_part_of_the_call_and_its_address_is_not(tmp_path):
+async def test_the_reward_model_is_part_of_the_key_and_its_address_is_not(tmp_path):
     calls = []
 
     async def judge(solution_str, reward_router_address, reward_model_tokenizer):
@@ -173,7 +173,7 @@ async def test_a_full_disk_costs_what_would_be_kept_and_no_sample(tmp_path, capl
     function._cache._store._database.execute("PRAGMA max_page_count=2")
     for text in "abc":
         assert (await function(RewardSample(text))).outcome is Outcome.SCORED
-    assert caplog.text.count("scores are not kept: ") == 1
+    assert caplog.text.count("scores are not stored: ") == 1
     assert "database or disk is full" in caplog.text
 
 
@@ -192,7 +192,7 @@ import asyncio, sys
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 
 async def main():
-    config = RewardLoopConfig(cache={"enabled": True, "path": sys.argv[1]})
+    config = RewardLoopConfig(cache={"enabled": True, "path": sys.argv[1], "version": "1"})
     async def judge(solution_str): return int(solution_str)
     function = ScoringFunction(judge, options=config)
     results = await asyncio.gather(*(function(RewardSample(str(i))) for i in range(200)))
@@ -210,42 +210,98 @@ def test_processes_share_the_file(tmp_path):
         assert process.returncode == 0, errors
 
 
-async def test_what_is_bound_to_a_function_is_part_of_the_call(tmp_path):
-    def score(solution_str, factor):
-        return factor * len(solution_str)
-
+async def test_bound_arguments_are_part_of_the_key(tmp_path):
     for factor in (1, 2, 1):
-        function = cached(functools.partial(score, factor=factor), tmp_path / "scores.db")
+        function = cached(functools.partial(times, factor=factor), tmp_path / "scores.db", version="")
         assert (await function(RewardSample("four"))).score == 4 * factor
 
 
-async def test_what_a_function_captured_is_part_of_the_call(tmp_path):
-    def times(factor):
-        return lambda solution_str: factor * len(solution_str)
-
-    for factor, attempts in ((1, 1), (2, 1), (1, 0)):
-        made = await cached(times(factor), tmp_path / "scores.db")(RewardSample("four"))
-        assert (made.score, made.attempts) == (4 * factor, attempts)
+def times(solution_str, factor=3):
+    return factor * len(solution_str)
 
 
-async def test_what_cannot_be_told_apart_needs_a_version(tmp_path):
+def with_lock(function):
     lock = threading.Lock()
 
-    def score(solution_str):
+    @functools.wraps(function)
+    def locked(solution_str):
         with lock:
-            return 1
+            return function(solution_str)
 
+    return locked
+
+
+@functools.lru_cache
+def lru_cached(solution_str):
+    return len(solution_str)
+
+
+@with_lock
+def decorated(solution_str):
+    return len(solution_str)
+
+
+class Length:
+    def __init__(self, factor=1):
+        self.factor = factor
+        self.lock = threading.Lock()
+
+    def compute_score(self, solution_str):
+        return self.factor * len(solution_str)
+
+    @staticmethod
+    def static(solution_str):
+        return len(solution_str)
+
+
+length = Length()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [times, decorated, lru_cached, Length, Length.static, length, length.compute_score],
+    ids=["function", "decorated", "lru_cache", "class", "static method", "instance", "bound method"],
+)
+async def test_a_function_that_its_file_defines_needs_no_version(tmp_path, function):
     path = tmp_path / "scores.db"
-    with pytest.raises(ConfigError, match=r"scores of .*score \(test_cache.py\) still hold: 'lock' in .*cache.version"):
-        cached(score, path)
-    assert [(await cached(score, path, version="1")(SAMPLE)).attempts for _ in range(2)] == [1, 0]
-    # In one run, there is no doubt.
-    assert (await cached(score)(SAMPLE)).score == 1
+    assert [(await cached(function, path, version="")(SAMPLE)).attempts for _ in range(2)] == [1, 0]
 
 
-@pytest.mark.parametrize("answer", [1.0, 2.0])
-async def test_what_a_class_is_instantiated_with_is_part_of_the_call(tmp_path_factory, answer):
-    path = tmp_path_factory.getbasetemp() / "of_all_answers.db"
+def captures(factor):
+    return lambda solution_str: factor * len(solution_str)
+
+
+def defined_nowhere():
+    namespace = {"__name__": "__nowhere__"}
+    exec("def score(solution_str): return 1.0", namespace)
+    return namespace["score"]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (captures(1), r"<lambda> \(test_cache.py\) .* not defined at the top level"),
+        (Length(2), "not defined at the top level"),
+        (Length(2).compute_score, "not defined at the top level"),
+        (functools.partial(times, factor=threading.Lock()), "bound arguments is not a JSON value"),
+        (defined_nowhere(), "it has no source file"),
+    ],
+    ids=["captured variable", "instance", "bound method", "bound lock", "no file"],
+)
+async def test_a_function_that_its_file_does_not_define_needs_a_version(tmp_path, function, problem):
+    path = tmp_path / "scores.db"
+    with pytest.raises(ConfigError, match=rf"{problem}.*reward_loop.cache.version"):
+        cached(function, path, version="")
+    with_version = cached(function, path)
+    assert with_version._cache.key({"solution_str": "4"}) != cached(function, path, "2")._cache.key(
+        {"solution_str": "4"}
+    )
+    cached(function, version="")  # without a file, no other function uses the cache
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+async def test_the_constructor_arguments_of_a_class_are_part_of_the_key(tmp_path_factory, factor):
+    path = tmp_path_factory.getbasetemp() / "factors.db"
     config = RewardLoopConfig(cache={"enabled": True, "path": str(path)})
-    function = ScoringFunction(Judge, reward_kwargs={"answer": answer}, options=config)
-    assert (await function(SAMPLE)).score == answer
+    function = ScoringFunction(Length, reward_kwargs={"factor": factor}, options=config)
+    assert (await function(SAMPLE)).score == factor

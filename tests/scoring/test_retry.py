@@ -7,6 +7,7 @@ import pytest
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.config import RetryConfig
 from reward_loop.errors import TransientError
+from reward_loop.processes.invocation import CallOutcome
 from reward_loop.scoring.retry import Retry
 
 
@@ -23,18 +24,17 @@ class Pauses:
 
 
 async def again(config, outcomes, elapsed=0.0):
-    """Errors and results of the attempts; what came of it, and the pauses made."""
+    """Return the value or the exception of the last attempt, and the pauses. ``outcomes`` are those of the attempts."""
     pauses = Pauses()
     outcomes = iter(outcomes)
 
-    async def attempt():
-        return next(outcomes)
+    async def attempt(last=None):
+        outcome = next(outcomes)
+        error = outcome if isinstance(outcome, BaseException) else None
+        return CallOutcome(outcome, error, 0.0)
 
-    def error_of(outcome):
-        return outcome if isinstance(outcome, BaseException) else None
-
-    result = await Retry(config, sleep=pauses).again(await attempt(), attempt, error_of, elapsed)
-    return result, pauses.seconds
+    last = await Retry(config, sleep=pauses).again(await attempt(), attempt, time.monotonic() - elapsed)
+    return last.value, pauses.seconds
 
 
 async def test_it_goes_on_until_it_succeeds():

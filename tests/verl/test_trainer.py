@@ -18,6 +18,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
+from reward_loop.types import RewardSample
 from reward_loop.verl import pipeline, tq_batches, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_metrics import StepRewards
@@ -125,12 +126,17 @@ class Workers:
         self.options = RewardLoopConfig(on_failed=policy, default_score=-1.0)  # type: ignore[arg-type]
         self.accepted = 0
 
-    def reject(self, rewards: list[Any], problems: list[str], accepted: int) -> list[Any]:
+    def reject(self, rewards: list[Any], names: list[str], problems: list[str], accepted: int) -> list[Any]:
         self.accepted += accepted
         bound = FailureBound.of_options(self.options)
         return [
-            fail_reward({"reward_score": 0.0, "reward_extra_info": {}}, ScoringError(problem), bound, self.options)
-            for problem in problems
+            fail_reward(
+                {"reward_score": 0.0, "reward_extra_info": {}},
+                ScoringError(problem, sample=RewardSample("", uid=name)),
+                bound,
+                self.options,
+            )
+            for name, problem in zip(names, problems, strict=True)
         ]
 
 
@@ -176,7 +182,7 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
             assert not rejected[key][field].any(), f"{key}: {field}"
         info = rejected[key]["extra_fields"]["reward_extra_info"]
         assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
-        assert "q_3_1: the function returned 1 turn_level_scores" in info["reward_error"]
+        assert "sample q_3: the function returned 1 turn_level_scores" in info["reward_error"]
         assert rejected[key]["extra_fields"]["turns"] == 1
     assert [float(rejected[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [0, 0, 1]
     assert float(rejected["q_0_0"]["advantages"].min()) == -1
@@ -200,7 +206,7 @@ def test_a_session_whose_parts_do_not_fit_gets_the_default_score_if_the_policy_s
 def test_a_session_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RewardLoopError, match="q_3_1: the function returned 1 turn_level_scores"):
+    with pytest.raises(RewardLoopError, match="sample q_3: the function returned 1 turn_level_scores"):
         advantages(rejected, monkeypatch, "raise")
 
 
