@@ -191,7 +191,7 @@ def _wrong(
     if len(behaved) != BUSY + HUNG:
         yield f"the judge failed {len(behaved)} times"
     if not all(request.abandoned for request in behaved if isinstance(request.behaviour, Stall)):
-        yield "a call that hung was not taken back"
+        yield "a hanging call was not cancelled"
 
 
 def agent_through() -> Found:
@@ -220,7 +220,7 @@ def agent_through() -> Found:
                 indices += ray.get(agent.get.remote(GROUP), timeout=DEADLINE_S * 10)[0]
         finally:
             ray.shutdown()
-    wrong = [] if sorted(indices) == list(range(SAMPLES)) else ["the agent lost samples, or gave some out twice"]
+    wrong = [] if sorted(indices) == list(range(SAMPLES)) else ["the agent lost samples, or returned some twice"]
     again = len(judge.requests) - SAMPLES
     # Only samples that were in flight, or whose result was not yet in the journal, may be judged again.
     if again > SAMPLES - known:
@@ -237,5 +237,5 @@ def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("it did not happen")
+            raise TimeoutError(f"the rollouts of step {CHECKPOINT} were not written within {seconds:g} s")
         time.sleep(training.LOOK_S)

@@ -1,4 +1,4 @@
-"""What the limiter service of a job does: permits a second, and how long a permit takes.
+"""Measures the limiter service of a job: permits per second, and the latency of a permit.
 
     python -m benchmarks.limits [--quick]
 

@@ -1,14 +1,17 @@
-"""What hiding the judging brings, and what it costs: the agent, its peers, and verl's own trainer, in one run.
+"""Measures the gain and the cost of hiding the judging: the agent, its peers, and verl's own trainer, in one run.
 
     python -m benchmarks.pipeline [--quick] [--verl] [--full] [--faults]
 
-*Engines that sleep*: the step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
-schedules as the recipe's agent does, beside the floor max(G + T, R). *Cost*: CPU time and memory a sample, with 20,000
-in flight in one process. *verl* (``--verl``): verl's trainer on a CPU, with judging that takes about as long as
-generation and training, as shipped and in the mode reward_pipeline. Both trainings are there at the same time and make
-some steps in turn, so that a busy machine slows both down; the first step of a turn does not count, since judging went
-on before it. *Faults* (``--faults``): whether a run of verl that loses workers, judges and its trainer still trains on
-every sample exactly once. The last line is JSON.
+- Simulated engines: a step of the recipe of verl#2854, scaled down, with the reward agent and with a stand-in that
+  schedules like the recipe's agent, compared with the floor max(G + T, R).
+- Cost: CPU time and memory per sample, with 20,000 samples in flight in one process.
+- verl (``--verl``): verl's trainer on a CPU, with judging that takes about as long as generation and training, as
+  shipped and in the mode ``reward_pipeline``. Both trainings exist at the same time and alternate, so that other load
+  slows both down. The first step of a turn is not counted: its judging ran during the other's turn.
+- Faults (``--faults``): whether a run of verl that loses workers, judges and its trainer trains on every sample exactly
+  once.
+
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -77,14 +80,14 @@ def sleeping_engines(report: Report, quick: bool) -> None:
         made = {"ours": engines.Ours, "peer": lambda load: engines.LikeTheRecipe(load, faster)}
         results = {}
         for name, make in made.items():
-            task = report.task(f"Engines that sleep, {shape}, {name}", steps)
+            task = report.task(f"Simulated engines, {shape}, {name}", steps)
             with make(load) as agent:
                 results[name] = engines.train(agent, load, lambda task=task: report.progress.advance(task))
             report.progress.remove_task(task)
         ours, peer = results["ours"], results["peer"]
         floor = f"{load.concurrency} calls at a time, floor {ours.floor:.3f} s"
         report.add(
-            f"Sleeping engines, {shape} ({floor}): ours over it",
+            f"Simulated engines, {shape} ({floor}): ours over it",
             f"{ours.over_floor:.1%}",
             ("at most 3 %", ours.over_floor <= 0.03),
         )
@@ -335,16 +338,14 @@ def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer repetitions: under 50 s")
-    parser.add_argument("--verl", action="store_true", help="also verl's trainer, which must be installed: minutes")
+    parser.add_argument("--verl", action="store_true", help="also measure verl's trainer: minutes")
     parser.add_argument("--full", action="store_true", help="also each overlap alone, and learning curves: 20 minutes")
-    parser.add_argument(
-        "--faults", action="store_true", help="also faults in the middle of a run, and a resume: minutes"
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these alone: {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each trainer (default: 4)")
-    parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="of a learning curve (default: 30)")
-    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="of the learning curves (default: 2)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and metrics of verl's runs here")
+    parser.add_argument("--faults", action="store_true", help="also inject faults into a run, and resume it: minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"only these: {', '.join(PARTS)}")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each trainer (4)")
+    parser.add_argument("--learning-steps", type=int, default=30, metavar="N", help="steps of a learning curve (30)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="seeds of the learning curves (2)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for logs and metrics of verl's runs")
     options = parser.parse_args()
     parts = set(options.only or ("engines", "cost"))
     if not options.only:
@@ -355,15 +356,15 @@ def main() -> int:
         parts.add("verl")  # sets the judge latency
     with_verl = bool(parts & {"verl", "learning", "faults"})
     if options.rounds < 1 or options.learning_steps < 5 or options.seeds < 2:
-        parser.error("at least --rounds 1, --learning-steps 5 and --seeds 2 are needed")
+        parser.error("minimum: --rounds 1, --learning-steps 5, --seeds 2")
     if with_verl and importlib.util.find_spec("verl") is None:
         parser.error("--verl: verl is not installed: pip install '.[verl]'")
     if options.keep and options.keep.exists():
-        parser.error(f"--keep: {options.keep} exists already")
+        parser.error(f"--keep: {options.keep} already exists")
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else 140)
     if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
-        console.print("This machine is busy with something else: expect figures that are too high.", style="yellow")
+        console.print("Other processes keep this machine busy: the figures will be too high.", style="yellow")
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
     started = time.monotonic()
     try:
@@ -376,7 +377,7 @@ def main() -> int:
             if with_verl:
                 _run_verl(report, parts, options)
     except KeyboardInterrupt:
-        console.print("Interrupted; nothing is left running.")
+        console.print("Interrupted; all processes have ended.")
         return 130
     report.figures["seconds"] = round(time.monotonic() - started, 1)
     console.print()

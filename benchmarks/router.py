@@ -1,7 +1,9 @@
-"""The router beside verl's NaiveRouter, sglang-router and nginx: ``python -m benchmarks.router --quick``.
+"""Compares the router with verl's NaiveRouter, sglang-router and nginx.
 
-All run on this machine, one after the other in short rounds (A B C A B C), so that what else it does hits them alike.
-A peer that is not there is skipped, with a line that says so. The last line is JSON.
+    python -m benchmarks.router [--quick] [--sglang-python PATH]
+
+All run on this machine, in short alternating rounds (A B C A B C), so that other load affects all of them equally. A
+peer that is not installed is skipped, and a line names it. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter rounds, and no million requests")
+    parser.add_argument("--quick", action="store_true", help="shorter rounds, without the memory test: under 50 s")
     parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5, quick: 4)")
-    parser.add_argument("--requests", type=int, default=1_000_000, help="for the memory test (default: %(default)s)")
-    parser.add_argument("--sglang-python", metavar="PATH", help="a Python with sglang-router==0.3.2")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
+    parser.add_argument("--sglang-python", metavar="PATH", help="path of a Python with sglang-router==0.3.2")
     parser.add_argument("--skip-naive", action="store_true", help="leave out verl's NaiveRouter")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -69,7 +71,7 @@ class Bench:
 
     def run(self, args: argparse.Namespace) -> dict[str, Any]:
         results: dict[str, Any] = {}
-        say(f"load generator: {'wrk' if self.wrk else 'a uvloop client of our own'}")
+        say(f"load generator: {'wrk' if self.wrk else 'the built-in uvloop client'}")
         backends = self.instant_backends()
         routers: dict[str, Any] = {}
         starts = []
@@ -89,11 +91,11 @@ class Bench:
             routers["sglang_router"] = url, process
             results["ready_sglang_router_s"] = round(seconds, 3)
         else:
-            say("sglang-router is skipped: give --sglang-python PATH of a Python that has sglang-router==0.3.2")
+            say("sglang-router is skipped: --sglang-python needs the path of a Python with sglang-router==0.3.2")
         if self.nginx:
             routers["nginx"] = self.start_nginx_proxy(backends)
         else:
-            say("nginx is skipped: there is no nginx on this machine")
+            say("nginx is skipped: it is not installed")
         if started := naive.result():
             routers["naive_router"] = started
         results |= self.throughput(routers, args.rounds or (4 if args.quick else 5), 1 if args.quick else 4)
@@ -184,8 +186,8 @@ class Bench:
         done = json.loads(load.communicate()[0])
         after = self.requests(url)
         share = (after[lost] - before[lost]) / max(1, sum(after.values()) - sum(before.values()))
-        say(f"\none of four servers killed under load, then brought back: {done['requests']} requests, ")
-        say(f"  {done['failed']} failed; after its return it has {share:.0%} of them")
+        say(f"\none of four servers killed under load, then restarted: {done['requests']} requests, ")
+        say(f"  {done['failed']} failed; after its restart, it receives {share:.0%} of them")
         for process in [router, *(process for _, process in servers)]:
             stop(process)
         return {"killed_worker_failed": done["failed"], "killed_worker_share": round(share, 3)}
@@ -273,7 +275,7 @@ class Bench:
         self.stack.callback(stop, process)
         while time.perf_counter() - began < 60:
             if process.poll() is not None:
-                raise RuntimeError(f"{name} ended at its start: {log.read_text()[-500:]}")
+                raise RuntimeError(f"{name} exited at its start: {log.read_text()[-500:]}")
             with contextlib.suppress(OSError):
                 body = None if path in ("/ready", "/health") else BODY
                 request = urllib.request.Request(url + path, body, {"content-type": "application/json"})

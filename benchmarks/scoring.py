@@ -1,4 +1,4 @@
-"""What scoring costs, and whether limits hold, beside verl 0.9.1's reward worker in the same run.
+"""Measures the cost of scoring, compared with verl 0.9.1's reward worker, and whether limits hold.
 
     python -m benchmarks.scoring [--quick]
 

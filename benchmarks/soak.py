@@ -1,4 +1,4 @@
-"""Many samples through a judge that fails in every way at once: does each end exactly once, and is nothing left?
+"""Scores many samples with a judge that fails in every way at once, and checks that each ends exactly once.
 
     python -m benchmarks.soak [--quick] [--samples N]
 
@@ -192,9 +192,9 @@ def problems(result: dict[str, Any], before: dict[str, int], after: dict[str, in
     expected = {"raises": "failed", "none": "unscored", "nan": "failed", "hangs": "failed"}
     found += [f"{own}: {kinds[own]}" for own, outcome in expected.items() if set(kinds[own]) != {outcome}]
     if kinds["asks"].get("scored", 0) < 0.5 * sum(kinds["asks"].values()):
-        found.append(f"of those who asked the judge, too few have a score: {kinds['asks']}")
+        found.append(f"too few of the samples that asked the judge have a score: {kinds['asks']}")
     if result["places_left"]:
-        found.append(f"{result['places_left']} places within limits were not given back")
+        found.append(f"{result['places_left']} permits were not released")
     found += [f"{after[what] - before[what]} {what} left" for what in before if after[what] > before[what]]
     if result["memory_mb"] > 1.1 * result["memory_mb_at_a_fifth"] + 5:
         found.append(f"memory grew from {result['memory_mb_at_a_fifth']} to {result['memory_mb']} MB")
@@ -227,7 +227,7 @@ def soak(samples: int) -> tuple[dict[str, Any], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="5,000 samples")
-    parser.add_argument("--samples", type=int, help="how many; by default 100,000")
+    parser.add_argument("--samples", type=int, help="number of samples (100,000)")
     parser.add_argument("--judge", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.judge:

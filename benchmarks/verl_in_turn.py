@@ -36,7 +36,7 @@ def in_turn(runner: Any) -> Any:
 
             def begin_step() -> None:
                 if turns is not None and not os.read(turns, 1):
-                    raise RuntimeError("nobody gives turns any more")
+                    raise RuntimeError("the pipe of turns was closed")
                 if intervals:
                     interval = intervals[(trainer.global_steps - 1) % len(intervals)]
                     trainer.replay_buffer.poll_interval = shipped if interval == "shipped" else float(interval)

