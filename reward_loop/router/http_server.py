@@ -108,10 +108,11 @@ class _Connection(asyncio.Protocol):
         "_error",
         "_expects_continue",
         "_flow",
-        "_head_bytes",
+        "_head_up_to",
         "_headers",
         "_idle_since",
         "_in_head",
+        "_is_too_long",
         "_lost",
         "_parser",
         "_received",
@@ -149,8 +150,10 @@ class _Connection(asyncio.Protocol):
         self._url = b""
         self._headers: list[RawHeader] = []
         self._expects_continue = False
-        self._head_bytes = 0
-        """The length of the URL and the headers received so far."""
+        self._head_up_to = 0
+        """An upper bound for the length of a head that ends within the bytes that are being parsed."""
+        self._is_too_long = False
+        """Whether the head is longer than `max_head_bytes`."""
         self._unproductive_bytes = 0
         """The number of bytes received since the last complete head, part of a body, or complete request."""
         self._upgrading = False
@@ -179,14 +182,11 @@ class _Connection(asyncio.Protocol):
         if self._stopped_parsing:
             return
         self._unproductive_bytes += len(data)
+        self._head_up_to = self._unproductive_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
-            self._fail(
-                self._too_long()
-                if self._head_bytes > self._server.max_head_bytes
-                else Refusal(400, _NOT_HTTP, close=True)
-            )
+            self._fail(self._too_long() if self._is_too_long else Refusal(400, _NOT_HTTP, close=True))
             return
         except httptools.HttpParserUpgrade as upgrade:
             if self._upgrading:
@@ -211,8 +211,8 @@ class _Connection(asyncio.Protocol):
         self._lost = True
         self._timer.cancel()
         self._waiting.clear()
-        if self._task:
-            self._task.cancel()
+        if self._current:
+            self._cancel(self._current)
         else:
             self._server.discard(self)
 
@@ -221,26 +221,26 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._head_bytes = 0
         self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # Ignore trailers.
         name = name.lower()
-        self._head_bytes += len(name) + len(value) + 4
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self._head_bytes > self._server.max_head_bytes:
-            raise ValueError("the head is too long")  # The parser raises HttpParserError; `data_received` answers.
         parser, headers = self._parser, self._headers
+        if self._head_up_to > self._server.max_head_bytes:
+            length = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
+            if length > self._server.max_head_bytes:
+                self._is_too_long = True
+                raise ValueError("the head is too long")  # The parser raises HttpParserError; `data_received` answers.
         if parser.should_upgrade():
             upgrade = find(headers, b"upgrade")
             if upgrade and upgrade.lower() != b"websocket":
@@ -282,8 +282,6 @@ class _Connection(asyncio.Protocol):
         if self._waiting:
             self._current = request = self._waiting.popleft()
             self._task = self._server.loop.create_task(self._serve(request))
-            # A `finally` in the task would not run if the task is cancelled before its first step.
-            self._task.add_done_callback(self._end)
         elif self._error:
             error, self._error = self._error, None
             headers, body = error.render()
@@ -299,11 +297,21 @@ class _Connection(asyncio.Protocol):
         except Exception:
             logger.exception("%s failed", request.name)
             request.refuse(Refusal(500, "the router failed; its log shows the cause", close=True))
+        finally:
+            self._end(request)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        """Handles the end of the task of the current request."""
-        request, self._current, self._task = self._current, None, None
-        assert request is not None
+    def _cancel(self, request: ClientRequest) -> None:
+        """Cancels the task of the current request."""
+        if self._task:
+            self._task.cancel()
+            # If the task has not started, its `finally` does not run.
+            self._task.add_done_callback(lambda _: self._end(request))
+
+    def _end(self, request: ClientRequest) -> None:
+        """Handles the end of the task of a request."""
+        if request is not self._current:
+            return
+        self._current = self._task = None
         self._idle_since = self._server.loop.time()
         if self._lost:
             self._server.discard(self)
@@ -335,8 +343,8 @@ class _Connection(asyncio.Protocol):
         if not self._in_head:  # The body is invalid, so its request is not served.
             if self._waiting:
                 self._waiting.pop()
-            elif self._task:
-                self._task.cancel()
+            elif self._current:
+                self._cancel(self._current)
         self._serve_next()
 
     def _too_long(self) -> Refusal:

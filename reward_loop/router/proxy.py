@@ -18,6 +18,7 @@ from reward_loop.router.pool import BackendPool
 from reward_loop.router.retries import Forwarder, Request
 from reward_loop.router.router_error import Refusal
 from reward_loop.router.routing import merged_models, route
+from reward_loop.router.time_limit import TimeLimit
 
 __all__ = ["Proxy"]
 
@@ -62,7 +63,7 @@ class Proxy:
         self._may_repeat = config.max_attempts > 1
         pool.on_frozen = self._move_requests
         self._key = pool.group().policy.key
-        self._timeout_s = config.request_timeout_s
+        self._limit = TimeLimit(config.request_timeout_s)
         self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
@@ -75,15 +76,19 @@ class Proxy:
 
     async def run(self, client: ClientRequest, work: Awaitable[None]) -> None:
         """Awaits `work` until the deadline of the request, and sends the error answer if it fails."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._limit.start(task)
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                await work
+            await work
         except Refusal as refusal:
             self.refuse(client, refusal)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
+        except asyncio.CancelledError:
+            if not self._limit.is_exceeded(task) or task.uncancel() > 0:
+                raise  # The client disconnected, or the router stops.
             self.refuse(client, self._late(client))
+        finally:
+            self._limit.stop(task)
 
     def refuse(self, client: ClientRequest, refusal: Refusal) -> None:
         """Logs an error, and sends it to the client."""
@@ -91,7 +96,8 @@ class Proxy:
         client.refuse(refusal)
 
     def close(self) -> None:
-        """Logs the summaries of suppressed messages."""
+        """Stops the timer, and logs the summaries of suppressed messages."""
+        self._limit.close()
         self.log.close()
 
     async def _serve(self, client: ClientRequest) -> None:
@@ -117,7 +123,7 @@ class Proxy:
 
     def _late(self, client: ClientRequest) -> Refusal:
         """Returns the error for a request that has passed its deadline."""
-        timeout = f"{self._timeout_s:g} s"
+        timeout = f"{self._limit.seconds:g} s"
         match client.waits_for:
             case WaitsFor.TURN:
                 message = f"the request waited {timeout} in the queue: {self.gate.inside} requests are in flight"
