@@ -92,7 +92,7 @@ class Permit:
         self._settle(GRANTED)
 
     def refuse(self, error: Exception) -> None:
-        """Refuse a waiting permit; ``error`` says why."""
+        """Refuse a waiting permit; ``error`` is the reason."""
         self.error = error
         self._settle(ENDED)
 
@@ -106,7 +106,7 @@ class Permit:
 
         Args:
             accepted: True: the service answered. False: the service refused the call (HTTP 429). None: the service
-                did not answer, which says nothing about its capacity.
+                did not answer, so its capacity is unknown.
             retry_after: the seconds that the service asked to wait.
         """
         if self.state == ENDED:
@@ -174,7 +174,7 @@ class Limits(Holder, ABC):
         """
         if self.bind() is not asyncio.get_running_loop():
             raise LimitError(
-                "these limits are in use by another event loop: give each event loop limits of its own, or share a "
+                "these limits are in use by another event loop: create limits for each event loop, or share a "
                 "service by its address (reward_loop.limits.server.serve_limits, reward_loop.job)"
             )
 
