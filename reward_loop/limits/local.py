@@ -97,6 +97,10 @@ class LocalLimits(Limits):
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
         """Change options of a limit, or add a limit."""
+        self.change(name, changes)
+
+    def change(self, name: str, changes: dict[str, Any]) -> None:
+        """Do the same as `configure`, without awaiting."""
         limiter = self._limiters.get(name)
         known = limiter.config.model_dump() if limiter else {}
         config = parse(LimitConfig, {**known, **changes}, f"limits.{name}")

@@ -187,12 +187,11 @@ class _JobConnection(_Connection):
         super().__init__(server.limits, writer)
         self._server = server
         self._limits = server.limits
-        self._tasks: set[asyncio.Task[None]] = set()
         self.handlers |= {
             "spend": self._spend,
             "count": server.count,
-            "configure": partial(self._answer, self._configure),
-            "status": partial(self._answer, self._limits.status),
+            "configure": self._configure,
+            "status": self._status,
         }
 
     def greet(self) -> None:
@@ -209,21 +208,18 @@ class _JobConnection(_Connection):
         if self._limits.spent != before:
             self._server.send_to_all("spent", self._limits.spent)
 
-    def _answer(self, question: Callable[..., Any], request: int, *arguments: Any) -> None:
-        async def answer() -> None:
-            self.messages.send("answer", request, await question(*arguments))
-
-        task = asyncio.create_task(answer())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _configure(self, name: str, changes: dict[str, Any]) -> str | None:
+    def _configure(self, request: int, name: str, changes: dict[str, Any]) -> None:
+        error = None
         try:
-            await self._limits.configure(name, changes)
-        except ConfigError as error:
-            return str(error)
-        self._server.send_to_all("limits", self._limits.max_waits)
-        return None
+            self._limits.change(name, changes)
+        except ConfigError as invalid:
+            error = str(invalid)
+        else:
+            self._server.send_to_all("limits", self._limits.max_waits)
+        self.messages.send("answer", request, error)
+
+    def _status(self, request: int) -> None:
+        self.messages.send("answer", request, self._limits.snapshot())
 
 
 class CallServer:
