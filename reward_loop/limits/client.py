@@ -59,6 +59,8 @@ class RemoteLimits(Limits):
         self.name = f"{host}:{port}"
         self.options = options or RewardLoopConfig(job=address)
         self.max_waits = {name: limit.max_wait for name, limit in self.options.limits.items()}
+        self.stopped: str | None = None
+        """Why the run must stop, once too many samples of the job have failed."""
         self._messages: Messages | None = None
         self._connection: asyncio.Task[None] | None = None
         self._lost: JobServiceError | None = None
@@ -93,7 +95,17 @@ class RemoteLimits(Limits):
         self._connect().send("spend", cost, tokens)
 
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample; see `Limits.count`. An error found by the service is raised at one of the next samples."""
+        """Count one sample, or one component of a sample, for the failure bound of the job.
+
+        Args:
+            failed: whether the sample failed.
+            error: the error message of a failed sample.
+            of: the name of the component; ``""`` for whole samples.
+
+        Raises:
+            TooManyFailuresError: the service has counted too many failures; raised at one of the next samples.
+            JobServiceError: the service is unreachable.
+        """
         if self.stopped is not None:
             raise TooManyFailuresError(self.stopped)
         lost = self._lost

@@ -8,6 +8,7 @@ from typing import Self
 from reward_loop._util.causes import cause_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import TooManyFailuresError
+from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.permit import Limits
 from reward_loop.types import Outcome, RewardResult
 
@@ -77,11 +78,11 @@ class SharedFailureBound:
     """The failure bound over all workers of a job, counted by the limiter service; otherwise as `FailureBound`.
 
     Args:
-        limits: the job's limits, which do the counting.
+        limits: the client of the limiter service.
         of: the name of the counted component; ``""`` for whole samples.
     """
 
-    def __init__(self, limits: Limits, of: str = "") -> None:
+    def __init__(self, limits: RemoteLimits, of: str = "") -> None:
         self._limits = limits
         self._of = of
 
@@ -103,4 +104,6 @@ def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> Fa
         limits: the job's limits.
         of: the name of the counted component; ``""`` for whole samples.
     """
-    return SharedFailureBound(limits, of) if options.job else FailureBound.of_options(options, of)
+    if options.job and isinstance(limits, RemoteLimits):
+        return SharedFailureBound(limits, of)
+    return FailureBound.of_options(options, of)

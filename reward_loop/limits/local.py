@@ -12,8 +12,7 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
-from reward_loop.errors import ConfigError, JobServiceError, LimitError, TooManyFailuresError
-from reward_loop.limits.failures import FailureBound
+from reward_loop.errors import ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
 from reward_loop.limits.permit import Limits, Permit, live
 from reward_loop.records import answers
@@ -27,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class LocalLimits(Limits):
-    """Keeps limits, budget and failure counts in this process, for one event loop at a time.
+    """Keeps limits and budget in this process, for one event loop at a time.
 
     Args:
-        options: the limits, the budget and the failure bound.
+        options: the limits and the budget.
         period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
     """
 
@@ -41,7 +40,6 @@ class LocalLimits(Limits):
         self.max_waits = {name: config.max_wait for name, config in options.limits.items()}
         self._period = period
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
-        self._failures: dict[str, FailureBound] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def open(
@@ -87,20 +85,6 @@ class LocalLimits(Limits):
                 else:
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
 
-    def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample; see `Limits.count`."""
-        if of not in self._failures:
-            self._failures[of] = FailureBound.of_options(self.options, of)
-        try:
-            self._failures[of].add(failed, error)
-        except TooManyFailuresError as stop:
-            self.stopped = str(stop)
-            raise
-
-    async def why_stopped(self) -> str | None:
-        """Return why the run must stop, or ``None``."""
-        return self.stopped
-
     async def status(self) -> dict[str, Any]:
         """Return the limits and their current usage."""
         return self.snapshot()
@@ -113,6 +97,10 @@ class LocalLimits(Limits):
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
         """Change options of a limit, or add a limit."""
+        self.change(name, changes)
+
+    def change(self, name: str, changes: dict[str, Any]) -> None:
+        """Do the same as `configure`, without awaiting."""
         limiter = self._limiters.get(name)
         known = limiter.config.model_dump() if limiter else {}
         config = parse(LimitConfig, {**known, **changes}, f"limits.{name}")

@@ -92,7 +92,7 @@ class Permit:
         self._settle(GRANTED)
 
     def refuse(self, error: Exception) -> None:
-        """Refuse a waiting permit; ``error`` says why."""
+        """Refuse a waiting permit; ``error`` is the reason."""
         self.error = error
         self._settle(ENDED)
 
@@ -106,7 +106,7 @@ class Permit:
 
         Args:
             accepted: True: the service answered. False: the service refused the call (HTTP 429). None: the service
-                did not answer, which says nothing about its capacity.
+                did not answer, so its capacity is unknown.
             retry_after: the seconds that the service asked to wait.
         """
         if self.state == ENDED:
@@ -141,7 +141,7 @@ class Permit:
 
 
 class Limits(Holder, ABC):
-    """The limits, budget and failure counts of a job, for one event loop at a time.
+    """The limits and the budget of a job, for one event loop at a time.
 
     The code that constructs the object closes it. Functions and managers share limits by receiving the same object, or,
     in different processes, the address of the same limiter service.
@@ -156,8 +156,6 @@ class Limits(Holder, ABC):
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
-    stopped: str | None = None
-    """Why the run must stop, once too many samples have failed."""
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Bind to the running event loop, unless an earlier one still runs; return the event loop in use."""
@@ -174,7 +172,7 @@ class Limits(Holder, ABC):
         """
         if self.bind() is not asyncio.get_running_loop():
             raise LimitError(
-                "these limits are in use by another event loop: give each event loop limits of its own, or share a "
+                "these limits are in use by another event loop: create limits for each event loop, or share a "
                 "service by its address (reward_loop.limits.server.serve_limits, reward_loop.job)"
             )
 
@@ -193,20 +191,6 @@ class Limits(Holder, ABC):
         """Add a call's usage to the budget."""
 
     @abstractmethod
-    def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample, or one component of a sample, for the failure bound.
-
-        Args:
-            failed: whether the sample failed.
-            error: the error message of a failed sample.
-            of: the name of the component; ``""`` for whole samples.
-
-        Raises:
-            TooManyFailuresError: the share of failed samples among the recent samples is too large.
-            JobServiceError: the limiter service is unreachable.
-        """
-
-    @abstractmethod
     async def status(self) -> dict[str, Any]:
         """Return the limits and their current usage."""
 
@@ -219,9 +203,9 @@ class Limits(Holder, ABC):
             JobServiceError: the limiter service is unreachable.
         """
 
-    @abstractmethod
     async def why_stopped(self) -> str | None:
-        """Return why the run must stop, or ``None``."""
+        """Return why the limiter service stops the run, or ``None``."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

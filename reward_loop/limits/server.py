@@ -14,6 +14,7 @@ from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooManyFailuresError
+from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import ENDED, GRANTED, Permit
@@ -29,7 +30,7 @@ AUTHENTICATION_TIMEOUT_S = 10.0
 
 
 class LimitServer:
-    """Serves the limits of a job over TCP. Call `start` and `stop` on the same event loop.
+    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop.
 
     Args:
         limits: the limits of the job, or the options to create them from.
@@ -38,6 +39,9 @@ class LimitServer:
     def __init__(self, limits: LocalLimits | RewardLoopConfig) -> None:
         self.limits = limits if isinstance(limits, LocalLimits) else LocalLimits(limits)
         self.token = secrets.token_urlsafe(24)
+        self.stopped: str | None = None
+        """Why the run must stop, once too many samples have failed."""
+        self._failures: dict[str, FailureBound] = {}
         self._server: asyncio.Server | None = None
         self._connections: dict[_JobConnection, asyncio.Task[Any]] = {}
 
@@ -75,6 +79,16 @@ class LimitServer:
         """Send a message to all clients."""
         for connection in self._connections:
             connection.messages.send(*message)
+
+    def count(self, failed: bool, error: str | None, of: str) -> None:
+        """Count one sample, with the arguments of `RemoteLimits.count`."""
+        if of not in self._failures:
+            self._failures[of] = FailureBound.of_options(self.limits.options, of)
+        try:
+            self._failures[of].add(failed, error)
+        except TooManyFailuresError as stop:
+            self.stopped = str(stop)
+            self.send_to_all("stop", self.stopped)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with _closing(writer):
@@ -173,12 +187,11 @@ class _JobConnection(_Connection):
         super().__init__(server.limits, writer)
         self._server = server
         self._limits = server.limits
-        self._tasks: set[asyncio.Task[None]] = set()
         self.handlers |= {
             "spend": self._spend,
-            "count": self._count,
-            "configure": partial(self._answer, self._configure),
-            "status": partial(self._answer, self._limits.status),
+            "count": server.count,
+            "configure": self._configure,
+            "status": self._status,
         }
 
     def greet(self) -> None:
@@ -186,8 +199,8 @@ class _JobConnection(_Connection):
         self.messages.send("limits", self._limits.max_waits)
         if self._limits.spent:
             self.messages.send("spent", self._limits.spent)
-        if self._limits.stopped:
-            self.messages.send("stop", self._limits.stopped)
+        if self._server.stopped:
+            self.messages.send("stop", self._server.stopped)
 
     def _spend(self, cost: float, tokens: float) -> None:
         before = self._limits.spent
@@ -195,27 +208,18 @@ class _JobConnection(_Connection):
         if self._limits.spent != before:
             self._server.send_to_all("spent", self._limits.spent)
 
-    def _count(self, failed: bool, error: str | None, of: str) -> None:
+    def _configure(self, request: int, name: str, changes: dict[str, Any]) -> None:
+        error = None
         try:
-            self._limits.count(failed, error, of)
-        except TooManyFailuresError as stop:
-            self._server.send_to_all("stop", str(stop))
+            self._limits.change(name, changes)
+        except ConfigError as invalid:
+            error = str(invalid)
+        else:
+            self._server.send_to_all("limits", self._limits.max_waits)
+        self.messages.send("answer", request, error)
 
-    def _answer(self, question: Callable[..., Any], request: int, *arguments: Any) -> None:
-        async def answer() -> None:
-            self.messages.send("answer", request, await question(*arguments))
-
-        task = asyncio.create_task(answer())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _configure(self, name: str, changes: dict[str, Any]) -> str | None:
-        try:
-            await self._limits.configure(name, changes)
-        except ConfigError as error:
-            return str(error)
-        self._server.send_to_all("limits", self._limits.max_waits)
-        return None
+    def _status(self, request: int) -> None:
+        self.messages.send("answer", request, self._limits.snapshot())
 
 
 class CallServer:

@@ -89,7 +89,7 @@ class ModelServer:
             await self._router.resume(self.url)
 
     async def on_up(self, url: str) -> None:
-        """Puts a restarted server to sleep if the others sleep; tells the router a new URL."""
+        """Puts a restarted server to sleep if the others sleep; sends a new URL to the router."""
         async with self._changing:
             if self._asleep and self._sleep_path:
                 await post(url, self._sleep_path, self._router.timeout_s)
@@ -116,7 +116,7 @@ class ModelServer:
         await self.send_state()
 
     async def send_state(self) -> None:
-        """Sends the state to the router, for instance to a restarted one, which knows only the server's address."""
+        """Sends the state to the router. A restarted router has only the addresses of the servers."""
         if self.url is None:
             return
         if self._lost:

@@ -1,6 +1,6 @@
 """``python -m reward_loop.serving.reaper --lifeline-fd N -- COMMAND``: runs a server, and ends all its processes.
 
-For engines, which start processes of their own and cannot follow the pipe. All of them are killed when the parent
+For engines, which start further processes and cannot follow the pipe. All of them are killed when the parent
 closes the pipe or dies, and when the server's first process ends for any reason. If the reaper itself is killed, the
 first process is killed, too. SIGTERM and SIGINT are forwarded to the server. The reaper exits with the server's exit
 status or signal.

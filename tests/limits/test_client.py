@@ -74,13 +74,16 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
     await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
-async def test_what_cannot_be_sent_holds_up_nothing_else(kept):
-    job, state = await kept(options(max_concurrent=1))
+async def test_what_cannot_be_sent_holds_up_nothing_else():
+    service = LimitServer(options(max_concurrent=1))
+    job = RemoteLimits(await service.start())
     place = await job.enter("judge", 0, "train")
     job.count(True, "sample u1: judge raised ValueError: \ud83d is no verdict")
     place.leave()
     (await asyncio.wait_for(job.enter("judge", 0, "train"), 30)).leave()
-    assert state._failures[""]._failures == 1
+    assert service._failures[""]._failures == 1
+    job.close()
+    await service.stop()
 
 
 async def test_a_message_that_json_cannot_hold_is_its_senders_error():

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from reward_loop._util.descendants import children, descendants, kill
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print(child.pid, flush=True)
+child.wait()
+print("killed", flush=True)
+sys.stdin.read()
+"""
+
+KILLS_ALL = """
+import subprocess, sys
+from reward_loop._util.descendants import adopt_orphans, children, kill_children
+import os
+adopt_orphans()
+sleeps = [sys.executable, "-c", "import time; time.sleep(1000)"]
+starts = f"import subprocess; subprocess.Popen({sleeps!r}, start_new_session=True).wait()"
+children_of = [subprocess.Popen([sys.executable, "-c", starts]) for _ in range(2)]
+while not all(children(child.pid) for child in children_of):
+    pass
+kill_children()
+print(children(os.getpid()))
+"""
+
+
+def test_children_and_descendants_are_found_and_killed() -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert children(parent.pid) == [child]
+        assert descendants(parent.pid) == [parent.pid, child]
+        kill(child)
+        assert parent.stdout.readline() == "killed\n"
+        assert children(parent.pid) == []
+        parent.communicate("")
+
+
+def test_all_descendants_are_killed_also_in_other_sessions() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLS_ALL], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
