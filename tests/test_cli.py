@@ -111,7 +111,7 @@ def test_reward_kwargs_are_json_or_text(folder):
         (("score", ".", "--fn", "reward.py"), ". is not a file of rollouts: it is a folder"),
         (("score", "rollouts.jsonl", "--fn", "."), ". is a folder: name the file in it"),
         (("score", "rollouts.jsonl"), "name the function: file.py:name"),
-        ((*MAPPED, "-o", "reward.py/out.jsonl"), "the output reward.py/out.jsonl has no folder"),
+        ((*MAPPED, "-o", "reward.py/out.jsonl"), "the folder of the output reward.py/out.jsonl cannot be created"),
         ((*MAPPED, "-o", "out.csv"), "out.csv: rollouts are JSONL, or parquet by the suffix .parquet, and not .csv"),
         (("score", "rollouts.csv", "--fn", "reward.py"), "rollouts.csv: rollouts are JSONL, or parquet"),
         ((*MAPPED, "-o", "/dev/full", "--restart"), "the output must be a file of its own, and /dev/full is"),
@@ -177,7 +177,7 @@ def test_rows_that_failed_before_the_key_was_set_are_scored_again(folder, monkey
     command = ("score", "many.jsonl", "--fn", "keyed.py", "-f", "solution_str=output")
     shown = run(*command, code=1)
     assert "THE_KEY is not set" in shown
-    assert "run the same command again to go on. Add --retry-failed" in shown
+    assert "rerun the command to resume. Add --retry-failed" in shown
     monkeypatch.setenv("THE_KEY", "secret")
     shown = run(*command)
     assert "63 failed, 7 scored" in shown
@@ -249,7 +249,7 @@ def test_an_interrupted_run_to_stdout_is_resumed(folder):
     )
     stops = ("score", "rollouts.jsonl", "--fn", "later.py", "-f", "solution_str=output", "-o", "-")
     stops += ("--on-failed", "raise", "--concurrency", "1")
-    assert "rollouts.stdout.partial: run the same command again" in run(*stops, code=1)
+    assert "rollouts.stdout.partial: rerun the command to resume" in run(*stops, code=1)
     (folder / "go").touch()
     assert "rows 6, 4 of them by an earlier run" in run(*stops)
     assert not (folder / "rollouts.stdout.partial").exists()
@@ -282,9 +282,9 @@ def test_post_process_scores_is_not_applied_silently(folder):
 
 def test_a_run_is_not_resumed_with_an_edited_function(folder, monkeypatch):
     run(*MAPPED, "--on-failed", "raise", "--concurrency", "1", code=1)
-    assert "that had another policy" in run(*MAPPED, code=2)
+    assert "with another policy" in run(*MAPPED, code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
-    assert "that had another function" in run(*MAPPED, "--on-failed", "raise", code=2)
+    assert "with another function" in run(*MAPPED, "--on-failed", "raise", code=2)
 
 
 COMPOSITE = ("score", "rollouts.jsonl", "-f", "solution_str=output", "-f", "ground_truth=gts", "--manager", "composite")
@@ -300,10 +300,10 @@ def test_a_composite_needs_no_other_function(folder):
 
 def test_a_run_is_not_resumed_with_other_weights_of_a_composite(folder):
     stops = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=raise", "--concurrency", "1")
-    assert "run the same command again to go on" in run(*COMPOSITE, *stops, code=1)
-    assert "that had another set of components" in run(*COMPOSITE, *stops, "-O", "components.right.weight=2", code=2)
+    assert "rerun the command to resume" in run(*COMPOSITE, *stops, code=1)
+    assert "with another set of components" in run(*COMPOSITE, *stops, "-O", "components.right.weight=2", code=2)
     (folder / "reward.py").write_text(FUNCTION.replace('"5"', '"6"'))
-    assert "that had another set of components" in run(*COMPOSITE, *stops, code=2)
+    assert "with another set of components" in run(*COMPOSITE, *stops, code=2)
 
 
 def test_invalid_parquet_is_refused(folder):
@@ -372,7 +372,7 @@ def test_a_killed_run_is_resumed(folder, number):
     _, errors = run.communicate(timeout=120)
     if number == signal.SIGINT:
         assert run.returncode == 130
-        assert "run the same command again to go on" in errors
+        assert "rerun the command to resume" in errors
     (folder / "go-on").touch()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -433,7 +433,7 @@ def compute_score():
         _, errors = run.communicate(timeout=300)
     assert run.returncode == 130, errors
     assert errors.count("Interrupted") == 1
-    assert "run the same command again to go on" in errors
+    assert "rerun the command to resume" in errors
     assert "Traceback" not in errors
 
 

@@ -18,7 +18,7 @@ from reward_loop import (
     load_function,
 )
 from reward_loop._util.json import to_json
-from reward_loop.offline import Fields, Journal, Row, count_rows, read_rows, score_file
+from reward_loop.offline import Fields, PartialResults, Row, count_rows, read_rows, score_file
 from reward_loop.offline.output import RESULT_COLUMNS
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 
@@ -218,45 +218,45 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, stop_at):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A source, its output, and the journal as it was just before the end."""
+    """A source, its output, and the partial results as they were just before the end."""
     folder = tmp_path_factory.mktemp("finished")
     source, output = write_jsonl(folder / "in.jsonl", [*ROWS, "torn {"]), folder / "out.jsonl"
     calls = Calls(len(ROWS) - 1)
     with pytest.raises(KeyboardInterrupt):
         score(source, output, calls, concurrency=1)
-    journal = (folder / "out.jsonl.partial").read_bytes()
+    partial = (folder / "out.jsonl.partial").read_bytes()
     calls.stop_at = None
     score(source, output, calls, concurrency=1)
-    return source, read_jsonl(output), journal
+    return source, read_jsonl(output), partial
 
 
 @settings(deadline=None, max_examples=60)
 @given(share=st.floats(0, 1), garbage=st.sampled_from([b"", b'{"row": 1', b"\x00\x00", b"\n"]))
-def test_a_journal_cut_at_any_byte_gives_the_same_output(finished, share, garbage):
-    source, expected, journal = finished
+def test_partial_results_cut_at_any_byte_gives_the_same_output(finished, share, garbage):
+    source, expected, partial = finished
     output = source.with_name("resumed.jsonl")
     output.unlink(missing_ok=True)
-    kept = journal[: round(share * len(journal))]
+    kept = partial[: round(share * len(partial))]
     source.with_name("resumed.jsonl.partial").write_bytes(kept + garbage)
     calls = Calls()
     summary = score(source, output, calls, concurrency=4)
     assert untimed(read_jsonl(output)) == untimed(expected)
     # A row is called again only if its record was cut.
-    whole = max(0, (kept + (b"\n" if garbage == b"\n" and kept in _prefixes(journal) else b"")).count(b"\n") - 1)
+    whole = max(0, (kept + (b"\n" if garbage == b"\n" and kept in _prefixes(partial) else b"")).count(b"\n") - 1)
     assert summary.resumed == whole
     assert calls.calls.total() == len(ROWS) - whole
     assert set(calls.calls.values()) <= {1}
 
 
-def _prefixes(journal):
-    """What a journal is like when only the newline of its last record is missing."""
-    lines = journal.splitlines(keepends=True)
+def _prefixes(partial):
+    """The partial results when only the newline of its last record is missing."""
+    lines = partial.splitlines(keepends=True)
     return {b"".join(lines[:n])[:-1] for n in range(1, len(lines) + 1)}
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    write, written = Journal._write, []
+    write, written = PartialResults._write, []
 
     def full(self, line):
         if len(written) == 5:
@@ -265,7 +265,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         written.append(line)
         write(self, line)
 
-    monkeypatch.setattr(Journal, "_write", full)
+    monkeypatch.setattr(PartialResults, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         score(source, output, concurrency=1)
     monkeypatch.undo()
@@ -288,7 +288,7 @@ def test_a_file_that_cannot_grow_is_named(tmp_path):
 
 def test_a_run_that_died_after_its_output_is_not_scored_again(tmp_path, monkeypatch):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    monkeypatch.setattr(Journal, "delete", lambda self: None)
+    monkeypatch.setattr(PartialResults, "delete", lambda self: None)
     score(source, output)
     first = output.read_bytes()
     monkeypatch.undo()
@@ -305,7 +305,8 @@ def test_another_run_is_not_continued(tmp_path, change):
         write_jsonl(source, ROWS[:-1])
     identity = {"function": "b" if change == "function" else "a"}
     with pytest.raises(
-        ConfigError, match=f"out.jsonl.partial holds an interrupted run that had another {change}.*--restart"
+        ConfigError,
+        match=f"out.jsonl.partial contains the results of an interrupted run with another {change}.*--restart",
     ):
         score(source, output, identity=identity)
     assert score(source, output, identity=identity, restart=True).resumed == 0
@@ -313,7 +314,7 @@ def test_another_run_is_not_continued(tmp_path, change):
 
 def test_two_runs_at_once_are_refused(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    with Journal(tmp_path / "out.jsonl.partial", {}):
+    with PartialResults(tmp_path / "out.jsonl.partial", {}):
         for restart in (False, True):
             with pytest.raises(ConfigError, match="another run is writing"):
                 score(source, output, restart=restart)

@@ -92,7 +92,9 @@ class BatchRunner:
         if self._tasks:
             _, left = await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
             if left:
-                logger.warning("%d reward tasks keep running after their cancellation; they are left behind", len(left))
+                logger.warning(
+                    "%d reward tasks still run after their cancellation; the agent no longer waits for them", len(left)
+                )
         if callable(close := getattr(self.manager, "close", None)):
             await asyncio.to_thread(close)
 

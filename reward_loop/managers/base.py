@@ -188,7 +188,7 @@ class RewardLoopManagerBase:
     def _call(self, what: Any) -> Awaitable[Any]:
         # Return the function's coroutine directly: no extra coroutine per sample in flight.
         if self.function is None:
-            raise ConfigError(f"{type(self).__name__} was given no compute_score")
+            raise ConfigError(f"{type(self).__name__} has no compute_score: pass one to its constructor")
         return self.function(
             what,
             reward_router_address=self.reward_router_address,
@@ -258,8 +258,8 @@ def scoring_function(
     if isinstance(function, kind):
         if ignored := sorted(name for name, value in more.items() if value and (name, value) != ("limit", DEFAULT)):
             raise ConfigError(
-                f"{ignored[0]}={more[ignored[0]]!r} has no effect: {function.name} is a {kind.__name__} already; give "
-                f"it {ignored[0]} when it is made"
+                f"{ignored[0]}={more[ignored[0]]!r} has no effect: {function.name} is a {kind.__name__} already; pass "
+                f"{ignored[0]} to its constructor"
             )
         return function
     return kind(function, options=options, limits=limits, **more)

@@ -43,13 +43,13 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
         """
         if sample.group is None:
             raise ConfigError(
-                "the manager `group` needs to know the group of each sample: set RewardSample.group, or the column "
+                "the manager `group` needs the group of each sample: set RewardSample.group, or the column "
                 "`uid` of a DataProto"
             )
         size = sample.group_size or self._size
         if size is None:
             raise ConfigError(
-                "the manager `group` needs to know how many samples a group has: set reward_loop.group.size, or "
+                "the manager `group` needs the size of each group: set reward_loop.group.size, or "
                 "RewardSample.group_size"
             )
         if (problem := self._expired.get(sample.group)) is not None:

@@ -70,7 +70,7 @@ def _limit(given: RateLimitedConfig) -> LimitConfig:
     if given.max_tpm is not None and given.estimated_tokens_per_request > given.max_tpm:
         raise ConfigError(
             f"reward.estimated_tokens_per_request={given.estimated_tokens_per_request} is more than "
-            f"reward.max_tpm={given.max_tpm}: no call would ever begin"
+            f"reward.max_tpm={given.max_tpm}: no call could ever start"
         )
     return LimitConfig(
         max_concurrent=given.max_concurrent,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reward_loop.offline.journal import Journal
+from reward_loop.offline.partial import PartialResults
 from reward_loop.offline.rows import Fields, Row, check_input, count_rows, read_rows
 from reward_loop.offline.run import Summary, score_file
 
-__all__ = ["Fields", "Journal", "Row", "Summary", "check_input", "count_rows", "read_rows", "score_file"]
+__all__ = ["Fields", "PartialResults", "Row", "Summary", "check_input", "count_rows", "read_rows", "score_file"]

@@ -162,8 +162,8 @@ def score(
                 partial = partial_of(file, destination)
                 if not isinstance(error, ConfigError) and partial.exists():
                     error.add_note(
-                        f"Completed rows are kept in {partial}: run the same command again to go on. Add "
-                        "--retry-failed to also score again the rows that failed."
+                        f"Completed rows are in {partial}: rerun the command to resume. Add --retry-failed to also "
+                        "score the failed rows again."
                     )
                 raise
         _show(summary, target, _err if target is None else Console(file=stdout, soft_wrap=True))

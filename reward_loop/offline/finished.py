@@ -10,8 +10,8 @@ from typing import Any
 
 from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
-from reward_loop.offline.journal import Journal, differences
 from reward_loop.offline.output import RESULT_COLUMNS
+from reward_loop.offline.partial import PartialResults, differences
 from reward_loop.offline.rows import count_rows, is_parquet, read_rows
 from reward_loop.types import Outcome
 
@@ -21,8 +21,9 @@ __all__ = ["FinishedOutput"]
 class FinishedOutput:
     """A complete output file ``<output>``, and the identity file ``<output>.run``.
 
-    The identity file exists only while the output has failed rows. It contains the header of the run's journal. `check`
-    compares this header with that of the current run, so that the results of two different runs are never mixed.
+    The identity file exists only while the output has failed rows. It contains the header of the run's
+    `PartialResults`. `check` compares this header with that of the current run, so that the results of two different
+    runs are never mixed.
     """
 
     def __init__(self, output: Path) -> None:
@@ -52,7 +53,7 @@ class FinishedOutput:
         if failed:
             return (
                 f", and {failed} of its {rows} rows failed: score these rows again with --retry-failed, choose another "
-                "output, or score all rows anew with --restart"
+                "output, or score all rows again with --restart"
             )
         return ": choose another output, or replace it: --restart"
 
@@ -61,7 +62,7 @@ class FinishedOutput:
 
         Args:
             source: the input file.
-            header: the journal header of this run.
+            header: the header of the partial results of this run.
 
         Raises:
             ConfigError: the file is not an output of `reward-loop score`, its number of rows differs from that of the
@@ -80,14 +81,14 @@ class FinishedOutput:
         if has_results and changed:
             raise ConfigError(
                 f"{self.output} is the output of a run with another {changed}. Use the old command to score its failed "
-                "rows again, or score all rows anew: --restart"
+                "rows again, or score all rows again with --restart"
             )
 
-    def take_over(self, journal: Journal) -> None:
-        """Copy the records of rows that did not fail to a journal, without rows that the journal already contains."""
+    def take_over(self, results: PartialResults) -> None:
+        """Copy the records of rows that did not fail to the partial results, unless these contain the row already."""
         for row, record in self._records():
-            if record["outcome"] != Outcome.FAILED and row not in journal:
-                journal.append(row, record)
+            if record["outcome"] != Outcome.FAILED and row not in results:
+                results.append(row, record)
 
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for row in read_rows(self.output):

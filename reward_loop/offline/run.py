@@ -4,7 +4,7 @@ Invariants:
 
 - The input is read as needed: while rows are scored, only the rows in flight are in memory, and for parquet also the
   current record batch.
-- The result of a completed row is in the journal before its worker takes the next row, so a run can be resumed.
+- The result of a completed row is in `PartialResults` before its worker takes the next row, so a run can be resumed.
 - The output has every row of the input, in the order of the input.
 """
 
@@ -23,9 +23,9 @@ from reward_loop._util.causes import Causes
 from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.finished import FinishedOutput
-from reward_loop.offline.journal import Journal
 from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
+from reward_loop.offline.partial import PartialResults
 from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet, read_rows
 from reward_loop.types import Outcome, Reward
 
@@ -80,7 +80,7 @@ class Summary:
 
 
 def partial_of(source: Path, output: Path | IO[bytes]) -> Path:
-    """Return the path of the journal, which contains the completed rows until the output is complete."""
+    """Return the path of the partial results, which contain the completed rows until the output is complete."""
     if isinstance(output, Path):
         return output.with_name(output.name + ".partial")
     return source.with_name(source.stem + ".stdout.partial")
@@ -100,14 +100,15 @@ def score_file(
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
-    The journal ``<output>.partial`` contains the completed rows until the output is complete. If the journal exists,
-    only the rows that it does not contain are scored. If rows of the output failed, the file ``<output>.run``
+    The file ``<output>.partial`` contains the completed rows until the output is complete. If it exists, only the
+    other rows are scored. If rows of the output failed, the file ``<output>.run``
     identifies the run, so that ``retry_failed`` can check that it is the same run.
 
     Args:
         source: the input file: JSONL, or parquet if it has a parquet suffix.
         output: the output file: JSONL, or parquet if it has a parquet suffix. Or a binary stream, to which JSONL is
-            written when all rows are scored. The journal of a stream is ``<source without suffix>.stdout.partial``.
+            written when all rows are scored. The partial results of a stream are in
+            ``<source without suffix>.stdout.partial``.
         manager: a reward manager; its ``run_single`` receives a `RewardSample` for each row.
         fields: the field mapping.
         identity: what identifies the run in addition to the input file: the function and its options.
@@ -122,7 +123,7 @@ def score_file(
     Raises:
         ConfigError: a file does not exist, has an unsupported format, would be overwritten, or belongs to a different
             run; or ``fields`` fits no row.
-        RewardLoopError: a policy or the bound on failures stopped the run. The journal keeps the completed rows.
+        RewardLoopError: a policy or the bound on failures stopped the run. The completed rows are kept.
     """
     check_input(source)
     partial = partial_of(source, output)
@@ -145,22 +146,22 @@ def score_file(
     if isinstance(output, Path):
         _make_folder(output)
     started = time.perf_counter()
-    with Journal(partial, header, restart=restart) as journal:
+    with PartialResults(partial, header, restart=restart) as results:
         if retry_failed:
-            journal.forget_failed()
+            results.forget_failed()
         if finished is not None:
             if resumes:
-                finished.take_over(journal)
+                finished.take_over(results)
             else:
                 finished.forget()
-        resumed = len(journal)
+        resumed = len(results)
         on_row(resumed)
-        todo = (row for row in read_rows(source) if row.index not in journal)
-        run(_score_rows(todo, manager, fields, journal, concurrency, on_row))
+        todo = (row for row in read_rows(source) if row.index not in results)
+        run(_score_rows(todo, manager, fields, results, concurrency, on_row))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
-            record = journal[row.index]
+            record = results[row.index]
             summary.add(row, record)
             return record
 
@@ -173,7 +174,7 @@ def score_file(
                 finished.identify(header)
             else:
                 finished.forget()
-        journal.delete()
+        results.delete()
     summary.slowest.sort(reverse=True)
     return summary
 
@@ -194,22 +195,22 @@ def _make_folder(output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the output {output} has no folder, and none can be made: {error.strerror}") from error
+        raise ConfigError(f"the folder of the output {output} cannot be created: {error.strerror}") from error
 
 
 async def _score_rows(
     rows: Iterator[Row],
     manager: Any,
     fields: Fields,
-    journal: Journal,
+    results: PartialResults,
     concurrency: int,
     on_row: Callable[[int], None],
 ) -> None:
     async def worker() -> None:
         # The workers share one iterator, so that only the rows in flight are in memory.
         for row in rows:
-            journal.append(row.index, _record(await _run_single(manager, row, fields)))
-            on_row(len(journal))
+            results.append(row.index, _record(await _run_single(manager, row, fields)))
+            on_row(len(results))
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -238,7 +239,7 @@ async def _run_single(manager: Any, row: Row, fields: Fields) -> Reward:
 
 
 def _record(reward: Reward) -> dict[str, Any]:
-    """Return the journal record of a reward. If the manager reports no outcome, the outcome is *scored*."""
+    """Return the record of a reward. If the manager reports no outcome, the outcome is *scored*."""
     extra_info = dict(reward.get("reward_extra_info") or {})
     masked = extra_info.get("reward_masked", False)
     return {

@@ -40,8 +40,8 @@ class Records:
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory).absolute() / f"{socket.gethostname()}-{os.getpid()}.jsonl"
         self._waiting: deque[Mapping[str, Any] | threading.Event] = deque()
-        self._news = threading.Event()
-        self._hurry = threading.Event()
+        self._has_records = threading.Event()
+        self._write_now = threading.Event()
         self._failed = False
         self._started = False
 
@@ -50,8 +50,8 @@ class Records:
         self._waiting.append(record)
         if not self._started:
             self._start()
-        if not self._news.is_set():
-            self._news.set()
+        if not self._has_records.is_set():
+            self._has_records.set()
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
         """Wait until all queued records are written; return ``False`` if that takes longer than ``timeout`` seconds."""
@@ -59,8 +59,8 @@ class Records:
             return True
         written = threading.Event()
         self._waiting.append(written)
-        self._hurry.set()
-        self._news.set()
+        self._write_now.set()
+        self._has_records.set()
         return written.wait(timeout)
 
     def _start(self) -> None:
@@ -73,10 +73,10 @@ class Records:
 
     def _run(self) -> None:
         while True:
-            self._news.wait()
-            self._hurry.wait(GATHERING_S)
-            self._hurry.clear()
-            self._news.clear()
+            self._has_records.wait()
+            self._write_now.wait(GATHERING_S)
+            self._write_now.clear()
+            self._has_records.clear()
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             lines = [_line(item) for item in items if not isinstance(item, threading.Event)]
             if lines:

@@ -57,7 +57,7 @@ class ListScoringFunction:
             ConfigError: the cache is enabled. Batched calls are almost never equal, so they are not cached.
         """
         if (given := options.get("options")) is not None and given.cache.enabled:
-            raise ConfigError("reward_loop.cache.enabled: calls of a function of lists are not cached; leave it off")
+            raise ConfigError("reward_loop.cache.enabled: calls of a batched function are not cached: set it to false")
         target = resolve(function, reward_kwargs, (*FIELDS, *CONTEXT))
         # Wrapped as a function of one sample; the real samples are in its extra_info["samples"].
         call = functools.partial(_call, target)
@@ -130,7 +130,7 @@ class ListScoringFunction:
             return [called] * len(samples)
         returned = called.extra_info["returned"]
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
-            problem = f"was given {len(samples)} samples, and must return a list of as many scores"
+            problem = f"must return a list of {len(samples)} scores, one for each sample"
             problem += f"; got {shorten(returned)}"
             return [
                 failed_after(called, InvalidScoreError(problem, sample=sample, function=self.name))

@@ -114,7 +114,7 @@ class ScoringFunction:
                 opened, or the address of the limiter service is invalid.
         """
         if limit == RETRY:
-            raise ConfigError(f"the limit {RETRY!r} holds for calls that are made again: name another limit")
+            raise ConfigError(f"the limit {RETRY!r} is reserved for retries: name another limit")
         own: dict[str, Any] = {
             "timeout": timeout,
             "max_threads": max_threads,

@@ -59,10 +59,12 @@ def load_object(path: str, name: str | None = None) -> Any:
     """
     source, in_path = _split(path)
     if name and in_path and name != in_path:
-        raise FunctionLoadError(f"{path!r} names {in_path!r}, and the name given beside it is {name!r}: leave one out")
+        raise FunctionLoadError(
+            f"{path!r} contains the name {in_path!r}, and the name {name!r} is also given: remove one"
+        )
     name = name or in_path
     if not name:
-        raise FunctionLoadError(f"{path!r} does not say what to load: write `{path}:name`")
+        raise FunctionLoadError(f"{path!r} has no name of an object to load: write `{path}:name`")
     module = _load_file(source) if source.endswith(".py") else _load_module(source)
     found: Any = module
     for part in name.split("."):
@@ -166,5 +168,5 @@ def _neighbour(error: BaseException, file: Path) -> str:
     """Return a hint if the missing module is in the same folder as the file being loaded; otherwise ``""``."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and ((file.parent / f"{missing}.py").exists() or (file.parent / missing).is_dir()):
-        return f"; {missing} lies beside it: add its folder to PYTHONPATH"
+        return f"; {missing} is in the same folder: add that folder to PYTHONPATH"
     return ""

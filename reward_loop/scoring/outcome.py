@@ -98,4 +98,4 @@ def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
 
 def not_called(sample: RewardSample) -> RewardResult:
     """Return the failed result of a sample with an invalid row, for which the function is not called."""
-    return failed(ScoringError(sample.error or "its row is broken", sample=sample), attempts=0)
+    return failed(ScoringError(sample.error or "its row is invalid", sample=sample), attempts=0)

@@ -73,7 +73,7 @@ def ranking(order: Sequence[int]) -> list[float]:
         ValueError: an entry is missing or occurs twice.
     """
     if sorted(order) != list(range(len(order))):
-        raise ValueError(f"a ranking names each of {len(order)} entries once, counted from 0; got {shorten(order)}")
+        raise ValueError(f"order must contain each index from 0 to {len(order) - 1} once; got {shorten(order)}")
     scores = [0.0] * len(order)
     for place, entry in enumerate(order):
         scores[entry] = 1.0 - place / max(1, len(order) - 1)
@@ -92,5 +92,5 @@ async def _ask(compare: Callable[[T, T], Awaitable[float | None]], first: T, sec
     if result is None:
         return None
     if not isinstance(result, int | float) or not 0 <= result <= 1:
-        raise ValueError(f"a comparison gives a number from 0 (the second wins) to 1, or None; got {shorten(result)}")
+        raise ValueError(f"compare must return a number from 0 (the second wins) to 1, or None; got {shorten(result)}")
     return float(result)

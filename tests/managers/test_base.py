@@ -156,7 +156,7 @@ async def test_a_dataproto_needs_a_tokenizer():
 
 
 async def test_score_needs_a_function():
-    with pytest.raises(ConfigError, match="was given no compute_score"):
+    with pytest.raises(ConfigError, match="has no compute_score"):
         await NaiveRewardLoopManager().score(RewardSample("x"))
 
 

@@ -89,7 +89,7 @@ async def test_an_exception_that_cannot_be_printed_is_a_failure_as_any():
 async def test_another_number_of_scores_fails_all(returned):
     results = await ListScoringFunction(lambda solution_strs: returned)(SAMPLES)
     assert [result.outcome for result in results] == [Outcome.FAILED] * 2
-    assert "was given 2 samples" in results[0].error
+    assert "must return a list of 2 scores" in results[0].error
     assert "sample u1" in results[1].error
 
 

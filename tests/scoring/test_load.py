@@ -114,7 +114,9 @@ def test_a_neighbour_that_is_not_on_the_path(tmp_path):
     (tmp_path / "my_helper_module.py").write_text("")
     path = tmp_path / "reward.py"
     path.write_text("import my_helper_module\n")
-    with pytest.raises(FunctionLoadError, match="my_helper_module lies beside it: add its folder to PYTHONPATH"):
+    with pytest.raises(
+        FunctionLoadError, match="my_helper_module is in the same folder: add that folder to PYTHONPATH"
+    ):
         load_function(str(path))
 
 
@@ -124,10 +126,10 @@ def test_a_missing_module():
 
 
 def test_two_names_that_differ(file):
-    with pytest.raises(FunctionLoadError, match="leave one out"):
+    with pytest.raises(FunctionLoadError, match="is also given: remove one"):
         load_function(f"{file}:compute_score", "compute_reward")
 
 
 def test_load_object_needs_a_name(file):
-    with pytest.raises(FunctionLoadError, match="does not say what to load"):
+    with pytest.raises(FunctionLoadError, match="has no name of an object"):
         load_object(str(file))

@@ -1,4 +1,4 @@
-"""The journal file of an offline run: the results of all completed rows, so that an interrupted run can be resumed."""
+"""The file of partial results: the results of the completed rows of a run, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
 from reward_loop.types import RESERVED_KEYS, Outcome
 
-__all__ = ["Journal", "differences"]
+__all__ = ["PartialResults", "differences"]
 
 
-class Journal:
+class PartialResults:
     """A JSONL file with a header line that identifies the run, and one record for each completed row.
 
     Invariants:
 
     - A record is written as one line, as soon as its row is complete.
-    - An incomplete last line, left by a killed process or a full disk, is removed when the journal is opened again.
+    - An incomplete last line, left by a killed process or a full disk, is removed when the file is opened again.
     - If a row has several records, the last one is valid.
     - Only one process writes the file; it holds an exclusive lock.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Open or create the journal.
+        """Open or create the file.
 
         Args:
-            path: the journal file.
+            path: the file.
             header: the run's input file, function and options.
             restart: discard the content of an existing file.
 
@@ -119,8 +119,8 @@ class Journal:
                     changed = differences(header, record)
                 elif changed and record["outcome"] != Outcome.FAILED:
                     raise ConfigError(
-                        f"{self.path} holds an interrupted run that had another {changed}. Run the old command to "
-                        "finish that, or start over: --restart"
+                        f"{self.path} contains the results of an interrupted run with another {changed}. Rerun the old "
+                        "command to finish it, or discard it with --restart"
                     )
                 else:
                     self._offsets[record["row"]] = good
