@@ -81,4 +81,7 @@ def serve(app: Any, listener: socket.socket, name: str) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    if not server.started:  # Newer versions of uvicorn raise SystemExit themselves.
+        raise SystemExit(f"error: {name} failed to start")

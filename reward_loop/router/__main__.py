@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="from a request's arrival to the end of its answer (default: %(default)g)",
+        help="time limit of a request (default: %(default)g)",
     )
     defaults = RouterConfig()
     parser.add_argument(
@@ -39,28 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         default=defaults.health_interval_s,
         metavar="SECONDS",
-        help="between two checks of a server in use (default: %(default)g)",
+        help="between two health checks of a server in use (default: %(default)g)",
     )
     parser.add_argument(
         "--health-timeout",
         type=float,
         default=defaults.health_timeout_s,
         metavar="SECONDS",
-        help="that a check of a server in use may take (default: %(default)g)",
+        help="timeout of a health check of a server in use (default: %(default)g)",
     )
     parser.add_argument(
         "--max-failed-checks",
         type=int,
         default=defaults.max_failed_checks,
         metavar="N",
-        help="failed checks in a row after which a server is taken out of use (default: %(default)d)",
+        help="failed health checks in a row after which a server is taken out of use (default: %(default)d)",
     )
     parser.add_argument(
         "--grace",
         type=int,
         default=5,
         metavar="SECONDS",
-        help="for requests in flight to end after SIGTERM (default: %(default)d)",
+        help="for requests in flight to finish after SIGTERM (default: %(default)d)",
     )
     server_process.add_arguments(parser)
     args = parser.parse_args(argv)

@@ -116,7 +116,7 @@ class Router:
         if is_looping(client.headers, self._pool.identity):
             self._proxy.refuse(client, Refusal(508, LOOPING))
         elif not self._is_allowed(client):
-            self._proxy.refuse(client, Refusal(401, "an API key is needed, as a bearer token"))
+            self._proxy.refuse(client, Refusal(401, "the API key is missing or wrong: send it as a bearer token"))
         elif client.path in _HEALTH_PATHS:
             self._answer_health(client)
         # FastAPI receives only the paths of the control plane: with a catch-all route of FastAPI, a router forwarded
@@ -148,7 +148,7 @@ class Router:
         if client.method not in ("GET", "HEAD"):
             self._proxy.refuse(client, Refusal(405, f"{client.path} takes GET and HEAD", allow="GET, HEAD"))
         elif client.path != "/live" and not self._pool.usable:
-            client.refuse(Refusal(503, "no reward model server is in use", retry_after_s=1))
+            client.refuse(Refusal(503, "no reward model server is usable", retry_after_s=1))
         else:
             body = b'{"status":"ok"}'
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

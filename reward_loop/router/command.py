@@ -32,42 +32,48 @@ def route(
     policy: Annotated[
         str,
         typer.Option(
-            help="Which server gets a request: round_robin, least_in_flight, two_choices, or content (always the same "
-            "one for the same content)."
+            help="How to choose a server: round_robin, least_in_flight, two_choices, or content (always the same one "
+            "for the same content)."
         ),
     ] = "round_robin",
     content_header: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With content: this header decides, not the body.")
+        str | None, typer.Option(metavar="NAME", help="With content: the header to hash, instead of the body.")
     ] = None,
     content_prefix: Annotated[
-        int, typer.Option(min=0, metavar="BYTES", help="With content: only the beginning of the body decides; 0: all.")
+        int, typer.Option(min=0, metavar="BYTES", help="With content: hash only the beginning of the body; 0: all.")
     ] = 0,
-    request_timeout: Annotated[float, typer.Option(help="Seconds from a request's arrival to its answer's end.")] = 600,
-    health_interval: Annotated[float, typer.Option(help="Seconds between two checks of a server in use.")] = 2,
-    health_timeout: Annotated[float, typer.Option(help="Seconds that a check of a server in use may take.")] = 4,
+    request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds, retries included.")] = 600,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two health checks of a server in use.")] = 2,
+    health_timeout: Annotated[
+        float, typer.Option(help="Timeout of a health check of a server in use, in seconds.")
+    ] = 4,
     max_failed_checks: Annotated[
-        int, typer.Option(min=1, help="A server that fails this number of checks in a row is taken out of use.")
+        int, typer.Option(min=1, help="Failed health checks in a row after which a server is taken out of use.")
     ] = 2,
-    max_attempts: Annotated[int, typer.Option(min=1, help="How many servers a request may fail on.")] = 4,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests in work at a time; more of them wait.")] = 16384,
-    max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get 503 and Retry-After.")] = 16384,
+    max_attempts: Annotated[int, typer.Option(min=1, help="Number of servers on which a request may fail.")] = 4,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Maximum requests in flight; further ones wait.")] = 16384,
+    max_queue: Annotated[int, typer.Option(min=0, help="Maximum waiting requests; further ones get 503.")] = 16384,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Longer bodies get 413.")] = 64,
     max_header_kb: Annotated[int, typer.Option(min=1, help="Longer heads get 431, longer URLs 414.")] = 64,
-    grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in work to end after SIGTERM.")] = 600,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds for requests in flight to finish after SIGTERM.")] = 600,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="REWARD_LOOP_API_KEY", show_default=False, help="Clients must send it as a bearer token."),
     ] = None,
     worker_api_key: Annotated[
         str | None,
-        typer.Option(envvar="REWARD_LOOP_WORKER_API_KEY", show_default=False, help="Sent to the servers instead."),
+        typer.Option(
+            envvar="REWARD_LOOP_WORKER_API_KEY",
+            show_default=False,
+            help="Sent to the servers, instead of the client's key.",
+        ),
     ] = None,
 ) -> None:
     """Put several model servers behind one address.
 
-    Requests go to the servers of the model that they name, and on to another
-    server if one fails. Bodies and answers pass unchanged; streams pass as they
-    come. Keys are better given in the environment, where ps does not show them.
+    Requests are routed by their model, and sent to another server if one fails.
+    Bodies and answers are not changed; streams are passed on at once. Set the
+    API keys in the environment, where ps does not show them.
 
     [bold]Examples[/]
 
@@ -87,8 +93,8 @@ def route(
       curl -X DELETE 'http://127.0.0.1:8080/workers?url=http://127.0.0.1:8001'        remove
 
     [cyan]/health[/] and [cyan]/ready[/] are 200 while a server is usable;
-    [cyan]/metrics[/] is for Prometheus. SIGTERM stops it when the requests in
-    work are finished.
+    [cyan]/metrics[/] is for Prometheus. On SIGTERM, the router finishes the
+    requests in flight and exits.
     """
     from reward_loop._util.sockets import listen
     from reward_loop.router.config import RouterConfig
@@ -115,7 +121,7 @@ def route(
         workers = [parse_worker(spec) for spec in worker]
         for number, one in enumerate(workers):
             if one.url in [other.url for other in workers[:number]]:
-                raise ConfigError(f"--worker {one.url}: it is given twice; name all its models in one")
+                raise ConfigError(f"--worker {one.url}: this server is given twice; list all its models in one option")
         try:
             listener = listen(host, port)
         except OSError as error:

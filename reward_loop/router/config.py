@@ -25,11 +25,11 @@ API_KEY_VARIABLE = "REWARD_LOOP_API_KEY"
 WORKER_API_KEY_VARIABLE = "REWARD_LOOP_WORKER_API_KEY"
 
 Kind = Literal["generative", "discriminative"]
-"""Whether a server writes (chat, completions), or gives numbers (classify, score, embeddings)."""
+"""Whether a server generates text (chat, completions) or returns numbers (classify, score, embeddings)."""
 
 RequestKind = Literal["generative", "discriminative", "reranking"]
-"""What a request asks for. Discriminative servers rerank, and so do generative ones of SGLang, by the next token's
-probability."""
+"""The kind of a request. Discriminative servers can rerank, and so can generative SGLang servers, by the probability of
+the next token."""
 
 Engine = Literal["vllm", "sglang", "transformers", "external"]
 
@@ -43,17 +43,17 @@ class BackendConfig(Config):
     """``http://host:port`` or ``https://host:port``."""
 
     models: tuple[str, ...] = ()
-    """The names that requests for it have in their `model` field; by default, what its ``/v1/models`` lists."""
+    """The model names that requests use in their `model` field; by default, those that ``/v1/models`` lists."""
 
     kind: Kind | None = None
-    """Requests that such a server cannot answer are refused; ``None`` refuses nothing."""
+    """Requests that this kind of server cannot answer are rejected; ``None`` rejects nothing."""
 
     engine: Engine = "external"
-    """What runs it. A ``vllm`` server is asked whether it sleeps; a discriminative ``sglang`` server is spared the
-    empty texts that can end it."""
+    """The inference engine. For ``vllm``, the health check includes whether the engine sleeps. For a discriminative
+    ``sglang`` server, requests with empty texts are rejected, because they can crash it."""
 
     health_path: str = Field(default="/health", pattern="^/[!-~]*$")
-    """A GET of it is answered with a status below 400 by a server that is well."""
+    """The path of the health check: a healthy server answers a GET with a status below 400."""
 
     @field_validator("url")
     @classmethod
@@ -71,59 +71,59 @@ class BackendConfig(Config):
 
 
 class RouterConfig(Config):
-    """How the router treats requests and servers."""
+    """The options of the router."""
 
     policy: PolicyName = "round_robin"
-    """Which server gets a request: the next in turn; the one with the fewest requests in flight; the less busy one of
-    two drawn at random; or always the same one for the same content."""
+    """Which server gets a request: ``round_robin``, the next in turn; ``least_in_flight``, the one with the fewest
+    requests in flight; ``two_choices``, the less busy of two random servers; ``content``, always the same one for the
+    same content."""
 
     content_header: str | None = None
-    """For the policy ``content``: the request header that decides, such as ``x-session-id``; where it is missing, the
-    body does."""
+    """For the policy ``content``: the request header to hash, such as ``x-session-id``. By default, the body."""
 
     content_prefix: int = Field(default=0, ge=0)
-    """For the policy ``content``: how many bytes of the body decide, so that prompts with a common beginning meet the
-    same prefix cache; 0 for all."""
+    """For the policy ``content``: the number of bytes of the body to hash, so that prompts with a common beginning
+    share a prefix cache; 0 for all."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds from a request's arrival to the end of its answer; waiting, retries and back-off count."""
+    """The time limit of a request in seconds, from its arrival to the end of its answer, retries included."""
 
     max_attempts: int = Field(default=4, ge=1)
-    """How many servers a request may fail on, until the last failure is passed on."""
+    """The number of servers on which a request may fail before the failure is returned to the client."""
 
     retry_share: float = Field(default=0.2, ge=0)
-    """Answers with an error (429, 5xx), and requests that a frozen server has not answered, are retried for at most
-    this share of all requests, and 50 more. A request whose connection broke is not counted: its server gets no
-    requests until it is well again."""
+    """The retry budget, as a share of all requests; 50 more are allowed. Retries after error answers (429, 5xx) and of
+    the requests of a frozen server use it. Retries after a broken connection do not, because a health check must
+    succeed before the server is used again."""
 
     max_failures: int = Field(default=5, ge=1)
-    """A server that answers so many requests in a row with a 5xx is taken out of use until it is well."""
+    """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 
     health_interval_s: float = Field(default=2.0, gt=0)
-    """Seconds between two checks of a server in use."""
+    """Seconds between two health checks of a server in use."""
 
     health_timeout_s: float = Field(default=4.0, gt=0)
-    """Seconds that a check of a server in use may take."""
+    """The timeout of a health check of a server in use, in seconds."""
 
     max_failed_checks: int = Field(default=2, ge=1)
-    """A server that fails this number of checks in a row is taken out of use. A check that times out does not count
-    while the server still answers requests."""
+    """After this number of failed health checks in a row, a server is taken out of use. A check that times out does not
+    count while the server still answers requests."""
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Longer request bodies are answered with 413."""
 
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
-    """Longer request heads are answered with 431, or with 414 where it is the URL that is too long."""
+    """Longer request heads are answered with 431, or with 414 if the URL is too long."""
 
     max_in_flight: int = Field(default=16384, ge=1)
-    """How many requests are in work at a time; more of them wait."""
+    """The maximum number of requests in flight; further requests wait."""
 
     max_queue: int = Field(default=16384, ge=0)
-    """How many requests wait; more of them are answered with 503 and ``Retry-After``."""
+    """The maximum number of waiting requests; further requests are answered with 503 and ``Retry-After``."""
 
     api_key: str | None = Field(default=None, min_length=1, repr=False)
-    """Every request must carry it as a bearer token, except for ``/health``, ``/live``
-    and ``/ready``. Servers never see it."""
+    """The API key that clients must send as a bearer token with every request, except for ``/health``, ``/live`` and
+    ``/ready``. It is never forwarded to servers."""
 
     worker_api_key: str | None = Field(default=None, min_length=1, repr=False)
-    """Sent as a bearer token to the servers, instead of what the client sent."""
+    """The API key that is sent to the servers as a bearer token, instead of the client's."""

@@ -56,11 +56,11 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     @app.post("/workers", status_code=201)
     async def add(backend: BackendConfig) -> dict[str, Any]:
         if pool.find(backend.url):
-            raise HTTPException(409, f"{backend.url} is a server of this router already")
+            raise HTTPException(409, f"{backend.url} is already a server of this router")
         if await is_this_router(pool.connect(backend.url)):
             raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
         if pool.find(backend.url):  # Another request may have added it during the await.
-            raise HTTPException(409, f"{backend.url} is a server of this router already")
+            raise HTTPException(409, f"{backend.url} is already a server of this router")
         return _shown(pool.add(backend))
 
     @app.delete("/workers", status_code=202)
@@ -100,7 +100,7 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
     def find(url: str) -> Backend:
         backend = pool.find(url)
         if backend is None:
-            raise HTTPException(404, f"there is no server {shorten(url)}")
+            raise HTTPException(404, f"unknown server {shorten(url)}")
         return backend
 
     return app

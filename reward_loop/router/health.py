@@ -45,16 +45,16 @@ async def check_health(backend: Backend) -> None:
     """
     status, body = await _get(backend.upstream, backend.config.health_path)
     if _is_own_loop(status, body):
-        raise LoopError("the health check came back to this router")
+        raise LoopError("its URL leads back to this router")
     if status >= 400:
-        raise UnhealthyError(f"{backend.config.health_path} is answered with {status}")
+        raise UnhealthyError(f"GET {backend.config.health_path} returned {status}")
     if backend.config.engine == "vllm":
         # /health of a sleeping engine is 200. Servers that cannot sleep do not have /is_sleeping.
         status, body = await _get(backend.upstream, "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
-            raise AsleepError("the engine sleeps")
+            raise AsleepError("the engine is asleep")
     if backend.state == "down":
-        await _learn_models(backend)
+        await _update_models(backend)
 
 
 async def is_this_router(upstream: Upstream) -> bool:
@@ -71,11 +71,11 @@ async def is_this_router(upstream: Upstream) -> bool:
         upstream.close()
 
 
-async def _learn_models(backend: Backend) -> None:
+async def _update_models(backend: Backend) -> None:
     try:
         status, body = await _get(backend.upstream, "/v1/models")
     except UpstreamError as error:
-        logger.info("%s does not say what it serves: %s", backend.url, error)
+        logger.info("the models of %s are unknown: %s", backend.url, error)
         return
     cards = _decoded(body).get("data") if status == 200 else None
     if isinstance(cards, list):

@@ -114,9 +114,9 @@ class Upstream:
 
     def close(self) -> None:
         """Closes all connections."""
-        self.break_off("the router stops")
+        self.break_off("the router is stopping")
         for connection in list(self.busy):
-            connection.fail("the router stops")
+            connection.fail("the router is stopping")
 
     def release(self, connection: Connection) -> None:
         """Returns a connection to the pool, after its answer is complete."""
@@ -166,7 +166,7 @@ class Upstream:
         except OSError as error:
             raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
         except UnicodeError as error:
-            raise ConnectError(f"{self._host!r} cannot be a host's name: {error}") from error
+            raise ConnectError(f"{self._host!r} is not a valid host name: {error}") from error
         return connection
 
     def _trim(self) -> None:

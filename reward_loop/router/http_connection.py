@@ -251,9 +251,9 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            wrong = "it switched to another protocol"
+            wrong = "the server switched to another protocol"
         except httptools.HttpParserError as error:
-            wrong = f"its answer is not HTTP: {error.__context__ or error}"
+            wrong = f"the answer is not valid HTTP: {error.__context__ or error}"
         # Finish only after all bytes are parsed: another request may reuse the connection, and the remaining bytes are
         # not its answer.
         if self._ended:
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
         elif wrong:
             self.fail(wrong)
         elif self._bodiless > _HEAD_UP_TO:
-            self.fail(f"the head of its answer is longer than {_HEAD_UP_TO} bytes")
+            self.fail(f"the head of the answer is longer than {_HEAD_UP_TO} bytes")
 
     def eof_received(self) -> bool:
         if self._answer and self._to_its_end and self._in_body:
@@ -281,7 +281,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self._ended:
-            raise ValueError("an answer to nothing")
+            raise ValueError("an answer without a request")
         if not 100 <= status <= 599 or status == 101:
             raise ValueError(f"status {status}")
         if status < 200:

@@ -161,6 +161,7 @@ class _Connection(asyncio.Protocol):
 
     def stop(self) -> None:
         """Closes the connection, after the answer to the request in flight if there is one."""
+        self._waiting.clear()
         if self._current:
             self._current.keep_alive = False
         else:

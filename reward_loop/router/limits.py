@@ -48,7 +48,7 @@ class Gate:
         if self.enter_at_once():
             return
         if self.waiting >= self._max_waiting:
-            message = f"{self.inside} requests are in work, and {self.waiting} wait: the router takes no more"
+            message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"
             raise Refusal(503, message, retry_after_s=1)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)

@@ -40,23 +40,27 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         proxy, backends = self._proxy, self._backends
-        yield GaugeMetricFamily(_PREFIX + "requests_inside", "Requests in work.", proxy.gate.inside)
-        yield GaugeMetricFamily(_PREFIX + "requests_queued", "Requests that wait to be taken up.", proxy.gate.waiting)
+        yield GaugeMetricFamily(_PREFIX + "requests_inside", "Requests in flight.", proxy.gate.inside)
+        yield GaugeMetricFamily(_PREFIX + "requests_queued", "Requests that wait for a place.", proxy.gate.waiting)
         yield GaugeMetricFamily(_PREFIX + "retries_left", "Retries that the budget allows now.", proxy.budget.left)
 
-        refused = CounterMetricFamily(_PREFIX + "refused", "Requests that the router refused.", labels=("status",))
+        refused = CounterMetricFamily(_PREFIX + "refused", "Error answers of the router itself.", labels=("status",))
         for status, count in sorted(proxy.log.refused.items()):
             refused.add_metric((str(status),), count)
         yield refused
 
-        state = GaugeMetricFamily(_PREFIX + "worker_state", "1 for a backend's state.", labels=(*_LABELS, "state"))
-        in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests that a backend has.", labels=_LABELS)
-        resting = GaugeMetricFamily(_PREFIX + "worker_resting", "1 while a backend is not asked.", labels=_LABELS)
+        state = GaugeMetricFamily(
+            _PREFIX + "worker_state", "1 for the current state of a server.", labels=(*_LABELS, "state")
+        )
+        in_flight = GaugeMetricFamily(_PREFIX + "worker_in_flight", "Requests in flight on a server.", labels=_LABELS)
+        resting = GaugeMetricFamily(_PREFIX + "worker_resting", "1 while a server is cooling down.", labels=_LABELS)
         connections = GaugeMetricFamily(_PREFIX + "worker_connections", "Connections in use.", labels=_LABELS)
         answers = CounterMetricFamily(_PREFIX + "answers", "Answers by status.", labels=(*_LABELS, "status"))
-        broken = CounterMetricFamily(_PREFIX + "broken", "Attempts without a whole answer.", labels=_LABELS)
-        retries = CounterMetricFamily(_PREFIX + "retries", "Attempts that were repeated.", labels=_LABELS)
-        ejections = CounterMetricFamily(_PREFIX + "ejections", "How often it was taken out of use.", labels=_LABELS)
+        broken = CounterMetricFamily(_PREFIX + "broken", "Attempts whose connection failed or broke.", labels=_LABELS)
+        retries = CounterMetricFamily(_PREFIX + "retries", "Attempts that were retried.", labels=_LABELS)
+        ejections = CounterMetricFamily(
+            _PREFIX + "ejections", "How often a server was taken out of use.", labels=_LABELS
+        )
         latency = HistogramMetricFamily(_PREFIX + "latency_seconds", "Duration of attempts.", labels=_LABELS)
         for backend in backends:
             labels = (backend.url, ",".join(backend.models))

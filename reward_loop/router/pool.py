@@ -205,10 +205,10 @@ class BackendPool:
             if backend:
                 return backend
             if all(backend.state in (BackendState.GIVEN_UP, BackendState.DRAINING) for backend in group.members):
-                raise NoBackendError(f"no reward model server is left: {self.describe(group.members)}")
+                raise NoBackendError(f"no reward model server is available: {self.describe(group.members)}")
             cooling = [backend.cools_down_until for backend in group.members if backend.cooling_down]
             if cooling:
-                message = f"all servers have asked for a pause: {self.describe(group.members)}"
+                message = f"all servers are overloaded: {self.describe(group.members)}"
                 raise AllCoolingDownError(message, min(cooling) - time.monotonic())
             await self._changed.wait()
 
@@ -239,7 +239,7 @@ class BackendPool:
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
         """Takes a server in use (UP or TRIAL) out of use until a health check succeeds."""
         if backend.state in (BackendState.UP, BackendState.TRIAL):
-            logger.warning("backend %s is down: %s", backend.url, reason)
+            logger.warning("server %s is down: %s", backend.url, reason)
             backend.relapses = backend.relapses + 1 if backend.state is BackendState.TRIAL else 0
             backend.failures = 0
             backend.last_error = reason
@@ -254,7 +254,7 @@ class BackendPool:
             backend: the server.
             new: whether it has not been in use before, so that it needs no trial.
         """
-        logger.info("backend %s is up", backend.url)
+        logger.info("server %s is up", backend.url)
         backend.failed_checks = 0
         backend.frozen = False
         backend.trial_until = time.monotonic() + _TRIAL_S
@@ -273,7 +273,7 @@ class BackendPool:
 
     def give_up(self, backend: Backend, reason: str) -> None:
         """Takes a server out of use permanently, and fails its unanswered requests for a retry."""
-        logger.error("backend %s gets no more requests: %s", backend.url, reason)
+        logger.error("server %s is not used any more: %s", backend.url, reason)
         backend.last_error = reason
         self._stop_watching(backend)
         self._set_state(backend, BackendState.GIVEN_UP)
@@ -310,14 +310,14 @@ class BackendPool:
     def drain(self, backend: Backend) -> None:
         """Sends the server no new requests; those in flight continue."""
         if backend.state is not BackendState.GIVEN_UP:
-            logger.info("backend %s is draining", backend.url)
+            logger.info("server %s is draining", backend.url)
             self._stop_watching(backend)
             self._set_state(backend, BackendState.DRAINING)
 
     async def sleep(self, backend: Backend) -> None:
         """Sends the server no new requests, and waits until its requests in flight end or it is resumed."""
         if backend.state is not BackendState.GIVEN_UP:
-            logger.info("backend %s is to sleep", backend.url)
+            logger.info("server %s is going to sleep", backend.url)
             self._stop_watching(backend)
             self._set_state(backend, BackendState.ASLEEP)
             backend.idle.clear()
@@ -341,16 +341,16 @@ class BackendPool:
         self._stop_watching(backend)
         self.backends.remove(backend)
         self._set_state(backend, BackendState.GIVEN_UP)
-        logger.info("backend %s is removed, with %d requests in flight", backend.url, backend.in_flight)
+        logger.info("server %s was removed, with %d requests in flight", backend.url, backend.in_flight)
 
     def describe(self, backends: Iterable[Backend] | None = None) -> str:
         """Returns a text for messages: the URL, state and last error of each server (by default, of all servers)."""
         described = [
-            f"{backend.url} is {'resting' if backend.cooling_down else backend.state}"
+            f"{backend.url} is {'cooling down' if backend.cooling_down else backend.state}"
             + (f" ({backend.last_error})" if backend.last_error else "")
             for backend in (self.backends if backends is None else backends)
         ]
-        return "; ".join(described) or "none was configured"
+        return "; ".join(described) or "no server is configured"
 
     def _watch(self, backend: Backend) -> None:
         backend.taken_out.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from reward_loop._util.retry_after import retry_after_seconds
@@ -118,11 +117,13 @@ class Forwarder:
                 backend.stats.broken += 1
                 pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
                 if client.started:
-                    self._log.warning(backend, "%s: the answer of %s broke off: %s", client.name, backend.url, error)
+                    self._log.warning(
+                        backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error
+                    )
                     return None
                 attempts += isinstance(error, BrokenError)
                 if attempts >= self._max_attempts:
-                    raise Refusal(502, f"the connection broke {attempts} times: {pool.describe()}") from error
+                    raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from error
             finally:
                 backend.end(status, loop.time() - began)
             backend.stats.retries += 1
@@ -172,22 +173,20 @@ async def _pass_on(answer: Answer, client: ClientRequest) -> None:
     try:
         # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
         if answer.complete or (answer.length is None and client.version == "1.0"):
-            body = answer.take() if answer.complete else b"".join([part async for part in _parts(answer)])
+            parts = [answer.take()]
+            while not answer.complete:
+                parts.append(await answer.read())
+            body = b"".join(parts)
             if answer.length is None and client.method != "HEAD":
                 headers = [*headers, (b"content-length", b"%d" % len(body))]
             client.answer(answer.status, headers, body)
         else:
             client.start(answer.status, headers)
-            async for part in _parts(answer):
+            while part := await answer.read():
                 await client.write(part)
             client.end()
     finally:
         answer.close()
-
-
-async def _parts(answer: Answer) -> AsyncIterator[bytes]:
-    while part := await answer.read():
-        yield part
 
 
 def _pause(retry_after: bytes | None) -> float:

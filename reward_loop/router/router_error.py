@@ -11,8 +11,8 @@ from reward_loop.router.headers import RawHeader
 __all__ = ["LOOPING", "Refusal"]
 
 LOOPING = (
-    "the request has passed this router before: one of its servers is the router itself, or another router that has it "
-    "as a server"
+    "the request has passed this router before: one of its servers is the router itself, or another router that "
+    "forwards to it"
 )
 
 

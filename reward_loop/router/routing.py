@@ -50,9 +50,9 @@ def route(pool: BackendPool, path: str, body: bytes) -> Route:
     group = pool.group(None, kind)
     if not group.members:
         if not pool.backends:
-            raise Refusal(503, "there is no reward model server")
-        raise Refusal(400, f"{path} needs a {_needed(kind)} server; there are: {_served(pool)}")
-    if body and (pool.several_models or _minds_empty_text(kind, group)):
+            raise Refusal(503, "the router has no reward model server")
+        raise Refusal(400, f"{path} needs a {_needed(kind)} server; available: {_served(pool)}")
+    if body and (pool.several_models or _empty_text_can_crash(kind, group)):
         return _route_by_body(pool, path, kind, body)
     return None, kind
 
@@ -69,16 +69,16 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
         model = None
     if pool.several_models:
         if model is None and kind is not None:
-            raise Refusal(400, f"the request names no model; there are: {_names(pool)}", param="model")
+            raise Refusal(400, f"the field 'model' is missing; available models: {_names(pool)}", param="model")
         if model is not None and not pool.group(model).members:
-            raise Refusal(404, f"the model {model!r} does not exist; there are: {_names(pool)}", param="model")
+            raise Refusal(404, f"the model {model!r} does not exist; available models: {_names(pool)}", param="model")
     else:
         model = None
     group = pool.group(model, kind)
     if not group.members:
-        raise Refusal(400, f"{path} needs a {_needed(kind)} server, and {model!r} is not; there are: {_served(pool)}")
-    if _minds_empty_text(kind, group) and _has_empty_text(fields):
-        raise Refusal(400, "an empty text can end the server that it is for")
+        raise Refusal(400, f"{path} needs a {_needed(kind)} server, which {model!r} is not; available: {_served(pool)}")
+    if _empty_text_can_crash(kind, group) and _has_empty_text(fields):
+        raise Refusal(400, "the text is empty, which can crash the SGLang server")
     return model, kind
 
 
@@ -96,7 +96,7 @@ def _needed(kind: RequestKind | None) -> Kind:
     return "generative" if kind == "generative" else "discriminative"
 
 
-def _minds_empty_text(kind: RequestKind | None, group: Group) -> bool:
+def _empty_text_can_crash(kind: RequestKind | None, group: Group) -> bool:
     return kind in ("discriminative", "reranking") and any(
         backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in group.members
     )

@@ -55,7 +55,11 @@ def run_router(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     room = _room_for(config.max_in_flight)
     if room < config.max_in_flight:
-        logger.warning("%d requests at a time, not %d: for more, raise `ulimit -n`", room, config.max_in_flight)
+        logger.warning(
+            "max_in_flight is %d, not %d: the limit on open files is too low, raise it with `ulimit -n`",
+            room,
+            config.max_in_flight,
+        )
         config = config.model_copy(update={"max_in_flight": room})
     router = create_app(backends, config)
     print_line(f"router listens on {own}")

@@ -16,7 +16,7 @@ async def test_several_models_at_one_address() -> None:
             assert await post(url, CHAT, orjson.dumps({"model": name})) == (200, name.encode())
         status, body = await post(url, CHAT, b'{"model": "x"}')
         assert status == 404
-        assert "there are: judge, scorer" in orjson.loads(body)["error"]["message"]
+        assert "available models: judge, scorer" in orjson.loads(body)["error"]["message"]
         async with session.get("/v1/models") as response:
             assert [card["id"] for card in (await response.json())["data"]] == ["judge", "scorer"]
 

@@ -15,7 +15,7 @@ from reward_loop.router.command import parse_worker
         (("--worker", "127.0.0.1:1"), "expected http://host:port"),
         (("--worker", "http://127.0.0.1:1,kind=odd"), "kind"),
         (("--worker", "http://127.0.0.1:1", "--policy", "odd"), "options.policy"),
-        (("--worker", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:1/,model=x"), "it is given twice"),
+        (("--worker", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:1/,model=x"), "this server is given twice"),
     ],
 )
 def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None:

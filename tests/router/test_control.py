@@ -71,7 +71,7 @@ async def refused(session: aiohttp.ClientSession, method: str, path: str, **opti
         ("POST", "/workers", {"json": {"url": "http://x:1", "kind": "odd"}}, 422, "body.kind"),
         ("POST", "/workers", {"json": {}}, 422, "body.url"),
         ("DELETE", "/workers", {}, 422, "query.url"),
-        ("DELETE", "/workers", {"params": {"url": "http://x:1"}}, 404, "there is no server 'http://x:1'"),
+        ("DELETE", "/workers", {"params": {"url": "http://x:1"}}, 404, "unknown server 'http://x:1'"),
         ("POST", "/workers/mark_dead", {"params": {"url": "http://x:1"}}, 422, "query.reason"),
         ("PUT", "/workers", {}, 405, "Method Not Allowed"),
         ("GET", "/workers/drain", {}, 405, "Method Not Allowed"),
@@ -162,7 +162,7 @@ async def test_a_router_that_was_started_with_itself_as_a_server_gives_it_up() -
             await asyncio.sleep(0.01)
         status, error = await refused(session, "POST", CHAT)
     assert status == 503
-    assert "came back to this router" in error["message"]
+    assert "leads back to this router" in error["message"]
 
 
 async def test_a_request_that_goes_round_through_two_routers_ends() -> None:

@@ -13,9 +13,9 @@ import pytest
 from reward_loop.router.app import create_app
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.health import UnhealthyError, check_health
-from reward_loop.router.http_client import BrokenError, ConnectError, Upstream
-from reward_loop.router.pool import AsleepError
+from reward_loop.router.health import AsleepError, UnhealthyError, check_health
+from reward_loop.router.http_client import Upstream
+from reward_loop.router.http_connection import BrokenError, ConnectError
 from tests.servers import CHAT, listed, post, refusing, served_by_router, serving
 
 
@@ -63,7 +63,7 @@ async def test_configured_names_come_first_and_odd_lists_are_no_matter() -> None
 
 async def test_another_path_may_be_asked_and_its_errors_count() -> None:
     async with backend_for(server(well=(503, {})), health_path="/well") as backend:
-        with pytest.raises(UnhealthyError, match="/well is answered with 503"):
+        with pytest.raises(UnhealthyError, match="/well returned 503"):
             await check_health(backend)
 
 
@@ -98,7 +98,7 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
                 await asyncio.sleep(0)
             status, body = await post(url, CHAT)
     assert status == 503
-    assert b"the engine sleeps" in body
+    assert b"the engine is asleep" in body
 
 
 async def test_the_length_of_a_health_answer_is_bounded() -> None:

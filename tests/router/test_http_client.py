@@ -134,7 +134,7 @@ async def test_an_invalid_status_is_an_error_at_once(status: bytes) -> None:
         await reader.read()  # The connection stays open.
 
     async with raw(serve) as upstream, asyncio.timeout(30):
-        with pytest.raises(BrokenError, match="not HTTP"):
+        with pytest.raises(BrokenError, match="not valid HTTP"):
             await get(upstream)
 
 

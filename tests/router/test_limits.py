@@ -19,7 +19,7 @@ async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more()
 
     waiting = [asyncio.create_task(enter(number)) for number in (1, 2)]
     await asyncio.sleep(0)
-    with pytest.raises(Refusal, match="takes no more") as refused:
+    with pytest.raises(Refusal, match="is full") as refused:
         await gate.enter()
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
     gate.leave()

@@ -7,7 +7,8 @@ import pytest
 
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.pool import AllCoolingDownError, AsleepError, BackendPool, NoBackendError
+from reward_loop.router.health import AsleepError
+from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
 from tests.servers import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
@@ -204,7 +205,7 @@ async def test_a_drained_backend_gets_nothing_until_it_is_resumed() -> None:
 
 async def test_backends_are_added_while_it_runs() -> None:
     async with BackendPool([], Health(*URLS)) as pool:
-        with pytest.raises(NoBackendError, match="none was configured"):
+        with pytest.raises(NoBackendError, match="no server is configured"):
             await pool.acquire()
         backend = pool.add(BACKENDS[2])
         assert await pool.acquire() is backend

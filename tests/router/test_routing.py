@@ -38,7 +38,7 @@ async def test_requests_go_by_the_model_that_they_name() -> None:
         assert route(pool, "/tokenize", b'{"model": "scorer"}') == ("scorer", None)
         assert route(pool, "/tokenize", b"not JSON") == (None, None)
         status, message = await refusal(pool, CHAT, b'{"model": "x"}')
-        assert (status, message) == (404, "the model 'x' does not exist; there are: judge, scorer")
+        assert (status, message) == (404, "the model 'x' does not exist; available models: judge, scorer")
         assert (await refusal(pool, CHAT, b"{}"))[0] == 400
         assert (await refusal(pool, CHAT, b"{"))[0] == 400
         assert (await refusal(pool, CHAT, b"[1]"))[0] == 400
@@ -52,7 +52,7 @@ async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
     async with BackendPool([SCORER], well) as pool:
         assert await refusal(pool, CHAT, b"") == (
             400,
-            "/v1/chat/completions needs a generative server; there are: scorer (discriminative)",
+            "/v1/chat/completions needs a generative server; available: scorer (discriminative)",
         )
     async with BackendPool([], well) as pool:
         assert (await refusal(pool, CHAT, b""))[0] == 503
@@ -67,7 +67,7 @@ async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
     async with BackendPool([ranker, SCORER], well) as pool:
         for backend, body in zip(pool.backends, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
             assert pool.group(*route(pool, path, body)).members == [backend]
-        assert "names no model" in (await refusal(pool, path, b"{}"))[1]
+        assert "'model' is missing" in (await refusal(pool, path, b"{}"))[1]
     async with BackendPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
         assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]
 

@@ -109,7 +109,7 @@ async def test_when_every_server_is_given_up_requests_fail_at_once(
         assert [status for status, _ in [await post(url, "/echo", b"x") for _ in range(4)]] == [200] * 4
         os.kill(models.pids()["server 2"], signal.SIGKILL)
         message = json.loads(await _until(url, 503))["error"]["message"]
-    assert "no reward model server is left" in message
+    assert "no reward model server is available" in message
     assert "reward model server 2/2" in message
     assert "was killed by SIGKILL" in message
     assert "not restarted after 0 restarts" in caplog.text

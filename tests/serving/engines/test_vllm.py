@@ -183,7 +183,7 @@ async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: A
         )
     assert isinstance(long.value.body, dict)
     assert long.value.body["type"] == "BadRequestError"
-    with pytest.raises(openai.NotFoundError, match="there are: judge, scorer"):
+    with pytest.raises(openai.NotFoundError, match="available models: judge, scorer"):
         await client.chat.completions.create(model="nonesuch", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="needs a generative server") as wrong_kind:
         await client.chat.completions.create(model="scorer", messages=HELLO)
