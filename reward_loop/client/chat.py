@@ -88,7 +88,7 @@ async def chat_complete(
         ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
     if request.get("stream") or request.get("n", 1) != 1:
-        raise ConfigError("chat_complete gives one whole reply: leave out `stream` and `n`")
+        raise ConfigError("chat_complete returns one complete reply: remove `stream` and `n`")
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
     answer = await post(
         address,

@@ -114,8 +114,8 @@ class Judge:
         """
         if wrong := self._fields ^ fields.keys():
             raise ConfigError(
-                f"the judge's template has the fields {listing(self._fields)}, and was given {listing(fields)}: "
-                f"see to {listing(wrong)}"
+                f"the judge's template has the fields {listing(self._fields)}, the arguments are {listing(fields)}: "
+                f"correct {listing(wrong)}"
             )
         return self._template.substitute(fields)
 

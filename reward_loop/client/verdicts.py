@@ -62,7 +62,7 @@ class Number:
             ConfigError: `low` is not less than `high`.
         """
         if not low < high:
-            raise ConfigError(f"Number({low}, {high}): the range must go upwards")
+            raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
         self.low, self.high, self.after = low, high, after
 
     def read(self, reply: str) -> tuple[float, float]:

@@ -46,7 +46,7 @@ class Cache:
 
     Raises:
         ConfigError: the file cannot be opened; or it is set without a version, and the function's source file does not
-            define the function completely.
+            define the function completely (see docs/limits.md).
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
@@ -188,7 +188,7 @@ class _Store:
 
 
 def _identity(config: CacheConfig, target: Target) -> list[Any]:
-    """Return what identifies the function in the file: its name, its arguments so far, and its file's hash."""
+    """Return what identifies the function in the file: its name, its bound arguments, and the hash of its file."""
     function = target.origin
     bound: dict[Any, Any] = {}
     while isinstance(function, functools.partial):
@@ -201,14 +201,14 @@ def _identity(config: CacheConfig, target: Target) -> list[Any]:
         problem, arguments = f"one of its bound arguments is not a JSON value ({error})", ""
     if problem and config.path is not None and not config.version:
         raise ConfigError(
-            f"reward_loop.cache.path: the source file of {target.name} does not tell whether its stored scores are "
-            f"still valid, because {problem}. Set reward_loop.cache.version, and change it when the function changes"
+            f"reward_loop.cache.path: {target.name} cannot be identified by its source file, because {problem}. Set "
+            "reward_loop.cache.version, and change it when the function changes"
         )
     return [target.name, arguments, source_hash(function)]
 
 
 def _undefined_by_file(function: Any) -> str | None:
-    """Return why a function may change although its source file does not; ``None`` for one defined at top level."""
+    """Return why the source file does not define a function completely; ``None`` if it does."""
     owner = getattr(function, "__self__", function)  # the object of a bound method
     if source_hash(owner) is None:
         return "it has no source file"

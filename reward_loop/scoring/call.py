@@ -364,9 +364,8 @@ class ScoringFunction:
 
     async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
         """Run a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
-        is_thread = isinstance(self._executor, DaemonThreads)
         if (active := current()) is not None:
-            active.queue("a free thread" if is_thread else "a free process", invocation)
+            active.queue("a free process" if self.in_processes else "a free thread", invocation)
         if isinstance(self._executor, DaemonThreads):
             outcome = await self._executor.run(invocation, self.timeout, scope.waited)
         else:

@@ -17,7 +17,7 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Calls the methods of a user's class in threads. A method that returns an awaitable continues on the event loop.
+    """Calls methods of the user's class in threads. If a method returns an awaitable, it is awaited on the event loop.
 
     Args:
         target: the class's ``compute_score`` with its hooks.

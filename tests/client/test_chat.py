@@ -48,7 +48,7 @@ async def test_an_answer_without_a_reply_is_an_error_that_shows_it() -> None:
 
 @pytest.mark.parametrize("request_", [{"stream": True}, {"n": 2}])
 async def test_what_is_not_supported_is_refused(request_: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="one whole reply"):
+    with pytest.raises(ConfigError, match="one complete reply"):
         await chat_complete("127.0.0.1:1", "?", **request_)
 
 

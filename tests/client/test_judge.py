@@ -88,7 +88,7 @@ async def test_transcripts_are_kept_also_of_failed_requests() -> None:
 
 async def test_fields_must_be_those_of_the_template() -> None:
     judge = Judge(TEMPLATE, Number(0, 1))
-    with pytest.raises(ConfigError, match="see to answer"):
+    with pytest.raises(ConfigError, match="correct answer"):
         await judge("127.0.0.1:1", question="?")
-    with pytest.raises(ConfigError, match="see to extra"):
+    with pytest.raises(ConfigError, match="correct extra"):
         await judge("127.0.0.1:1", question="?", answer="!", extra=1)
