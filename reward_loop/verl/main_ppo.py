@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -26,13 +25,11 @@ from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.models import served_models
+from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.resolve import reward_loop_options, settle
 from reward_loop.verl.reward_model import reward_model_options, scores_by_model
-
-VERL_VERSION = "0.9.1"
-"""The supported and tested version of verl."""
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -89,6 +86,7 @@ def run(config: DictConfig) -> None:
 
 def _train(config: DictConfig) -> None:
     # verl chooses its platform at import, so import it only here.
+    compat.check(compat.COMMAND)
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -216,22 +214,10 @@ def _stop(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _warn_of_another_verl(package: Path) -> None:
-    """Warns if verl's version is not `VERL_VERSION`: the reward loop uses private names of verl."""
-    installed = (package / "version" / "version").read_text().strip()
-    if installed != VERL_VERSION:
-        print(
-            f"warning: verl {installed} is installed, and reward_loop is made for verl {VERL_VERSION}: what fails may "
-            f"be due to that. pip install verl=={VERL_VERSION}",
-            file=sys.stderr,
-        )
-
-
 def main() -> None:
     """Runs the command ``python -m reward_loop.verl.main_ppo``."""
-    verl_config = verl_config_dir()
-    _warn_of_another_verl(verl_config.parents[1])
-    searchpath = f"hydra.searchpath=[file://{verl_config},file://{CONFIG_DIR}]"
+    compat.warn_of_version()
+    searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
     sys.argv.insert(next(first, len(sys.argv)), searchpath)

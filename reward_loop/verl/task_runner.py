@@ -10,6 +10,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 
+from reward_loop.verl import compat
 from reward_loop.verl.mode_options import PIPELINE_MODE, has_reward_queue
 from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.reward_model import reward_model_options
@@ -26,6 +27,8 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
 
         A colocated reward model is started by the trainer.
         """
+        # The imports below need names of verl that another version may lack.
+        compat.check(compat.TRAINING, *([compat.CPU] if config.trainer.device == "cpu" else []))
         import transfer_queue as tq
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.logging_utils import configure_verl_logging
