@@ -11,6 +11,7 @@ attribute, such as ``poll_interval``; and why.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping

@@ -72,8 +72,8 @@ from verl.utils.debug import marked_timer
 from reward_loop.agent.schedule import Action, Generate, Prepare, Schedule, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.agent_loop import GENERATED
-from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
-from reward_loop.verl.progress import Progress, Refills, StepTimes
+from reward_loop.verl.mode_options import PIPELINE_MODE, read_mode
+from reward_loop.verl.progress import Progress, RefillLimit, StepTimes
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
@@ -124,7 +124,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
     """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `Schedule`."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.options = pipeline_options(config)
+        options = read_mode(config).pipeline
+        assert options is not None, f"trainer.v1.trainer_mode must be {PIPELINE_MODE}"
+        self.options = options
         with open_dict(config):
             # verl chooses the replay buffer and the data loader by this name: use those of the mode `sync`.
             config.trainer.v1.trainer_mode = "sync"
@@ -269,7 +271,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Waits until all submitted prompts are generated, puts the rollout engine to sleep, and returns the batch."""
         count = len(self._submitted)
         size = self.config.data.train_batch_size
-        refills = Refills(self.options.max_refills)
+        refills = RefillLimit(self.options.max_refills)
         unpublished, unfinished = self._progress.unpublished, self._progress.unfinished
         # Prompts of the next step need not be published yet: they are written to TransferQueue during training. There
         # are two exceptions. A teacher model runs between generation and publishing. And a group that failed is known
@@ -317,7 +319,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 groups[_uid(key)].append(position)
         return _Batch(uids, whole, groups, padding)
 
-    def _throw_out(self, metrics: dict, refills: Refills) -> bool:
+    def _throw_out(self, metrics: dict, refills: RefillLimit) -> bool:
         """Evicts the groups that verl's replay buffer would evict: filtered, or failed without a trajectory.
 
         Returns:
@@ -332,7 +334,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         reasons = buffer._terminal_eviction_reasons(self.global_steps, "train")
         thrown, stale, _, why = buffer._evict_terminal_groups(self.global_steps, "train", reasons)
         if thrown:
-            self._look_at_workers()  # raises if the run must stop: the replacements would fail too
+            self._poll_fatal_error()  # raises if the run must stop: the replacements would fail too
         _accumulate_eviction_metrics(metrics, why, stale)
         self._submitted = [uid for uid in self._submitted if uid not in thrown]
         with self._listener.lock:

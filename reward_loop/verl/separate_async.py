@@ -21,8 +21,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
 from reward_loop.verl.judging_queue import JudgingQueue, Places, merge_metrics
-from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, reward_queue_options
-from reward_loop.verl.progress import Losses
+from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
+from reward_loop.verl.progress import FailureStreak
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -43,7 +43,9 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        capacity, in_flight = queue_shares(self.config)
+        options = read_mode(self.config).queue
+        assert options is not None
+        capacity, in_flight = queue_shares(self.config, options)
         self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
         self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
         self._places: dict[str, Places] = {}
@@ -152,8 +154,11 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        most = reward_queue_options(config).max_refills
-        self._losses = Losses(None if most is None else most * config.data.train_batch_size)
+        options = read_mode(config).queue
+        assert options is not None, f"{REWARD_QUEUE}.enabled must be True"
+        self._options = options
+        refills = options.max_refills
+        self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
         self.replay_buffer.checks.append(self._raise_death)
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
@@ -164,7 +169,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             ConfigError: ``in_flight`` is set, and the manager waits for all rollouts of a prompt.
         """
         (client,) = self.get_reward_handles()
-        in_flight = reward_queue_options(self.config).in_flight
+        in_flight = self._options.in_flight
         if client.by_group and in_flight is not None:
             raise ConfigError(
                 f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts "
@@ -180,10 +185,10 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
         """Raises if too many groups, replacements included, failed in a row."""
-        if self._losses.exhausted(len(failed), finished):
+        if self._failures.exhausted(len(failed), finished):
             raise RewardLoopError(
-                f"{self._losses.in_a_row} groups failed one after the other, and what replaced them, too "
-                f"({REWARD_QUEUE}.max_refills={reward_queue_options(self.config).max_refills}, times "
+                f"{self._failures.in_a_row} groups failed one after the other, and what replaced them, too "
+                f"({REWARD_QUEUE}.max_refills={self._options.max_refills}, times "
                 f"data.train_batch_size={self.config.data.train_batch_size}). {self._last_failure()}"
             )
 

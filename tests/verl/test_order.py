@@ -369,7 +369,7 @@ class Failing(RewardPipelineTrainer):
             self.submitted += 1
             self._progress.happened(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
 
-    def _look_at_workers(self) -> None:
+    def _poll_fatal_error(self) -> None:
         pass
 
     def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import Event, Losses, Progress, Refills, StepTimes
+from reward_loop.verl.progress import Event, FailureStreak, Progress, RefillLimit, StepTimes
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
@@ -35,14 +35,14 @@ def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:
 
 
 def test_replacements_that_fail_again_and_again_are_too_many() -> None:
-    refills = Refills(2)
+    refills = RefillLimit(2)
     assert not refills.exhausted(failed=3, filtered=0, kept=5)  # what was kept is new
     assert [refills.exhausted(failed=3, filtered=0, kept=5) for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("success", [{"failed": 2, "filtered": 0, "kept": 6}, {"failed": 2, "filtered": 1, "kept": 5}])
 def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[str, int]) -> None:
-    refills = Refills(2)
+    refills = RefillLimit(2)
     for _ in range(5):
         assert not refills.exhausted(failed=3, filtered=0, kept=5)
         assert not refills.exhausted(failed=3, filtered=0, kept=5)
@@ -51,19 +51,19 @@ def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[st
 
 
 def test_without_a_bound_groups_are_replaced_for_ever() -> None:
-    refills = Refills(None)
+    refills = RefillLimit(None)
     assert not any(refills.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
 
 
 def test_what_was_filtered_is_counted() -> None:
-    refills = Refills(1)
+    refills = RefillLimit(1)
     for filtered in (3, 0, 2):
         refills.exhausted(failed=0, filtered=filtered, kept=5)
     assert refills.filtered == 5
 
 
 def test_groups_that_fail_one_after_the_other_are_too_many() -> None:
-    losses = Losses(4)
+    losses = FailureStreak(4)
     assert not losses.exhausted(3, ())
     assert not losses.exhausted(1, ())
     assert losses.exhausted(1, ())
@@ -71,13 +71,13 @@ def test_groups_that_fail_one_after_the_other_are_too_many() -> None:
 
 
 def test_a_group_that_ends_well_begins_the_count_again() -> None:
-    losses = Losses(4)
+    losses = FailureStreak(4)
     assert not losses.exhausted(3, ())
     assert not losses.exhausted(3, {"a"})
     # It is still there, and says nothing of those that failed after it.
     assert losses.exhausted(2, {"a"})
     assert not losses.exhausted(4, {"b"})
-    assert not Losses(None).exhausted(10**9, ())
+    assert not FailureStreak(None).exhausted(10**9, ())
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:

@@ -15,7 +15,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging_queue import JudgingQueue
 from reward_loop.verl.mode_options import REWARD_QUEUE
 from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
-from tests.verl.configs import settled
+from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -164,7 +164,8 @@ def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
 
 def trainer(*overrides: str, by_group: bool) -> Any:
     trainer = object.__new__(QueueSeparateAsyncTrainer)
-    trainer.config = settled("trainer.v1.trainer_mode=separate_async", *overrides)
+    settings = resolved("trainer.v1.trainer_mode=separate_async", *overrides)
+    trainer.config, trainer._options = settings.config, settings.mode.queue
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
     return trainer
 
