@@ -40,22 +40,22 @@ class PipelineOptions(Config):
     """``trainer.v1.reward_pipeline``."""
 
     mini_batch_pipeline: bool = True
-    """Update on every mini-batch of groups as soon as its rewards are in."""
+    """Update on every mini-batch of groups as soon as its rewards have arrived."""
 
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
 
     order: Literal["arrival", "submission"] = "arrival"
-    """Which groups `mini_batch_pipeline` trains on first. `arrival`: those whose rewards arrive first. `submission`:
-    the order of the prompts in the batch, whichever rewards arrive first; a mini-batch waits for its own groups."""
+    """Which groups `mini_batch_pipeline` trains on first. `arrival`: the groups whose rewards arrive first.
+    `submission`: the order of the prompts in the batch; a mini-batch waits for its own groups."""
 
     max_refills: int | None = Field(default=16, ge=1)
-    """The run stops when groups whose rollouts all failed were replaced so many times in a row, and what replaced them
-    failed, too; ``None`` replaces them for ever. For `trainer.v1.sampler.sync_refill_failed_groups`."""
+    """With `trainer.v1.sampler.sync_refill_failed_groups`: the run stops when failed groups were replaced, and all
+    replacements failed too, more than this many times in a row; `null` for no limit."""
 
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
-    begun or ended; ``None`` waits for ever."""
+    """The run stops when the trainer waits for this many seconds without progress: no prompt's generation has ended,
+    and no reward was requested or has arrived; `null` for no limit."""
 
 
 class RewardQueueOptions(Config):
@@ -65,20 +65,21 @@ class RewardQueueOptions(Config):
     """Whether there is a queue between generation and judging in the mode `separate_async`."""
 
     capacity: int | None = Field(default=None, ge=1)
-    """How many rollouts may be generated or wait for a judge, all together: a prompt's rollouts are not begun before
-    there is room for them. By default as many as verl has under way: a training step's, and `num_warmup_batches`."""
+    """The largest number of rollouts that are being generated or wait for a judge. A prompt's rollouts start only when
+    there is room for all of them. By default the number that verl has in flight: a training step's rollouts, and those
+    of `num_warmup_batches`."""
 
     in_flight: int | None = Field(default=None, ge=1)
-    """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
-    training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
+    """The largest number of rollouts that are judged at the same time, oldest first; the others wait in the queue. By
+    default the rollouts of a training step. A reward manager that waits for all rollouts of a prompt has no limit."""
 
     max_refills: int | None = Field(default=16, ge=1)
-    """The run stops when, one after the other, so many times the groups of a training step have failed and were
-    replaced, and none in between ended well; `None` replaces them for ever."""
+    """The run stops when more groups than those of this many training steps have failed in a row; `null` for no
+    limit."""
 
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
-    rollout got its reward; `None` waits for ever."""
+    """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
+    ended, and no reward has arrived; `null` for no limit."""
 
 
 @dataclass(frozen=True, slots=True)

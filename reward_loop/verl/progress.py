@@ -58,7 +58,7 @@ class Progress:
             for stage in self._stages:
                 stage.add(uid)
 
-    def happened(self, event: Event, at: float) -> None:
+    def record(self, event: Event, at: float) -> None:
         """Records an event. ``at`` is in seconds, on a clock that does not jump."""
         kind, name = event
         self.events += 1

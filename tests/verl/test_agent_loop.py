@@ -15,21 +15,21 @@ from reward_loop.verl.progress import Event
 pytestmark = pytest.mark.integration  # it imports verl
 
 
-async def test_it_says_what_it_is_at() -> None:
+async def test_unfinished_prompts_are_described() -> None:
     worker = object.__new__(PipelineAgentLoopWorker)
     worker._generating = {"a": {1, 0}, "b": set(), "c": set()}
     task = object()
-    worker._judging = {("a", 2): task, ("b", 1): task, ("b", 0): task, ("c", 0): None}  # type: ignore[dict-item]
-    assert await worker.in_work() == {
+    worker._judging = {("a", 2): task, ("b", 1): task, ("b", 0): task}  # type: ignore[dict-item]
+    assert await worker.unfinished_prompts() == {
         "a": "sessions [0, 1] are being generated, sessions [2] are being judged",
         "b": "sessions [0, 1] are being judged",
         "c": "its results are being written",
     }
 
 
-@pytest.mark.parametrize(("published", "told"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
-async def test_it_tells_why_a_rollout_failed(
-    published: bool, told: list[Event], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("published", "events"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
+async def test_a_failure_before_publishing_is_an_event(
+    published: bool, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyError("tool")
@@ -38,25 +38,25 @@ async def test_it_tells_why_a_rollout_failed(
     worker = object.__new__(PipelineAgentLoopWorker)
     worker._generating, worker._unpublished = {"a": {0}}, {"a": {0} if published else {0, 1}}
     worker._unjudged, worker._rewards = {"a": {0, 1}}, {"a": {}}
-    worker._news, worker._told = [], asyncio.Event()
+    worker._events, worker._has_events = [], asyncio.Event()
     with pytest.raises(KeyError):
         await worker._run_agent_loop({}, {}, uid="a", session_id=1)
-    assert worker._news == told
+    assert worker._events == events
     assert worker._unpublished == {"a": {0}}
 
 
-async def test_that_the_engine_is_done_is_told_before_the_trajectories_are_written(
+async def test_the_end_of_generation_is_an_event_before_the_trajectories_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = object.__new__(PipelineAgentLoopWorker)
     stages: Any = {"a": {0, 1}}, {"a": {0, 1}}, {"a": {0, 1}}
     worker._generating, worker._unpublished, worker._unjudged = stages
     worker._judging, worker._rewards = {}, {"a": {}}
-    worker._news, worker._told = [], asyncio.Event()
+    worker._events, worker._has_events = [], asyncio.Event()
     written: list[list[Event]] = []
 
     async def write(*args: Any, **kwargs: Any) -> None:
-        written.append(list(worker._news))
+        written.append(list(worker._events))
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_agent_loop_postprocess", write)
     monkeypatch.setattr(agent_loop.tq, "async_kv_put", write)
@@ -64,4 +64,4 @@ async def test_that_the_engine_is_done_is_told_before_the_trajectories_are_writt
         await worker._agent_loop_postprocess([], False, uid="a", session_id=session)
     # Two trajectories, and the tag of their prompt.
     assert written == [[], [("generated", "a")], [("generated", "a")]]
-    assert worker._news == [("generated", "a"), ("published", "a")]
+    assert worker._events == [("generated", "a"), ("published", "a")]
