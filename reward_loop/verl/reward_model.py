@@ -71,7 +71,7 @@ def read_reward_model(config: DictConfig, manager: ManagerName, mode: ModeOption
     if scores_by_model(config, manager) and manager.name != "naive":
         raise ConfigError(
             f"reward_model.reward_manager={manager.name} with reward_model.enable=True needs a function: set "
-            "custom_reward_function.path. Without a function, the reward is the output of the reward model alone"
+            "custom_reward_function.path. Without a function, the reward is the output of the reward model"
         )
     options = {"model_path": model.model_path, "engine": model.rollout.name}
     if model.rollout.name in _ENGINE_ARGS:
@@ -130,8 +130,8 @@ def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConf
     """Returns the options for servers on the trainer's GPUs: sleep mode on, and by default as many replicas as fit."""
     if served.engine == "external":
         raise ConfigError(
-            "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
-            "external) is not put to sleep. Leave out placement"
+            "reward_model.server.placement=colocated does not work with reward_model.rollout.name=external: external "
+            "servers cannot be put to sleep. Leave out placement"
         )
     rooms = {
         name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
@@ -153,8 +153,8 @@ def _room(pool: DictConfig, size: int, which: str) -> int:
     if replicas < 1:
         raise ConfigError(
             f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
-            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size) on one node. One server on several "
-            "nodes is not supported: lower these sizes, or use servers of your own with reward_model.rollout.name="
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size) on one node. A server on several "
+            "nodes is not supported: reduce these sizes, or run your own servers with reward_model.rollout.name="
             "external"
         )
     return replicas
