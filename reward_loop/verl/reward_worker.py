@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 from reward_loop.errors import InvalidScoreError, RewardLoopError
@@ -67,17 +66,14 @@ class RewardWorker:
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
-        with self._fatal_errors():
-            return await self._manager.run_single(data)
-
-    @contextlib.contextmanager
-    def _fatal_errors(self) -> Iterator[None]:
-        """Stores the first `RewardLoopError` of the block as the reason why the run must stop."""
         try:
-            yield
+            return await self._manager.run_single(data)
         except RewardLoopError as error:
-            self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+            self._store_fatal(error)
             raise
+
+    def _store_fatal(self, error: RewardLoopError) -> None:
+        self._fatal = self._fatal or f"{type(error).__name__}: {error}"
 
     async def stop_run(self, message: str) -> None:
         """Stores a fatal error of another process: the next `fatal_error` returns it."""
@@ -104,8 +100,11 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         assert self._post_process is not None
-        with self._fatal_errors():
+        try:
             return await self._post_process(rewards, names)
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
 
     async def reject(self, rewards: list[Reward], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
@@ -120,7 +119,7 @@ class RewardWorker:
         """
         for _ in range(accepted):
             self._rejections.add(False, None)
-        with self._fatal_errors():
+        try:
             return [
                 fail_reward(
                     # Drop the other values that the function returned, as for every failed sample.
@@ -131,6 +130,9 @@ class RewardWorker:
                 )
                 for reward, problem in zip(rewards, problems, strict=True)
             ]
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
 
     async def needs_group(self) -> bool:
         """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -26,6 +28,11 @@ def test_the_default_settings(name: str) -> None:
 def test_settings_are_read_again_from_a_resolved_configuration() -> None:
     settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py")
     assert read(settings.config) == settings
+
+
+def test_settings_can_be_sent_to_other_processes() -> None:
+    settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
+    assert pickle.loads(pickle.dumps(settings)) == settings
 
 
 def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
