@@ -368,7 +368,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         rows = {key: tag for key, tag in trajectories.items() if uid_of(key) in wanted}
         if not rows:
             raise RewardLoopError(
-                f"not one rollout of the batch was generated. {self._last_failure()}. "
+                f"no rollout of the batch was generated. {self._last_failure()}. "
                 "trainer.v1.sampler.sync_refill_failed_groups=True replaces groups that failed"
             )
         return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))

@@ -163,7 +163,7 @@ class RewardLoopTrainer(PPOTrainer):
         except NothingToLearnError as error:
             if self.local_trigger_step == self.parameter_sync_step - 1 and not self._rewards.trained:
                 raise
-            logger.warning("update %d of the step is left out: %s", self.local_trigger_step + 1, error)
+            logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
             zero(self._part.keys, *self._advantage_fields(), *MASKS, partition_id=self._part.partition_id)
             return self._part
 
