@@ -116,11 +116,11 @@ def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
 
 
 def configuration(folder: Path, name: str) -> Any:
-    """Return verl's configuration with our options: limits, retries and records are enabled."""
+    """Return the settings of a run with limits, retries and records."""
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-    from reward_loop.verl.resolve import settle
+    from reward_loop.verl.resolve import resolve
 
     overrides = [
         f"hydra.searchpath=[file://{verl_config_dir()}]",
@@ -133,8 +133,7 @@ def configuration(folder: Path, name: str) -> Any:
     ]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("reward_loop_trainer", overrides)
-    settle(config)
-    return config
+    return resolve(config)
 
 
 def throughput(folder: Path, rounds: int) -> dict[str, float]:
@@ -142,7 +141,7 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.records import records
-    from reward_loop.verl.workers import RewardWorker, settle_gc
+    from reward_loop.verl.reward_worker import RewardWorker, tune_gc
 
     thresholds = gc.get_threshold()
     texts = answers()
@@ -154,7 +153,7 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         if ours:
-            settle_gc()  # also runs a collection
+            tune_gc()  # also runs a collection
         else:
             gc.collect()
         began = time.perf_counter()
@@ -167,9 +166,9 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         best: dict[str, float] = {}
         workers = {}
         for name in ("asynchronous", "sync"):
-            config = configuration(folder, name)
-            workers[f"verl {name}"] = RewardLoopWorker(config)
-            workers[f"ours {name}"] = RewardWorker(config, None)
+            settings = configuration(folder, name)
+            workers[f"verl {name}"] = RewardLoopWorker(settings.config)
+            workers[f"ours {name}"] = RewardWorker(settings, None)
         for _ in range(rounds):
             for name, worker in workers.items():
                 best[name] = max(best.get(name, 0.0), await score(worker.compute_score, name.startswith("ours")))

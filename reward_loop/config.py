@@ -1,4 +1,4 @@
-"""The options, each with its meaning and default. Unknown keys are refused."""
+"""The options, each with its meaning and default. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -35,52 +35,53 @@ class Config(BaseModel):
 
 
 class LimitConfig(Config):
-    """What one service takes, from all workers of a job together."""
+    """The limits of one service, for all workers of a job together."""
 
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Calls at a time."""
+    """The largest number of calls in flight."""
 
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Calls that begin in any 60 seconds."""
+    """The largest number of calls that start in any 60 seconds."""
 
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Tokens of the calls that begin in any 60 seconds: first as estimated, then as used."""
+    """The largest number of tokens of the calls that start in any 60 seconds. A call counts with its estimate, and at
+    its end with the tokens that it used."""
 
     burst_seconds: float = Field(default=1.0, gt=0, le=60)
-    """Pacing: calls and tokens worth this many seconds of the limits above may begin at once, at least one call. ``60``
-    lets a whole minute's worth begin at once."""
+    """Pacing: the calls and tokens of this many seconds of the limits above may start at once, but always at least one
+    call. ``60`` allows a whole minute's calls at once."""
 
     estimated_tokens_per_request: float = Field(default=0, ge=0)
-    """Tokens that a call counts with if it gives no estimate of its own."""
+    """Tokens of a call that gives no estimate of its own."""
 
     adaptive: bool = False
-    """Find the concurrency: it grows up to `max_concurrent` as the service answers calls, and shrinks when the service
-    answers 429. Timeouts and other errors do not change it."""
+    """Adapt the concurrency to the service: increase it up to `max_concurrent` while the service answers calls, and
+    reduce it on HTTP 429. Timeouts and other errors do not change it."""
 
     max_wait: float | None = Field(default=3600.0, gt=0)
-    """Seconds that a call may wait for its turn before it fails; ``None`` for any time."""
+    """Seconds that a call may wait for a permit before it fails; ``None`` for no limit."""
 
 
 class RetryConfig(Config):
-    """When a call that failed is made again."""
+    """When a failed call is made again."""
 
     max_attempts: int = Field(default=3, ge=1)
-    """How often the function is called for a sample at most, where it fails in a way that may pass: a connection that
-    breaks, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. Other errors are never tried again; 1 tries
-    nothing again."""
+    """The largest number of calls of the function for a sample. Only transient failures are retried: a broken
+    connection, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. ``1`` retries nothing."""
 
     max_seconds: float = Field(default=600.0, gt=0)
-    """No attempt begins later than this many seconds after the first; time spent waiting for limits counts."""
+    """No attempt starts later than this many seconds after the first one. Time spent waiting for limits counts."""
 
     initial_wait: float = Field(default=0.5, ge=0)
-    """Seconds of the first pause, which doubles each time; each pause is drawn between nothing and that."""
+    """Seconds of the first pause. It doubles with each attempt; the actual pause is random, between 0 and this
+    value."""
 
     max_wait: float = Field(default=60.0, ge=0)
-    """The longest pause in seconds. A ``Retry-After`` of the service is obeyed, even if it is longer."""
+    """The longest pause in seconds. A longer ``Retry-After`` of the service takes precedence."""
 
 
 class CacheConfig(Config):
-    """Whether equal calls are made once."""
+    """Whether equal calls are made only once."""
 
     enabled: bool = False
     """Merge equal calls in flight into one. Leave it off for judges that answer the same question differently each
@@ -96,40 +97,40 @@ class CacheConfig(Config):
 
 
 class BudgetConfig(Config):
-    """What the calls of a run may use, in all workers together: requests of `reward_loop.client` count by themselves,
-    others by ``lease.used``."""
+    """The budget of a run, for all workers together. Requests of `reward_loop.client` count automatically, others
+    through ``lease.used``."""
 
     max_cost: float | None = Field(default=None, gt=0)
-    """In the unit in which the function reports its costs."""
+    """The largest cost, in the unit in which the function reports its costs."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens: those of `reward_loop.client`, and those that the function reports."""
+    """The largest number of tokens: those of `reward_loop.client`, and those that the function reports."""
 
     at_cap: Literal["stop", "default", "mask"] = "stop"
-    """What becomes of samples once it is used up: ``stop`` ends the run; with ``default`` and ``mask`` the function is
-    not called any more, and the samples have the default score, or are left out of training."""
+    """What happens to samples after the budget is used up. ``stop`` ends the run. With ``default`` and ``mask``, the
+    function is no longer called: samples get the default score, or are excluded from training."""
 
 
 class BatchConfig(Config):
     """How the manager ``batch`` collects samples."""
 
     max_batch_size: int = Field(default=64, ge=1)
-    """How many samples one call of the function has, at most."""
+    """The largest number of samples in one call of the function."""
 
     max_wait_ms: float = Field(default=10.0, ge=0)
-    """How many milliseconds a sample waits for others to share its call, at most."""
+    """The longest time in milliseconds that a sample waits for other samples of its call."""
 
 
 class GroupConfig(Config):
     """How the manager ``group`` collects the samples of a prompt."""
 
     size: int | None = Field(default=None, ge=1)
-    """How many samples a group has, where they do not say it themselves; by default verl's
+    """The number of samples in a group, for samples without a ``group_size``. By default verl's
     ``actor_rollout_ref.rollout.n``."""
 
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds from the first sample of a group to its last; after them, a group that is not complete fails. The slowest
-    rollout of a prompt must fit in."""
+    """Seconds from the first sample of a group to the last. After that, an incomplete group fails. It must be longer
+    than the slowest rollout of a prompt."""
 
 
 class ComponentConfig(Config):
@@ -137,61 +138,64 @@ class ComponentConfig(Config):
 
     path: str | None = None
     """The function, as in ``custom_reward_function``: a file, ``pkg://module``, or ``reward.py:accuracy``. By default
-    the one function that the run has besides: ``custom_reward_function``, or verl's own by data source."""
+    the function of the run: ``custom_reward_function``, or verl's function for the data source."""
 
     name: str | None = None
-    """What to take from `path`, where that does not say; ``compute_score`` if neither does."""
+    """The name of the function, if `path` does not contain it. By default ``compute_score``."""
 
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function, or of its class."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """What its score is multiplied with before scores are added."""
+    """The factor of its score in the sum of the scores."""
 
     gate: float | None = Field(default=None, allow_inf_nan=False)
-    """With a number, the components after this one are called, and count, only if its score is at least that."""
+    """A threshold: the components after this one are called, and count, only if its score is at least this number."""
 
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds from the start of the function to its deadline; by default as in the run's options, as for all below."""
+    """Seconds from the start of the function to its deadline. By default the value of the run's options, as for all
+    options below."""
 
     max_threads: int | None = Field(default=None, ge=1)
-    """How many of its calls run at a time in threads."""
+    """The largest number of its calls that run in threads at the same time."""
 
     isolation: Literal["thread", "process"] | None = None
-    """Where it runs, if it is sync."""
+    """Where a sync function runs."""
 
     max_processes: int | None = Field(default=None, ge=1)
-    """How many of its calls run at a time in processes."""
+    """The largest number of its calls that run in processes at the same time."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
     """Megabytes that such a process may use."""
 
     limit: str = "default"
-    """Which of ``reward_loop.limits`` holds for its calls."""
+    """The name of the entry of ``reward_loop.limits`` for its calls."""
 
     retry: RetryConfig | None = None
-    """When its calls are made again: the options of ``reward_loop.retry``; those not given are the run's."""
+    """When its failed calls are made again: the options of ``reward_loop.retry``. Options that are not set have the
+    run's values."""
 
     cache: CacheConfig | None = None
-    """Whether its equal calls are made once: the options of ``reward_loop.cache``; likewise."""
+    """Whether its equal calls are made only once: the options of ``reward_loop.cache``. Options that are not set have
+    the run's values."""
 
     on_failed: Policy | None = None
-    """Where this function fails: ``raise`` stops the run, ``default`` counts `default_score` as its score, ``mask``
-    leaves the sample out of training."""
+    """For samples for which this function fails: ``raise`` stops the run, ``default`` uses `default_score` as its
+    score, ``mask`` excludes the sample from training."""
 
     on_unscored: Policy | None = None
-    """The same choice where this function returns ``None``."""
+    """The same choice for samples for which this function returns ``None``."""
 
     default_score: float | None = Field(default=None, allow_inf_nan=False)
     """Its score under the policy ``default``."""
 
 
 class RewardLoopConfig(Config):
-    """How samples are scored, and what becomes of those without a score."""
+    """How samples are scored, and what happens to samples without a score."""
 
     on_failed: Policy = "mask"
-    """For samples whose function raised, timed out or returned no score: ``raise`` stops the run, ``default`` gives
-    them `default_score`, ``mask`` marks them ``reward_masked`` so that training leaves them out."""
+    """For samples whose function raised, timed out or returned an invalid score: ``raise`` stops the run, ``default``
+    gives them `default_score`, ``mask`` marks them ``reward_masked``, so that they are excluded from training."""
 
     on_unscored: Policy = "mask"
     """The same choice for samples whose function returned ``None``."""
@@ -203,56 +207,57 @@ class RewardLoopConfig(Config):
     """Seconds from the start of the function to its deadline; ``None`` for no deadline."""
 
     max_threads: int = Field(default=64, ge=1)
-    """How many calls of a sync function run at a time."""
+    """The largest number of calls of a sync function that run at the same time."""
 
     isolation: Literal["thread", "process"] = "thread"
     """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
-    ``isolated`` runs in processes in any case."""
+    ``isolated`` always runs in processes."""
 
     max_processes: int | None = Field(default=None, ge=1)
-    """How many calls of a sync function run at a time in processes; by default as many as there are cores, which the
-    reward workers of a verl run share."""
+    """The largest number of calls of a sync function that run in processes at the same time. By default the number of
+    cores, which the reward workers of a verl run share."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
-    """Megabytes (2^20 bytes) that such a process may use, with all that it started; one that passes them is killed, and
-    its sample fails. By default, there is no bound."""
+    """Megabytes (2^20 bytes) that such a process may use, including the processes that it started. A process that
+    exceeds them is killed, and its sample fails. By default there is no limit."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when more than this share of the latest samples failed; 1 never stops it."""
+    """The run stops when more than this share of the latest samples failed; 1 disables the check."""
 
     min_samples_for_failed_share: int = Field(default=64, ge=1)
-    """How many samples must have ended before `max_failed_share` applies."""
+    """The number of samples that must have ended before `max_failed_share` applies."""
 
     failed_share_window: int = Field(default=1024, ge=1)
-    """How many of the latest samples `max_failed_share` looks at, so that a judge that dies late stops the run too."""
+    """The number of latest samples that `max_failed_share` refers to, so that the late failure of a judge also stops
+    the run."""
 
     limits: dict[str, LimitConfig] = Field(default_factory=dict)
-    """Limits by the name of a service. ``default`` holds for every call of the function, ``retry`` besides for every
-    call that is made again, others for the calls inside ``async with reward_loop.limit(name)``."""
+    """Limits by the name of a service. ``default`` applies to every call of the function, ``retry`` additionally to
+    every retry, other names to the calls inside ``async with reward_loop.limit(name)``."""
 
     retry: RetryConfig = Field(default_factory=RetryConfig)
-    """When a call that failed is made again."""
+    """When a failed call is made again."""
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
-    """Whether equal calls are made once."""
+    """Whether equal calls are made only once."""
 
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    """What the calls of a run may use."""
+    """The budget of the run."""
 
     job: str | None = None
-    """The limiter service of the job, which keeps limits, budget and failures for all workers. Set by runs that have
-    several workers; without it, each manager has its own."""
+    """The address of the job's limiter service, which holds limits, budget and failures for all workers. Runs with
+    several workers set it. Without it, each manager has its own limits."""
 
     worker_start_timeout_s: float = Field(default=300.0, gt=0)
-    """In a verl run: seconds within which every reward worker must have loaded the tokenizer and the function."""
+    """In a verl run: seconds within which every reward worker must load the tokenizer and the function."""
 
     worker_answer_timeout_s: float = Field(default=60.0, gt=0)
-    """In a verl run: seconds within which a reward worker must answer the trainer. The restart of a worker must fit
-    in."""
+    """In a verl run: seconds within which a reward worker must answer the trainer. It must be longer than the restart
+    of a worker."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
-    """Samples that have been running for longer than this many seconds are logged, again every so many seconds;
-    ``null`` for never. It holds for the samples of its own manager: several managers in a process may differ."""
+    """Samples that have been running for longer than this many seconds are logged, repeatedly at this interval;
+    ``null`` disables it. Each manager of a process may have its own value."""
 
     log_dir: str | None = None
     """Directory in which every process writes a JSONL file with a record of each sample; ``null`` for no records."""
@@ -268,96 +273,97 @@ class RewardLoopConfig(Config):
 
 
 class ServedModelConfig(Config):
-    """A model, and the servers that it runs in."""
+    """A model, and its servers."""
 
     model_path: str | None = None
-    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model of the Hugging
-    Face hub: what is not in the cache is downloaded. Needed by every engine but ``external``."""
+    """A model directory in the format of transformers' ``save_pretrained``, or the name of a model of the Hugging Face
+    hub, which is downloaded if it is not in the cache. Required by every engine except ``external``."""
 
     served_model_name: str | None = None
-    """The ``model`` that requests name; by default `model_path`, as in vLLM."""
+    """The ``model`` in requests. By default `model_path`, as in vLLM."""
 
     engine: Literal["vllm", "sglang", "transformers", "external"] = "transformers"
-    """What runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small models.
-    ``external``: nothing is started; `urls` are servers that run already."""
+    """The program that runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small
+    models. ``external`` starts nothing: `urls` are servers that already run."""
 
     kind: Literal["auto", "generative", "discriminative"] = "auto"
-    """Whether the model writes, or gives logits; ``auto`` reads it from the model's ``config.json``."""
+    """Whether the model generates text or returns logits; ``auto`` reads it from the model's ``config.json``."""
 
     urls: tuple[str, ...] = ()
     """For ``external``: the servers, each as ``http://host:port``."""
 
     replicas: int = Field(default=1, ge=1)
-    """How many servers share the load."""
+    """The number of servers, which share the load."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """For vLLM and SGLang: over how many GPUs each copy of the model is split."""
+    """For vLLM and SGLang: the number of GPUs over which each copy of the model is split."""
 
     data_parallel_size: int = Field(default=1, ge=1)
-    """For vLLM and SGLang: how many copies of the model each server runs."""
+    """For vLLM and SGLang: the number of copies of the model in each server."""
 
     trust_remote_code: bool = False
     """For vLLM and SGLang: run the Python code that the model's directory contains."""
 
     dtype: str = "auto"
-    """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the checkpoint's."""
+    """For vLLM and SGLang: the precision, such as ``bfloat16`` or ``float32``; ``auto`` is the precision of the
+    checkpoint."""
 
     max_model_len: int | None = Field(default=None, ge=1)
-    """For vLLM and SGLang: tokens of the longest prompt and its answer; by default what the model's ``config.json``
-    says."""
+    """For vLLM and SGLang: the largest number of tokens of a prompt and its answer. By default the value in the model's
+    ``config.json``."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """For vLLM and SGLang: the share of each GPU's memory that a server may take; by default the engine's own."""
+    """For vLLM and SGLang: the share of each GPU's memory that a server may use. By default the engine's own value."""
 
     enable_sleep_mode: bool = False
-    """Lets ``RewardModelManager.sleep`` free the memory that the model takes. It opens endpoints for administrators on
-    the server."""
+    """Allow ``RewardModelManager.sleep`` to free the memory of the model. It opens endpoints for administrators on the
+    server."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More options of the engine's command line, as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true`` stands for
-    a flag without a value, ``false`` or ``null`` leaves an option out, mappings are passed as JSON."""
+    """More options of the engine's command line, such as ``max_num_seqs: 64`` for ``--max-num-seqs 64``. ``true``
+    stands for a flag without a value, ``false`` or ``null`` omits an option, mappings are passed as JSON."""
 
     max_batch_size: int = Field(default=64, ge=1)
-    """For ``transformers``: how many requests a server runs in one batch, at most."""
+    """For ``transformers``: the largest number of requests in one batch."""
 
     max_wait_ms: float = Field(default=3.0, ge=0)
-    """For ``transformers``: how many milliseconds a request waits for others to share its batch, at most."""
+    """For ``transformers``: the longest time in milliseconds that a request waits for other requests of its batch."""
 
     threads: int = Field(default=1, ge=1)
-    """CPU threads of each server, where it runs on the CPU."""
+    """CPU threads of each server that runs on the CPU."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds within which a server must be ready, the download of its model included."""
+    """Seconds within which a server must be ready, including the download of its model."""
 
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for the servers."""
 
 
 class RewardModelConfig(ServedModelConfig):
-    """Reward models, the servers that they run in, and the router in front of them."""
+    """Reward models, their servers, and the router in front of them."""
 
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
-    """More models behind the same router, under the names that requests give them."""
+    """More models behind the same router, by the name that requests use."""
 
     placement: Literal["local", "ray", "colocated"] = "local"
-    """Where servers run: as processes beside this one; in Ray actors that reserve their GPUs, on any node; or, in a
-    verl run, on the GPUs that train, awake only while the rollout sleeps."""
+    """Where servers run. ``local``: as processes of this machine. ``ray``: in Ray actors that reserve their GPUs, on
+    any node. ``colocated``, only in a verl run: on the trainer's GPUs, awake only while the rollout sleeps."""
 
     placement_timeout_s: float = Field(default=300.0, gt=0)
-    """For the placement ``ray``: seconds within which Ray must have found room for all servers."""
+    """For the placement ``ray``: seconds within which Ray must find room for all servers."""
 
     starts_at_a_time: int = Field(default=2, ge=1)
-    """How many servers may be starting at a time: each reads the whole model from disk."""
+    """The largest number of servers that start at the same time: each reads the whole model from disk."""
 
     host: str = "127.0.0.1"
-    """The address that the router listens on, and that `reward_router_address` names. Servers are reached by loopback
+    """The address on which the router listens, and which `reward_router_address` contains. Servers listen on loopback
     only."""
 
     router_port: int | None = Field(default=None, ge=1, le=65535)
-    """The router's port; by default any free one."""
+    """The router's port. By default any free port."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds from a request's arrival at the router to the end of its answer; waiting for a server counts."""
+    """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts."""
 
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two of the router's health checks of a server in use."""
@@ -370,19 +376,20 @@ class RewardModelConfig(ServedModelConfig):
     that times out does not count while the server still answers requests."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """How often a process that died is started again within `restart_window_s`; after that it is given up."""
+    """The largest number of restarts of a process within `restart_window_s`. After that, the process is not
+    restarted."""
 
     restart_window_s: float = Field(default=600.0, gt=0)
     """Seconds after which a restart no longer counts."""
 
     log_dir: str | None = None
-    """Where the servers and the router write their logs; by default a new temporary directory, which is kept."""
+    """The directory of the logs of servers and router. By default a new temporary directory, which is kept."""
 
     @field_validator("host")
     @classmethod
     def _is_no_wildcard(cls, host: str) -> str:
         if host in ("", "0.0.0.0", "::"):
-            raise ValueError("name the address that clients reach, not a wildcard")
+            raise ValueError("it must be the address that clients connect to, not a wildcard")
         return host
 
 
@@ -390,7 +397,7 @@ C = TypeVar("C", bound=BaseModel)
 
 
 def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str) -> C:
-    """Build an option group from a mapping (a dict, or a Hydra config), or from nothing.
+    """Returns an option group made from a mapping (a dict, or a Hydra config); from ``None``, the defaults.
 
     Args:
         cls: the group.

@@ -211,8 +211,8 @@ def test_training_commands_are_accepted(
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-    from reward_loop.verl.main_ppo import _check_function
-    from reward_loop.verl.resolve import settle
+    from reward_loop.verl.main_ppo import check_function
+    from reward_loop.verl.resolve import resolve
 
     write_named(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -228,8 +228,7 @@ def test_training_commands_are_accepted(
     searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     with initialize_config_dir(str(primary), version_base=None):
         config = compose(name, [searchpath, *overrides])
-    settle(config)
-    _check_function(config)
+    check_function(resolve(config))
     assert config.reward.custom_reward_function.path
 
 

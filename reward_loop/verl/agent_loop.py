@@ -1,9 +1,19 @@
 """verl's agent loop, with trajectories published before their rewards arrive.
 
-verl publishes a trajectory only when it has its reward. Here, the trajectory is written to TransferQueue as soon as it
-is generated, and the rewards of its group are written later. So, while judges work, the trainer can put the rollout
-engine to sleep and compute what needs no reward. A session still ends only when its reward has arrived, so verl's own
-prompt statuses keep their meaning.
+verl writes a trajectory to TransferQueue only with its reward. Here, the trajectory is written as soon as it is
+generated, and the rewards of its group are written later. So the trainer can put the rollout engine to sleep, and
+compute what needs no reward, while samples are judged.
+
+A training session has these parts, all within verl's task for the session (`_run_agent_loop`):
+
+1. verl generates the trajectory, and calls `_agent_loop_postprocess`.
+2. `_agent_loop_postprocess` starts a task that judges the trajectory: verl's own `_compute_score`.
+3. verl's `_agent_loop_postprocess` writes the trajectory, without a reward. It calls `_compute_score`, which returns at
+   once for a session that is being judged already.
+4. `_agent_loop_postprocess` waits for the reward, and stores it.
+5. The last session of a prompt writes the rewards of the group.
+
+A session ends only when its reward has arrived, so verl's own prompt statuses keep their meaning.
 """
 
 from __future__ import annotations
@@ -27,8 +37,9 @@ GENERATED = "generated"
 """The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
 because verl rejects unknown statuses."""
 
-NEWS_S = 30.0
-"""Seconds after which a call of ``news`` returns even if there is no event, so that no call stays open indefinitely."""
+EVENTS_S = 30.0
+"""Seconds after which a call of `next_events` returns even if there is no event, so that no call stays open
+indefinitely."""
 
 Session = tuple[str, int]
 """A prompt's uid, and the index of the session."""
@@ -40,39 +51,40 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._generating: dict[str, set[int]] = {}
+        """Prompt uid -> its sessions that are being generated; `_unpublished` and `_unjudged` are alike."""
         self._unpublished: dict[str, set[int]] = {}
-        self._judging: dict[Session, asyncio.Task[None] | None] = {}
         self._unjudged: dict[str, set[int]] = {}
+        self._judging: dict[Session, asyncio.Task[None]] = {}
+        """The task that judges a session, from the end of generation to the end of judging."""
         self._rewards: dict[str, dict[str, dict[str, Any]]] = {}
         """Prompt uid -> trajectory key -> its reward, for rewards that have arrived and are not published."""
-        self._news: list[Event] = []
-        self._told = asyncio.Event()
+        self._events: list[Event] = []
+        self._has_events = asyncio.Event()
 
-    async def news(self) -> list[Event]:
-        """Returns the events since the last call. Waits up to `NEWS_S` seconds for the first one."""
+    async def next_events(self) -> list[Event]:
+        """Returns the events since the last call. Waits up to `EVENTS_S` seconds for the first one."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NEWS_S):
-                await self._told.wait()
-        self._told.clear()
-        news, self._news = self._news, []
-        return news
+            async with asyncio.timeout(EVENTS_S):
+                await self._has_events.wait()
+        self._has_events.clear()
+        events, self._events = self._events, []
+        return events
 
-    async def in_work(self) -> dict[str, str]:
+    async def unfinished_prompts(self) -> dict[str, str]:
         """Returns, for each unfinished prompt, which sessions are being generated or judged, as text."""
         judged: dict[str, list[int]] = defaultdict(list)
-        for (uid, session), task in self._judging.items():
-            if task is not None:
-                judged[uid].append(session)
-        work = {}
+        for uid, session in self._judging:
+            judged[uid].append(session)
+        prompts = {}
         for uid, sessions in self._generating.items():
-            at = {"generated": sorted(sessions), "judged": sorted(judged[uid])}
-            said = [f"sessions {numbers} are being {what}" for what, numbers in at.items() if numbers]
-            work[uid] = ", ".join(said) or "its results are being written"
-        return work
+            states = {"generated": sorted(sessions), "judged": sorted(judged[uid])}
+            texts = [f"sessions {numbers} are being {state}" for state, numbers in states.items() if numbers]
+            prompts[uid] = ", ".join(texts) or "its results are being written"
+        return prompts
 
-    def _tell(self, event: Event) -> None:
-        self._news.append(event)
-        self._told.set()
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._has_events.set()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid = prompt["uid"]
@@ -89,7 +101,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             for stage in stages:
                 del stage[uid]
             del self._rewards[uid]
-            self._tell(("over", uid))
+            self._emit(("over", uid))
         return None
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
@@ -98,63 +110,72 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except Exception as error:
             if session[1] in self._unpublished.get(session[0], ()):
-                self._tell(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
+                self._emit(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
             raise
         finally:
             # A session that failed before it published its trajectory will not publish one.
-            self._note_generated(*session)
-            await self._note_published(*session)
-            await self._note_judged(*session)
+            self._end_generation(*session)
+            await self._end_publishing(*session)
+            await self._end_judging(*session)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        outputs = output if isinstance(output, list) else [output]
         if validate:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         session = (kwargs["uid"], kwargs["session_id"])
-        self._judging[session] = None
-        self._note_generated(*session)
+        self._end_generation(*session)
+        judging = self._start_judging(outputs, session, kwargs)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
-            await self._note_published(*session)
-            judging = self._judging[session]
+            await self._end_publishing(*session)
             if judging is not None:
-                await self._await_reward(output if isinstance(output, list) else [output], session, judging)
+                await self._take_reward(outputs, session, judging)
         finally:
-            judging = self._judging.pop(session)
             if judging is not None:
-                judging.cancel()
-                self._tell(("judged", _name(session)))
+                judging.cancel()  # no effect after the reward has arrived
+                del self._judging[session]
+                self._emit(("judged", _name(session)))
         return None
 
+    def _start_judging(self, outputs: list[Any], session: Session, kwargs: dict) -> asyncio.Task[None] | None:
+        """Starts to judge a session in a task. Returns ``None`` if there is nothing to judge.
+
+        That is the case if generation gave no output, if the agent loop itself has set a score, or if the trainer
+        sends the whole batch to the reward workers.
+        """
+        if not outputs or outputs[-1].reward_score is not None or self.reward_loop_worker_handles is None:
+            return None
+        judging = asyncio.create_task(super()._compute_score(outputs, kwargs))
+        self._judging[session] = judging
+        self._emit(("judging", _name(session)))
+        return judging
+
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
-        session = (kwargs["uid"], kwargs["session_id"])
-        if self.reward_loop_worker_handles is None:
-            return  # The trainer sends the whole batch to the reward workers.
-        if session in self._judging and outputs[-1].reward_score is None:
-            self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs))
-            self._tell(("judging", _name(session)))
-        else:
-            # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
-            await super()._compute_score(outputs, {**kwargs, "__validate__": True})
+        """Scores validation samples. verl calls this method before it writes a trajectory."""
+        if (kwargs["uid"], kwargs["session_id"]) in self._judging:
+            return  # `_agent_loop_postprocess` waits for the reward after verl has written the trajectory.
+        # `__validate__` gives the sample the traffic class `validate` in the limits.
+        await super()._compute_score(outputs, {**kwargs, "__validate__": True})
 
-    def _note_generated(self, uid: str, session_id: int) -> None:
-        if _is_last(self._generating, uid, session_id):
-            self._tell(("generated", uid))
+    def _end_generation(self, uid: str, session_id: int) -> None:
+        if _remove(self._generating, uid, session_id):
+            self._emit(("generated", uid))
 
-    async def _note_published(self, uid: str, session_id: int) -> None:
-        if _is_last(self._unpublished, uid, session_id):
+    async def _end_publishing(self, uid: str, session_id: int) -> None:
+        if _remove(self._unpublished, uid, session_id):
             await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
-            self._tell(("published", uid))
+            self._emit(("published", uid))
 
-    async def _note_judged(self, uid: str, session_id: int) -> None:
+    async def _end_judging(self, uid: str, session_id: int) -> None:
         """Publishes the rewards of a prompt when the last of its sessions ends.
 
         One write per group is enough, because the trainer uses only complete groups.
         """
-        if _is_last(self._unjudged, uid, session_id) and (rewards := self._rewards[uid]):
+        if _remove(self._unjudged, uid, session_id) and (rewards := self._rewards[uid]):
             fields = list_of_dict_to_tensordict(list(rewards.values()))
             await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
 
-    async def _await_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
+    async def _take_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
         """Waits for the reward of a session, and stores it.
 
         If judging raises, the session is masked: its trajectory has been published already, and the other samples of
@@ -170,11 +191,11 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 "reward_masked": True,
                 "reward_error": f"{type(error).__name__}: {error}",
             }
-            self._take_reward(outputs, session)
+            self._store_reward(outputs, session)
             raise
-        self._take_reward(outputs, session)
+        self._store_reward(outputs, session)
 
-    def _take_reward(self, outputs: list[Any], session: Session) -> None:
+    def _store_reward(self, outputs: list[Any], session: Session) -> None:
         final = outputs[-1]
         for index, output in enumerate(outputs):
             output.reward_score = final.reward_score
@@ -186,7 +207,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             }
 
 
-def _is_last(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
+def _remove(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
     """Removes a session from a stage. Returns whether it was the last session of its prompt in this stage."""
     left = stage.get(uid, set())
     if session_id not in left:

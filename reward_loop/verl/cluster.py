@@ -25,7 +25,7 @@ def groups_of_trainer(config: DictConfig) -> list[Others]:
     """Returns the placement groups that verl's trainer will create. verl waits for their resources without a timeout.
 
     Args:
-        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.settle`.
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.resolve`.
     """
     from verl.single_controller.ray import ResourcePoolManager
 

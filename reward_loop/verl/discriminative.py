@@ -33,9 +33,7 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
         try:
             text = await asyncio.to_thread(self._render, list(prompt), row.batch)
         except Exception as error:  # a chat template is code from the model's author
-            return replace(
-                sample, error=f"the reward model's chat template refused it: {type(error).__name__}: {error}"
-            )
+            return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
 
     def _render(self, conversation: list[dict[str, Any]], batch: Any) -> str:

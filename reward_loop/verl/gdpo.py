@@ -52,7 +52,7 @@ def component_rewards(
             elif name not in info:
                 raise ConfigError(
                     f"algorithm.gdpo_reward_keys names {name!r}, which rollout {key} does not have: the function must "
-                    "return it for every sample. reward_model.reward_manager=gdpo sees to that"
+                    "return it for every sample. reward_model.reward_manager=gdpo checks this when the function returns"
                 )
             else:
                 column.append(float(info[name]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop.agent.queue import QueueEntry, RewardQueue, Staleness
 
-__all__ = ["JudgingQueue", "Places", "merge_metrics"]
+__all__ = ["JudgingQueue", "Reservation", "merge_metrics"]
 
 _LARGEST = {f"reward_queue/{name}" for name in ("oldest_s", "staleness_max", "all_staleness_max")}
 _MEANS = {
@@ -19,8 +19,8 @@ _MEANS = {
 """Name of a mean -> the metrics whose sum is the number of rollouts in that mean."""
 
 
-class Places:
-    """The places in the queue that are reserved for the rollouts of a prompt, before they are generated."""
+class Reservation:
+    """Places in the queue for the rollouts of a prompt, reserved before the rollouts are generated."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -45,25 +45,25 @@ class JudgingQueue:
         self._judging: set[QueueEntry] = set()
 
     @asynccontextmanager
-    async def places(self, count: int) -> AsyncIterator[Places]:
+    async def reserve(self, count: int) -> AsyncIterator[Reservation]:
         """Waits until the queue has ``count`` free places, and reserves them. Releases the unused ones at the end."""
         await self.queue.reserve(count)
-        places = Places(count)
+        reservation = Reservation(count)
         try:
-            yield places
+            yield reservation
         finally:
-            self.queue.release(places.left)
-            places.left = 0
+            self.queue.release(reservation.left)
+            reservation.left = 0
 
     @asynccontextmanager
-    async def turn(self, places: Places, *, step: int) -> AsyncIterator[None]:
+    async def turn(self, reservation: Reservation, *, step: int) -> AsyncIterator[None]:
         """Puts a rollout into the queue, and waits for its turn. The body of the block must judge the rollout.
 
         Args:
-            places: the places of its prompt; one of them is used.
+            reservation: the places of its prompt; one of them is used.
             step: the version of the weights that generated the rollout.
         """
-        places.left -= 1
+        reservation.left -= 1
         entry = self.queue.put_reserved(object(), step=step)
         taken = False
         try:

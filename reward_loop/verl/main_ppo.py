@@ -10,14 +10,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reward_loop._util.text import did_you_mean, listing
+from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import scoring_function
 from reward_loop.managers.registry import get as get_manager
@@ -26,13 +26,11 @@ from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.models import served_models
+from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-from reward_loop.verl.resolve import reward_loop_options, settle
-from reward_loop.verl.reward_model import reward_model_options, scores_by_model
-
-VERL_VERSION = "0.9.1"
-"""The supported and tested version of verl."""
+from reward_loop.verl.resolve import resolve
+from reward_loop.verl.settings import RewardSettings
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -51,11 +49,12 @@ CPU_ENVIRONMENT = {
 """Environment variables for a run on a CPU. Values that the user has set take precedence."""
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig, task_runner: Any = None) -> None:
     """Checks the configuration, and runs the training.
 
     Args:
         config: the composed Hydra configuration; changed in place.
+        task_runner: a Ray actor class that replaces `TaskRunner`, for recipes with a task runner of their own.
 
     Raises:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
@@ -65,30 +64,24 @@ def run(config: DictConfig) -> None:
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    settle(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
-    _check_function(config)
-    in_ray = 0
-    model = reward_model_options(config)
-    if model is not None:
-        kind = model_kind(str(model.model_path), "reward_model.model.path")
-        if (kind if model.kind == "auto" else model.kind) == "generative" and scores_by_model(config):
-            raise ConfigError(
-                f"reward_model.model.path={model.model_path} is a generative model, and no function says what to ask "
-                "it: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
-                "discriminative model scores by itself"
-            )
-        served = served_models(model)
-        in_ray = sum(one.replicas * one.threads for one in served) if model.placement == "ray" else 0
+    settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
+    check_function(settings)
+    cpus_of_servers = 0
+    if settings.model is not None:
+        _check_model(settings, settings.model)
+        if settings.model.placement == "ray":
+            cpus_of_servers = sum(model.replicas * model.threads for model in served_models(settings.model))
     if config.trainer.device == "cpu":
-        _prepare_cpu(config, in_ray)
+        _prepare_cpu(config, cpus_of_servers)
         with _preloaded(config):
-            _train(config)
+            _train(config, settings, task_runner)
     else:
-        _train(config)
+        _train(config, settings, task_runner)
 
 
-def _train(config: DictConfig) -> None:
+def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> None:
     # verl chooses its platform at import, so import it only here.
+    compat.check(compat.COMMAND)
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -97,53 +90,65 @@ def _train(config: DictConfig) -> None:
 
     from reward_loop.verl.task_runner import TaskRunner
 
-    _check_manager(config)
+    _check_manager(settings)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     try:
-        run_ppo(config, task_runner_class=TaskRunner)
+        run_ppo(config, task_runner_class=task_runner or TaskRunner)
     except RayTaskError as error:
         if isinstance(error.cause, RewardLoopError):
             raise error.cause from None
         raise
 
 
-def _check_function(config: DictConfig) -> None:
+def check_function(settings: RewardSettings) -> None:
     """Loads the user's function, so that an error appears before the minutes of start-up.
 
     Classes are not instantiated here, because the constructor may load a model.
+
+    Raises:
+        FunctionLoadError: the function cannot be loaded, or requires an argument that the reward loop does not provide.
+        ConfigError: a component has a ``post_process_scores`` that would not be called.
     """
-    options = reward_loop_options(config)
-    custom = config.reward.custom_reward_function
-    name = config.reward.reward_manager.name
-    if custom.path:
-        function = load_function(custom.path, custom.name)
+    if settings.function is not None:
+        function = settings.function.load()
+        name = settings.manager.name
         if not isinstance(function, type) and name in manager_names():
-            scoring_function(get_manager(name), function, options, reward_kwargs=custom.get("reward_kwargs"))
-    for key, component in options.components.items():
+            scoring_function(get_manager(name), function, settings.options, reward_kwargs=settings.function.kwargs)
+    for key, component in settings.options.components.items():
         if component.path:
             function = load_function(component.path, component.name)
             if hasattr(function, "post_process_scores"):
                 raise ConfigError(
-                    f"reward_loop.components.{key}: its post_process_scores would not be called: only "
-                    "custom_reward_function's is. Remove the method, or normalise in compute_score"
+                    f"reward_loop.components.{key}: post_process_scores of a component is not called, only that of "
+                    "custom_reward_function. Remove the method, or normalise in compute_score"
                 )
             if not isinstance(function, type):
                 ScoringFunction(function, reward_kwargs=component.reward_kwargs)
 
 
-def _check_manager(config: DictConfig) -> None:
-    manager = config.reward.reward_manager
-    if manager.source != "register" or manager.name in manager_names() or ":" in manager.name:
+def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
+    kind = model_kind(str(model.model_path), "reward_model.model.path")
+    if (kind if model.kind == "auto" else model.kind) == "generative" and settings.scores_by_model:
+        raise ConfigError(
+            f"reward_model.model.path={model.model_path} is a generative model, and needs a function that asks it for "
+            "a score: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only "
+            "a discriminative model scores without a function"
+        )
+
+
+def _check_manager(settings: RewardSettings) -> None:
+    """Raises `ConfigError` if the manager's name is unknown here and in verl."""
+    manager, function = settings.manager, settings.function
+    if manager.is_import_path or manager.name in manager_names():
         return
     from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 
-    function = config.reward.custom_reward_function.path
     if manager.name not in REWARD_MANAGER:
         known = sorted({*manager_names(), *REWARD_MANAGER})
         raise ConfigError(
-            f"reward_model.reward_manager={manager.name}: unknown{did_you_mean(manager.name, known) or '.'} "
-            f"Known: {listing(known)}" + (f", and what {function} registers" if function else "")
+            f"reward_model.reward_manager={manager.name}: unknown{did_you_mean(manager.name, known) or '.'} Known: "
+            f"{listing(known)}" + (f", and the names that {function.path} registers" if function else "")
         )
 
 
@@ -216,22 +221,10 @@ def _stop(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _warn_of_another_verl(package: Path) -> None:
-    """Warns if verl's version is not `VERL_VERSION`: the reward loop uses private names of verl."""
-    installed = (package / "version" / "version").read_text().strip()
-    if installed != VERL_VERSION:
-        print(
-            f"warning: verl {installed} is installed, and reward_loop is made for verl {VERL_VERSION}: what fails may "
-            f"be due to that. pip install verl=={VERL_VERSION}",
-            file=sys.stderr,
-        )
-
-
 def main() -> None:
     """Runs the command ``python -m reward_loop.verl.main_ppo``."""
-    verl_config = verl_config_dir()
-    _warn_of_another_verl(verl_config.parents[1])
-    searchpath = f"hydra.searchpath=[file://{verl_config},file://{CONFIG_DIR}]"
+    compat.warn_of_version()
+    searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
     sys.argv.insert(next(first, len(sys.argv)), searchpath)

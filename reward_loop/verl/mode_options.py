@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,15 +15,12 @@ from reward_loop.errors import ConfigError
 __all__ = [
     "PIPELINE_MODE",
     "REWARD_QUEUE",
+    "ModeOptions",
     "PipelineOptions",
     "RewardQueueOptions",
     "check_mode",
-    "has_reward_queue",
-    "pipeline_options",
-    "poll_interval",
     "queue_shares",
-    "reward_queue_options",
-    "stall_timeout",
+    "read_mode",
 ]
 
 PIPELINE_MODE = "reward_pipeline"
@@ -30,7 +28,6 @@ PIPELINE_MODE = "reward_pipeline"
 
 REWARD_QUEUE = "trainer.v1.separate_async.reward_queue"
 """The options of the queue between generation and judging."""
-
 
 POLL_INTERVAL = "trainer.v1.sampler.poll_interval_s"
 """The option for the seconds between two polls of verl's replay buffer."""
@@ -43,27 +40,22 @@ class PipelineOptions(Config):
     """``trainer.v1.reward_pipeline``."""
 
     mini_batch_pipeline: bool = True
-    """Update on every mini-batch of groups as soon as its rewards are in."""
+    """Update on every mini-batch of groups as soon as its rewards have arrived."""
 
     one_step_off_policy: bool = True
     """Generate the next step's rollouts before this step's update."""
 
     order: Literal["arrival", "submission"] = "arrival"
-    """Which groups `mini_batch_pipeline` trains on first. `arrival`: those whose rewards arrive first. `submission`:
-    the order of the prompts in the batch, whichever rewards arrive first; a mini-batch waits for its own groups."""
+    """Which groups `mini_batch_pipeline` trains on first. `arrival`: the groups whose rewards arrive first.
+    `submission`: the order of the prompts in the batch; a mini-batch waits for its own groups."""
 
     max_refills: int | None = Field(default=16, ge=1)
-    """The run stops when groups whose rollouts all failed were replaced so many times in a row, and what replaced them
-    failed, too; ``None`` replaces them for ever. For `trainer.v1.sampler.sync_refill_failed_groups`."""
+    """With `trainer.v1.sampler.sync_refill_failed_groups`: the run stops when failed groups were replaced, and all
+    replacements failed too, more than this many times in a row; `null` for no limit."""
 
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when the trainer waits and, for so many seconds, no prompt's generation has ended and no reward has
-    begun or ended; ``None`` waits for ever."""
-
-
-def pipeline_options(config: DictConfig) -> PipelineOptions:
-    """The ``trainer.v1.reward_pipeline`` group."""
-    return parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
+    """The run stops when the trainer waits for this many seconds without progress: no prompt's generation has ended,
+    and no reward was requested or has arrived; `null` for no limit."""
 
 
 class RewardQueueOptions(Config):
@@ -73,56 +65,76 @@ class RewardQueueOptions(Config):
     """Whether there is a queue between generation and judging in the mode `separate_async`."""
 
     capacity: int | None = Field(default=None, ge=1)
-    """How many rollouts may be generated or wait for a judge, all together: a prompt's rollouts are not begun before
-    there is room for them. By default as many as verl has under way: a training step's, and `num_warmup_batches`."""
+    """The largest number of rollouts that are being generated or wait for a judge. A prompt's rollouts start only when
+    there is room for all of them. By default the number that verl has in flight: a training step's rollouts, and those
+    of `num_warmup_batches`."""
 
     in_flight: int | None = Field(default=None, ge=1)
-    """How many rollouts are judged at a time, the oldest first; the others wait in the queue. By default those of a
-    training step; with a reward manager that waits for all rollouts of a prompt, there is no bound."""
+    """The largest number of rollouts that are judged at the same time, oldest first; the others wait in the queue. By
+    default the rollouts of a training step. A reward manager that waits for all rollouts of a prompt has no limit."""
 
     max_refills: int | None = Field(default=16, ge=1)
-    """The run stops when, one after the other, so many times the groups of a training step have failed and were
-    replaced, and none in between ended well; `None` replaces them for ever."""
+    """The run stops when more groups than those of this many training steps have failed in a row; `null` for no
+    limit."""
 
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
-    """The run stops when training or validation waits and, for so many seconds, no prompt has begun or ended and no
-    rollout got its reward; `None` waits for ever."""
+    """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
+    ended, and no reward has arrived; `null` for no limit."""
 
 
-def reward_queue_options(config: DictConfig) -> RewardQueueOptions:
-    """The ``trainer.v1.separate_async.reward_queue`` group."""
-    return parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+@dataclass(frozen=True, slots=True)
+class ModeOptions:
+    """The options of a run's trainer mode."""
+
+    name: str
+    """``trainer.v1.trainer_mode``."""
+    poll_interval_s: float
+    """Seconds between two polls of verl's replay buffer."""
+    pipeline: PipelineOptions | None = None
+    """The options of the mode `reward_pipeline`; ``None`` in other modes."""
+    queue: RewardQueueOptions | None = None
+    """The options of the queue between generation and judging; ``None`` without a queue."""
+
+    @property
+    def stall_timeout(self) -> tuple[float | None, str]:
+        """The seconds without progress after which a wait of verl's replay buffer fails, and the name of the option."""
+        if self.pipeline is not None:
+            return self.pipeline.stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
+        return self.queue.stall_timeout_s if self.queue is not None else None, f"{REWARD_QUEUE}.stall_timeout_s"
 
 
-def has_reward_queue(config: DictConfig) -> bool:
-    """Whether rollouts go through the queue to their judges."""
-    mode = config.trainer.v1.trainer_mode
-    return mode == "separate_async" and config.reward_model.use_reward_loop and reward_queue_options(config).enabled
-
-
-def stall_timeout(config: DictConfig) -> tuple[float | None, str]:
-    """Seconds without news that verl's replay buffer waits for, and the name of the option."""
-    if config.trainer.v1.trainer_mode == PIPELINE_MODE:
-        return pipeline_options(config).stall_timeout_s, f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s"
-    timeout = reward_queue_options(config).stall_timeout_s if has_reward_queue(config) else None
-    return timeout, f"{REWARD_QUEUE}.stall_timeout_s"
-
-
-def poll_interval(config: DictConfig) -> float:
-    """Seconds between two polls of verl's replay buffer.
+def read_mode(config: DictConfig) -> ModeOptions:
+    """Returns the options of the trainer mode.
 
     Raises:
-        ConfigError: the option is not a positive number.
+        ConfigError: an option is malformed; the message names it.
     """
+    name = config.trainer.v1.trainer_mode
+    pipeline = queue = None
+    if name == PIPELINE_MODE:
+        pipeline = parse(PipelineOptions, config.trainer.v1.get(PIPELINE_MODE), f"trainer.v1.{PIPELINE_MODE}")
+    if name == "separate_async":
+        queue = parse(RewardQueueOptions, OmegaConf.select(config, REWARD_QUEUE), REWARD_QUEUE)
+        if not (queue.enabled and config.reward_model.use_reward_loop):
+            queue = None
+    return ModeOptions(name, _poll_interval(config), pipeline, queue)
+
+
+def _poll_interval(config: DictConfig) -> float:
     interval = OmegaConf.select(config, POLL_INTERVAL, default=POLL_INTERVAL_S)
     if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
         raise ConfigError(f"{POLL_INTERVAL}={interval}: it must be a positive number of seconds")
     return float(interval)
 
 
-def queue_shares(config: DictConfig) -> tuple[int, int]:
-    """Each agent loop worker's share of the queue: how many rollouts it may hold, and have judged at a time."""
-    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:
+    """Returns each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once.
+
+    Args:
+        config: verl's whole configuration.
+        options: the options of the queue.
+    """
+    rollout = config.actor_rollout_ref.rollout
     workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
     of_a_step = math.ceil(batch_size / workers) * rollout.n
     of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
@@ -132,64 +144,49 @@ def queue_shares(config: DictConfig) -> tuple[int, int]:
     )
 
 
-def check_mode(config: DictConfig) -> None:
-    """Refuses what the trainer mode cannot do.
-
-    Raises:
-        ConfigError: an option is malformed, or contradicts the mode; the message names it and what to set instead.
-    """
-    poll_interval(config)
-    mode = config.trainer.v1.trainer_mode
-    if mode == PIPELINE_MODE:
-        _check_pipeline(config)
-    if mode == "separate_async":
-        _check_reward_queue(config)
-
-
-def _check_pipeline(config: DictConfig) -> None:
-    """Refuses what this mode cannot do.
+def check_mode(config: DictConfig, mode: ModeOptions) -> None:
+    """Rejects options of verl that do not work with the trainer mode.
 
     Raises:
         ConfigError: an option contradicts the mode; the message names it and what to set instead.
     """
-    pipeline_options(config)
+    if mode.pipeline is not None:
+        _check_pipeline(config)
+    if mode.queue is not None:
+        _check_queue(config, mode.queue)
+
+
+def _check_pipeline(config: DictConfig) -> None:
     sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
     manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-    refused = {
+    rejected = {
         "reward_model.use_reward_loop=False": (not config.reward_model.use_reward_loop, "set it to True"),
         "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
         f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
         f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}": (manager, "leave it out"),
     }
-    for what, (given, instead) in refused.items():
+    for what, (given, fix) in rejected.items():
         if given:
-            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {instead}")
+            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {fix}")
 
 
-def _check_reward_queue(config: DictConfig) -> None:
-    """Refuses a queue that could not work.
-
-    Raises:
-        ConfigError: an option is malformed, or contradicts another; the message names it and what to set instead.
-    """
-    options, rollout = reward_queue_options(config), config.actor_rollout_ref.rollout
+def _check_queue(config: DictConfig, options: RewardQueueOptions) -> None:
+    rollout = config.actor_rollout_ref.rollout
     workers = rollout.agent.num_workers
-    if not has_reward_queue(config):
-        return
     if options.capacity is not None and options.capacity < workers * rollout.n:
         raise ConfigError(
-            f"{REWARD_QUEUE}.capacity={options.capacity}: at least {workers * rollout.n}, a prompt's rollouts "
-            f"(actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers that share it "
+            f"{REWARD_QUEUE}.capacity={options.capacity}: it must be at least {workers * rollout.n}, the rollouts of "
+            f"one prompt (actor_rollout_ref.rollout.n={rollout.n}) for each of the {workers} agent loop workers "
             "(actor_rollout_ref.rollout.agent.num_workers)"
         )
     if options.in_flight is not None and options.in_flight < workers:
         raise ConfigError(
-            f"{REWARD_QUEUE}.in_flight={options.in_flight}: at least {workers}, one for each of the agent loop workers "
-            "that share it (actor_rollout_ref.rollout.agent.num_workers)"
+            f"{REWARD_QUEUE}.in_flight={options.in_flight}: it must be at least {workers}, one rollout for each of the "
+            "agent loop workers (actor_rollout_ref.rollout.agent.num_workers)"
         )
     manager = rollout.agent.get("agent_loop_manager_class")
     if manager is not None:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} stands where the reward queue would "
-            f"be: leave it out, or set {REWARD_QUEUE}.enabled=False"
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager} does not work with the reward queue: "
+            f"leave it out, or set {REWARD_QUEUE}.enabled=False"
         )

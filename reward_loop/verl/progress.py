@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Losses", "Progress", "Refills", "StepTimes"]
+__all__ = ["Event", "FailureStreak", "Progress", "RefillLimit", "StepTimes"]
 
 Event = tuple[Literal["judging", "judged", "generated", "published", "over", "failed"], str]
 """The kind of an event, and its subject:
@@ -58,7 +58,7 @@ class Progress:
             for stage in self._stages:
                 stage.add(uid)
 
-    def happened(self, event: Event, at: float) -> None:
+    def record(self, event: Event, at: float) -> None:
         """Records an event. ``at`` is in seconds, on a clock that does not jump."""
         kind, name = event
         self.events += 1
@@ -110,7 +110,7 @@ class Progress:
                 stage.discard(uid)
 
 
-class Refills:
+class RefillLimit:
     """Counts how many times in a row failed groups were replaced and all replacements failed too.
 
     Args:
@@ -139,7 +139,7 @@ class Refills:
         return self._bound is not None and self._in_a_row > self._bound
 
 
-class Losses:
+class FailureStreak:
     """Counts the groups that failed in a row, for a trainer that always has groups in flight.
 
     Args:

@@ -1,4 +1,4 @@
-"""Moves the options that verl users write to the options that take effect, and checks them.
+"""Turns verl's configuration into the settings of rewards: moves old keys, checks the options, and reads them once.
 
 verl 0.9.1 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
 take effect: each moves to its successor under ``reward.*``. An unknown option, or one that contradicts its successor,
@@ -21,10 +21,11 @@ from reward_loop.managers.rate_limited import RateLimitedConfig
 from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.verl.defaults import defaults
-from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode
-from reward_loop.verl.reward_model import check_reward_model
+from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
+from reward_loop.verl.reward_model import read_reward_model, scores_by_model
+from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings
 
-__all__ = ["reward_loop_options", "settle", "without_reward"]
+__all__ = ["read", "resolve", "without_reward"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,10 @@ _GRAD_CLIPS = {
 """Key that verl's V1 trainer accepts and ignores -> the key that takes effect."""
 
 
-def settle(config: DictConfig, given: Collection[str] = ()) -> None:
-    """Moves old keys to their successors, in place, and checks the configuration.
+def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
+    """Moves old keys to their successors, in place, checks the configuration, and returns the settings of rewards.
+
+    Call it once, in the process of the command. Other processes get the configuration from verl, and call `read`.
 
     Args:
         config: the composed configuration.
@@ -113,14 +116,41 @@ def settle(config: DictConfig, given: Collection[str] = ()) -> None:
             config.reward.reward_manager.source = "importlib"
         if config.get("mini_batch_pipeline") is not None:
             _choose_pipeline(config)
+    return read(config)
+
+
+def read(config: DictConfig) -> RewardSettings:
+    """Returns the settings of rewards from a configuration after `resolve`.
+
+    Raises:
+        ConfigError: an option is malformed, contradicts another, or cannot take effect; the message names it.
+    """
     _check(config)
-
-
-def reward_loop_options(config: DictConfig) -> RewardLoopConfig:
-    """Returns the options of the ``reward_loop`` group, combined with verl's options for the configured manager."""
-    name = config.reward.reward_manager.name
-    cls = get_manager(name) if name in manager_names() else RewardLoopManagerBase
-    return cls.read_options(config)
+    reward = config.reward
+    manager = ManagerName(reward.reward_manager.name, reward.reward_manager.source, reward.reward_manager.module.path)
+    custom = reward.custom_reward_function
+    kwargs = custom.get("reward_kwargs")
+    function = None
+    if custom.path:
+        function = FunctionName(custom.path, custom.name, None if kwargs is None else OmegaConf.to_container(kwargs))
+    cls = get_manager(manager.name) if manager.name in manager_names() else RewardLoopManagerBase
+    options = cls.read_options(config)
+    _check_manager_options(config, manager, function, options)
+    mode = read_mode(config)
+    check_mode(config, mode)
+    return RewardSettings(
+        config=config,
+        options=options,
+        manager=manager,
+        function=function,
+        num_workers=reward.num_workers,
+        model=read_reward_model(config, manager, mode),
+        model_path=reward.reward_model.model_path if reward.reward_model.enable else None,
+        scores_by_model=scores_by_model(config, manager),
+        inside_rollout=config.reward_model.use_reward_loop,
+        in_background=bool(config.reward_model.launch_reward_fn_async),
+        mode=mode,
+    )
 
 
 def without_reward(config: DictConfig) -> DictConfig:
@@ -194,49 +224,52 @@ def _select(config: DictConfig, key: str) -> Any:
 
 
 def _check(config: DictConfig) -> None:
-    if not isinstance(config.reward_model.use_reward_loop, bool):
-        raise ConfigError(f"reward_model.use_reward_loop={config.reward_model.use_reward_loop}: True or False")
-    if config.reward_model.use_reward_loop and config.reward_model.launch_reward_fn_async is False:
+    model = config.reward_model
+    if not isinstance(model.use_reward_loop, bool):
+        raise ConfigError(f"reward_model.use_reward_loop={model.use_reward_loop}: it must be True or False")
+    if model.use_reward_loop and model.launch_reward_fn_async is False:
         raise ConfigError(
-            "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True: the reward loop "
-            "scores every rollout as soon as it is finished. Leave the former out, or set use_reward_loop=False"
+            "reward_model.launch_reward_fn_async=False contradicts reward_model.use_reward_loop=True, which scores "
+            "every rollout as soon as it is finished. Leave out the former, or set use_reward_loop=False"
         )
-    options = reward_loop_options(config)
-    function = config.reward.custom_reward_function
-    composite = config.reward.reward_manager.name == "composite"
-    if composite and function.path and all(component.path for component in options.components.values()):
-        raise ConfigError(
-            f"custom_reward_function.path={function.path} has no effect: each of reward_loop.components has a path of "
-            "its own. Leave it out, or leave out the path of the component that it is"
-        )
-    if options.components and not composite:
-        raise ConfigError("reward_loop.components have an effect with reward_model.reward_manager=composite alone")
-    if config.reward.reward_manager.name not in ("rate_limited", "limited"):
-        for key in RateLimitedConfig.model_fields:
-            if config.reward.get(key) is not None:
-                raise ConfigError(
-                    f"reward.{key} has an effect with reward_model.reward_manager=rate_limited alone; for others, set "
-                    "reward_loop.limits and reward_loop.timeout"
-                )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
     if config.reward.num_workers < 1:
-        raise ConfigError(f"reward.num_workers={config.reward.num_workers}: at least one reward worker is needed")
+        raise ConfigError(f"reward.num_workers={config.reward.num_workers}: it must be at least 1")
     if not config.trainer.get("use_v1", True):
-        raise ConfigError("trainer.use_v1=False: reward_loop works with verl's V1 trainer alone")
-    check_mode(config)
-    check_reward_model(config)
+        raise ConfigError("trainer.use_v1=False: reward_loop works only with verl's V1 trainer")
+
+
+def _check_manager_options(
+    config: DictConfig, manager: ManagerName, function: FunctionName | None, options: RewardLoopConfig
+) -> None:
+    """Rejects options that have no effect with the reward manager."""
+    components = options.components
+    if manager.name == "composite" and function is not None and all(c.path for c in components.values()):
+        raise ConfigError(
+            f"custom_reward_function.path={function.path} has no effect: each of reward_loop.components has its own "
+            "path. Leave it out, or leave out the path of the component that uses it"
+        )
+    if components and manager.name != "composite":
+        raise ConfigError("reward_loop.components have an effect only with reward_model.reward_manager=composite")
+    if manager.name not in ("rate_limited", "limited"):
+        for key in RateLimitedConfig.model_fields:
+            if config.reward.get(key) is not None:
+                raise ConfigError(
+                    f"reward.{key} has an effect only with reward_model.reward_manager=rate_limited; for others, set "
+                    "reward_loop.limits and reward_loop.timeout"
+                )
 
 
 def _check_gdpo(algorithm: DictConfig) -> None:
     keys, weights = algorithm.get("gdpo_reward_keys"), algorithm.get("gdpo_reward_weights")
     if not keys:
         raise ConfigError(
-            "algorithm.adv_estimator=gdpo needs the rewards that it normalises: set +algorithm.gdpo_reward_keys=[...] "
-            "to keys that the reward function returns"
+            "algorithm.adv_estimator=gdpo needs the names of the rewards to normalise: set "
+            "+algorithm.gdpo_reward_keys=[...] to keys that the reward function returns"
         )
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights: {len(keys)} are needed, one for each of algorithm.gdpo_reward_keys; "
-            f"got {len(weights)}"
+            f"algorithm.gdpo_reward_weights must have {len(keys)} weights, one for each of "
+            f"algorithm.gdpo_reward_keys; got {len(weights)}"
         )

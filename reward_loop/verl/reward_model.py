@@ -12,9 +12,10 @@ from reward_loop.errors import ConfigError
 from reward_loop.serving.engines.engine import normalised
 from reward_loop.serving.models import ENGINES, check_path
 from reward_loop.verl.defaults import defaults
-from reward_loop.verl.mode_options import PIPELINE_MODE, pipeline_options
+from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
+from reward_loop.verl.settings import ManagerName
 
-__all__ = ["check_reward_model", "reward_model_options", "scores_by_model"]
+__all__ = ["read_reward_model", "scores_by_model"]
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -56,15 +57,22 @@ _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size
 """Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
 
 
-def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
+def read_reward_model(config: DictConfig, manager: ManagerName, mode: ModeOptions) -> RewardModelConfig | None:
     """Returns the options of the reward model's servers, or ``None`` if there is no reward model.
 
     Raises:
-        ConfigError: an option is malformed, contradicts another, or needs more GPUs than there are.
+        ConfigError: an option is malformed or missing, has no effect, contradicts another, or needs more GPUs than
+            there are; the message names it and the fix.
     """
     model = config.reward.reward_model
+    _check(model)
     if not model.enable:
         return None
+    if scores_by_model(config, manager) and manager.name != "naive":
+        raise ConfigError(
+            f"reward_model.reward_manager={manager.name} with reward_model.enable=True needs a function: set "
+            "custom_reward_function.path. Without a function, the reward is the output of the reward model"
+        )
     options = {"model_path": model.model_path, "engine": model.rollout.name}
     if model.rollout.name in _ENGINE_ARGS:
         options |= _engine_options(model.rollout)
@@ -76,7 +84,16 @@ def reward_model_options(config: DictConfig) -> RewardModelConfig | None:
     served = parse(RewardModelConfig, options, "reward_model.server")
     if not model.enable_resource_pool and "placement" not in config.reward_model.server and _takes_gpus(served):
         served = served.model_copy(update={"placement": "colocated"})
-    return _colocated(config, served) if served.placement == "colocated" else served
+    if served.placement == "colocated":
+        served = _colocated(config, served)
+        _check_colocated(config, served, mode)
+    return served
+
+
+def scores_by_model(config: DictConfig, manager: ManagerName) -> bool:
+    """Returns whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
+    own = manager.is_import_path or manager.name == "composite"
+    return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
@@ -113,8 +130,8 @@ def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConf
     """Returns the options for servers on the trainer's GPUs: sleep mode on, and by default as many replicas as fit."""
     if served.engine == "external":
         raise ConfigError(
-            "reward_model.server.placement=colocated: a server that someone else runs (reward_model.rollout.name="
-            "external) is not put to sleep. Leave out placement"
+            "reward_model.server.placement=colocated does not work with reward_model.rollout.name=external: external "
+            "servers cannot be put to sleep. Leave out placement"
         )
     rooms = {
         name: _room(config.trainer, max(1, ENGINES[model.engine].gpus(model)), "a reward model on the trainer's GPUs")
@@ -136,8 +153,8 @@ def _room(pool: DictConfig, size: int, which: str) -> int:
     if replicas < 1:
         raise ConfigError(
             f"{which}: nnodes={pool.nnodes} with n_gpus_per_node={pool.n_gpus_per_node} have no room for a server of "
-            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size) on one node. One server on several "
-            "nodes is not supported: lower these sizes, or use servers of your own with reward_model.rollout.name="
+            f"{size} GPU(s) (tensor_model_parallel_size times data_parallel_size) on one node. A server on several "
+            "nodes is not supported: reduce these sizes, or run your own servers with reward_model.rollout.name="
             "external"
         )
     return replicas
@@ -148,34 +165,18 @@ def _takes_gpus(config: RewardModelConfig) -> bool:
     return any(model.engine in ENGINES and ENGINES[model.engine].gpus(model) for model in models)
 
 
-def scores_by_model(config: DictConfig) -> bool:
-    """Returns whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
-    manager = config.reward.reward_manager
-    own = manager.source != "register" or ":" in manager.name or manager.name == "composite"
-    return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
-
-
-def check_reward_model(config: DictConfig) -> None:
-    """Rejects options of the reward model that cannot take effect.
-
-    Raises:
-        ConfigError: an option is missing, has no effect, or contradicts another; the message names it and the fix.
-    """
-    model, manager = config.reward.reward_model, config.reward.reward_manager.name
+def _check(model: DictConfig) -> None:
+    """Rejects options of verl's group ``reward.reward_model`` that are missing or have no effect."""
     if model.enable and not model.model_path:
         raise ConfigError("reward_model.enable=True needs a model: set reward_model.model.path")
     if model.enable:
         check_path(str(model.model_path), "reward_model.model.path")
-    if scores_by_model(config) and manager != "naive":
-        raise ConfigError(
-            f"reward_model.reward_manager={manager} beside reward_model.enable=True needs a function: set "
-            "custom_reward_function.path. Without one, the reward is what the reward model alone says"
-        )
-    if model.enable and OmegaConf.is_missing(model.rollout, "name"):
-        raise ConfigError(
-            "reward_model.rollout.name: say what serves the reward model: vllm, sglang, transformers or external"
-        )
     engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False)
+    if model.enable and engine is None:
+        raise ConfigError(
+            "reward_model.rollout.name is missing: set the engine of the reward model's servers (vllm, sglang, "
+            "transformers or external)"
+        )
     for option in _without_effect(model, defaults().reward.reward_model, engine=engine or ""):
         raise ConfigError(
             f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
@@ -183,26 +184,21 @@ def check_reward_model(config: DictConfig) -> None:
         )
     if model.enable_resource_pool and not model.enable:
         raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
-    served = reward_model_options(config)
-    if served is not None and served.placement == "colocated":
-        _check_colocated(config, served)
 
 
-def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
-    """Rejects options that need rewards while the reward model sleeps, or its GPUs while it is awake.
-
-    Raises:
-        ConfigError: there is such an option; the message names it and what to set instead.
-    """
-    mode = config.trainer.v1.trainer_mode
+def _check_colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions) -> None:
+    """Rejects options that need rewards while the reward model sleeps, or its GPUs while it is awake."""
     off_policy = f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy"
     filters = OmegaConf.select(config, "algorithm.filter_groups.enable")
     keeps = _takes_gpus(served) and not config.actor_rollout_ref.rollout.free_cache_engine
     own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
-    refused = {
-        f"trainer.v1.trainer_mode={mode}": (mode == "separate_async", f"the rollout never sleeps; {own_gpus}"),
+    rejected = {
+        f"trainer.v1.trainer_mode={mode.name}": (
+            mode.name == "separate_async",
+            f"the rollout never sleeps; {own_gpus}",
+        ),
         f"{off_policy}=True": (
-            mode == PIPELINE_MODE and pipeline_options(config).one_step_off_policy,
+            mode.pipeline is not None and mode.pipeline.one_step_off_policy,
             f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
         ),
         "algorithm.filter_groups.enable=True": (
@@ -218,7 +214,7 @@ def _check_colocated(config: DictConfig, served: RewardModelConfig) -> None:
             "the rollout would keep its GPU memory when it sleeps. Set it to True",
         ),
     }
-    for what, (given, why) in refused.items():
+    for what, (given, why) in rejected.items():
         if given:
             raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
 

@@ -86,8 +86,8 @@ def address_on_this_node(router: RouterAddress | str | None) -> Iterator[str | N
         return
     if router.exit is None:
         raise ServerStartError(
-            f"the reward router on node {router.node} serves that node only, and this reward worker was started again "
-            "on another one: there were no reward workers on other nodes when the run began. Start the run again"
+            f"the router on node {router.node} is reachable only from that node, because all reward workers were "
+            "there when the run started. Ray has restarted this reward worker on another node. Resume from a checkpoint"
         )
     exit_address, key = router.exit, router.key
     with in_background(

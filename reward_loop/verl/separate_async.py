@@ -20,9 +20,9 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
-from reward_loop.verl.judging_queue import JudgingQueue, Places, merge_metrics
-from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, reward_queue_options
-from reward_loop.verl.progress import Losses
+from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
+from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
+from reward_loop.verl.progress import FailureStreak
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -43,10 +43,12 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        capacity, in_flight = queue_shares(self.config)
+        options = read_mode(self.config).queue
+        assert options is not None
+        capacity, in_flight = queue_shares(self.config, options)
         self._by_group = any(client.by_group for client in self.reward_loop_worker_handles)
         self._queue = JudgingQueue(capacity, None if self._by_group else in_flight)
-        self._places: dict[str, Places] = {}
+        self._reservations: dict[str, Reservation] = {}
         self._step = 0
         """The next training step."""
         self._failure = ""
@@ -77,12 +79,12 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         if trajectory["validate"]:
             return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         uid, count = prompt["uid"], prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
-        async with self._queue.places(int(count)) as places:
-            self._places[uid] = places
+        async with self._queue.reserve(int(count)) as reservation:
+            self._reservations[uid] = reservation
             try:
                 await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
             finally:
-                del self._places[uid]
+                del self._reservations[uid]
         return None
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
@@ -93,19 +95,19 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             raise
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
-        places = self._places.get(kwargs["uid"])
-        if places is None:
+        reservation = self._reservations.get(kwargs["uid"])
+        if reservation is None:
             # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
             return await super()._compute_score(outputs, {**kwargs, "__validate__": True})
         if outputs[-1].reward_score is not None:
             return await super()._compute_score(outputs, kwargs)
-        async with self._queue.turn(places, step=_version(outputs, kwargs)):
+        async with self._queue.turn(reservation, step=_version(outputs, kwargs)):
             # A manager that waits for all rollouts of a prompt must receive either all of them or none.
-            half_judged = self._by_group and places.judged
-            if self._will_be_evicted(int(kwargs["global_steps"])) and not half_judged:
+            partly_judged = self._by_group and reservation.judged
+            if self._will_be_evicted(int(kwargs["global_steps"])) and not partly_judged:
                 _leave_unscored(outputs[-1])
             else:
-                places.judged = True
+                reservation.judged = True
                 await super()._compute_score(outputs, kwargs)
         return None
 
@@ -152,8 +154,11 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        most = reward_queue_options(config).max_refills
-        self._losses = Losses(None if most is None else most * config.data.train_batch_size)
+        options = read_mode(config).queue
+        assert options is not None, f"{REWARD_QUEUE}.enabled must be True"
+        self._options = options
+        refills = options.max_refills
+        self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
         self.replay_buffer.checks.append(self._raise_death)
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
@@ -164,7 +169,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             ConfigError: ``in_flight`` is set, and the manager waits for all rollouts of a prompt.
         """
         (client,) = self.get_reward_handles()
-        in_flight = reward_queue_options(self.config).in_flight
+        in_flight = self._options.in_flight
         if client.by_group and in_flight is not None:
             raise ConfigError(
                 f"{REWARD_QUEUE}.in_flight={in_flight} does not work with a reward manager that waits for all rollouts "
@@ -180,17 +185,17 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
         """Raises if too many groups, replacements included, failed in a row."""
-        if self._losses.exhausted(len(failed), finished):
+        if self._failures.exhausted(len(failed), finished):
             raise RewardLoopError(
-                f"{self._losses.in_a_row} groups failed one after the other, and what replaced them, too "
-                f"({REWARD_QUEUE}.max_refills={reward_queue_options(self.config).max_refills}, times "
+                f"{self._failures.in_a_row} groups failed in a row, replacements included "
+                f"({REWARD_QUEUE}.max_refills={self._options.max_refills}, times "
                 f"data.train_batch_size={self.config.data.train_batch_size}). {self._last_failure()}"
             )
 
     def _last_failure(self) -> str:
-        asked = [worker.last_failure.remote() for worker in self._agent_loop_workers]
+        requests = [worker.last_failure.remote() for worker in self._agent_loop_workers]
         with suppress(RayError):  # includes GetTimeoutError
-            for failure in ray.get(asked, timeout=ANSWER_S):
+            for failure in ray.get(requests, timeout=ANSWER_S):
                 if failure:
                     return f"A rollout that failed is {failure}"
         return "See the log of the agent loop workers"
@@ -198,8 +203,8 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
     def _raise_death(self) -> None:
         dead, _ = ray.wait(self._deaths, timeout=0)
         if dead:
-            who = f"agent loop worker {self._deaths.index(dead[0])} of {len(self._deaths)}"
-            raise RewardLoopError(f"{who} is lost, and its rollouts with it")
+            worker = f"agent loop worker {self._deaths.index(dead[0])} of {len(self._deaths)}"
+            raise RewardLoopError(f"{worker} died, and its rollouts are lost")
 
     def on_step_end(self) -> None:
         """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
@@ -214,6 +219,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         try:
             metrics.update(merge_metrics(ray.get(answers, timeout=ANSWER_S)))
         except RayActorError as error:
-            raise RewardLoopError(f"an agent loop worker is lost, and its rollouts with it: {error}") from error
+            raise RewardLoopError(f"an agent loop worker died, and its rollouts are lost: {error}") from error
         except GetTimeoutError as error:
-            raise RewardLoopError(f"an agent loop worker gave no sign of life for {ANSWER_S:.0f} s") from error
+            raise RewardLoopError(f"an agent loop worker did not answer within {ANSWER_S:.0f} s") from error

@@ -9,7 +9,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-__all__ = ["MASKS", "copy", "select", "zero"]
+__all__ = ["MASKS", "copy", "read_tags", "select", "zero"]
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -31,6 +31,13 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
         tags=[batch.tags[i] for i in positions],
         extra_info=dict(batch.extra_info or {}),
     )
+
+
+def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
+    """Returns the tags of the training prompts, and the tags of their trajectories, that are in TransferQueue."""
+    items = (tq.kv_list("train") or {}).get("train", {})
+    prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
+    return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
 
 def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:

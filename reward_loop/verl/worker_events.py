@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,11 +17,19 @@ from reward_loop.verl.progress import Progress
 
 __all__ = ["Listener"]
 
-WAKE_UP_S = 1.0
+logger = logging.getLogger(__name__)
+
+STOP_CHECK_S = 1.0
 """Seconds after which the listener thread checks whether it must stop."""
 
+RESYNC_S = 2.0
+"""Seconds without an event after which a wait calls ``resync``."""
+
+REPORT_S = 60.0
+"""Seconds between two log lines that report what the trainer waits for."""
+
 ANSWER_S = 5.0
-"""Timeout in seconds for a worker's report of its sessions, for an error message."""
+"""Timeout in seconds for a worker's report of its prompts, for an error message."""
 
 NAMED_PROMPTS = 5
 """How many prompts of each worker an error message names."""
@@ -29,20 +38,34 @@ NAMED_PROMPTS = 5
 class Listener:
     """Updates a `Progress` from the events of the agent loop workers, in a thread. A context manager.
 
-    Each worker has one open call of ``news``, which returns as soon as there is an event.
+    Each worker has one open call of ``next_events``, which returns as soon as there is an event.
 
     Args:
         workers: the handles of the agent loop workers.
         progress: changed only while `lock` is held.
+        resync: records events that the workers have not reported; called during a wait without events.
+        stall_timeout_s: a wait fails after this many seconds without an event; ``None`` waits indefinitely.
+        stall_option: the name of ``stall_timeout_s``, for messages.
     """
 
-    def __init__(self, workers: Sequence[Any], progress: Progress) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        progress: Progress,
+        *,
+        resync: Callable[[], None],
+        stall_timeout_s: float | None,
+        stall_option: str,
+    ) -> None:
         self._workers = list(workers)
         self._progress = progress
+        self._resync = resync
+        self._stall_timeout_s = stall_timeout_s
+        self._stall_option = stall_option
         self._changed = threading.Condition()
         self._error: RewardLoopError | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._listen, name="agent loop news", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="agent loop events", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -52,17 +75,49 @@ class Listener:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        self._thread.join(2 * WAKE_UP_S)
+        self._thread.join(2 * STOP_CHECK_S)
 
-    def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
-        """Waits until ``arrived`` returns true, or for ``timeout`` seconds; checks it after every event.
+    def wait(self, what: str, arrived: Callable[[], bool]) -> None:
+        """Waits until ``arrived`` returns true; checks it after every event.
 
-        Returns:
-            The last result of ``arrived``.
+        Args:
+            what: what the trainer waits for, for messages.
+            arrived: called while `lock` is held.
 
         Raises:
-            RewardLoopError: a worker has died.
+            RewardLoopError: an agent loop worker died, or there was no event for ``stall_timeout_s`` seconds; the
+                message names the unfinished prompts, and the workers that have them.
         """
+        try:
+            self._wait(what, arrived)
+        except RewardLoopError as error:
+            with self._changed:
+                missing = set(self._progress.unfinished)
+            raise RewardLoopError(f"{error}. Missing:\n  {self._describe(missing)}") from error
+
+    def _wait(self, what: str, arrived: Callable[[], bool]) -> None:
+        events = self._progress.events
+        began = last_event = last_report = time.monotonic()
+        while not self._wait_once(arrived, RESYNC_S):
+            now = time.monotonic()
+            if self._progress.events == events:
+                self._resync()
+            if self._progress.events != events:
+                events, last_event = self._progress.events, now
+            elif self._stall_timeout_s is not None and now - last_event > self._stall_timeout_s:
+                raise RewardLoopError(
+                    f"nothing happened for {now - last_event:.0f} s while the trainer waited for {what} "
+                    f"({self._stall_option}={self._stall_timeout_s:g})"
+                )
+            if now - last_report > REPORT_S:
+                generating, unfinished = len(self._progress.generating), len(self._progress.unfinished)
+                logger.info(
+                    "still waiting for %s after %.0f s: %d prompts are being generated, %d have no reward yet",
+                    *(what, now - began, generating, unfinished - generating),
+                )
+                last_report = now
+
+    def _wait_once(self, arrived: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or arrived(), timeout)
             self.raise_error()
@@ -82,58 +137,58 @@ class Listener:
         """The lock to hold while the progress is changed or iterated over."""
         return self._changed
 
-    def at_work_on(self, uids: Collection[str]) -> str:
+    def _describe(self, uids: Collection[str]) -> str:
         """Returns which worker has which sessions of these prompts, as text for an error message. Calls all workers."""
-        asked = [worker.in_work.remote() for worker in self._workers]
-        known: set[str] = set()
+        requests = [worker.unfinished_prompts.remote() for worker in self._workers]
+        found: set[str] = set()
         lines = []
-        for number, answer in enumerate(asked):
-            who = f"agent loop worker {number} of {len(asked)}"
+        for number, request in enumerate(requests):
+            worker = f"agent loop worker {number} of {len(requests)}"
             try:
-                in_work = ray.get(answer, timeout=ANSWER_S)
+                prompts = ray.get(request, timeout=ANSWER_S)
             except GetTimeoutError:
-                lines.append(f"{who} does not answer")
+                lines.append(f"{worker} does not answer")
                 continue
             except RayError as error:
-                lines.append(f"{who} is dead ({type(error).__name__})")
+                lines.append(f"{worker} is dead ({type(error).__name__})")
                 continue
-            mine = {uid: sessions for uid, sessions in in_work.items() if uid in uids}
-            known |= mine.keys()
-            lines += [f"{who}, prompt {uid}: {what}" for uid, what in list(mine.items())[:NAMED_PROMPTS]]
-            if len(mine) > NAMED_PROMPTS:
-                lines.append(f"{who}: {len(mine) - NAMED_PROMPTS} prompts more")
-        lost = sorted(set(uids) - known)
+            missing = {uid: sessions for uid, sessions in prompts.items() if uid in uids}
+            found |= missing.keys()
+            lines += [f"{worker}, prompt {uid}: {sessions}" for uid, sessions in list(missing.items())[:NAMED_PROMPTS]]
+            if len(missing) > NAMED_PROMPTS:
+                lines.append(f"{worker}: {len(missing) - NAMED_PROMPTS} more prompts")
+        lost = sorted(set(uids) - found)
         if lost:
             more = f", and {len(lost) - NAMED_PROMPTS} more" if len(lost) > NAMED_PROMPTS else ""
-            lines.append(f"no worker that answers has prompt {', '.join(lost[:NAMED_PROMPTS])}{more}")
+            lines.append(f"no answering worker has prompt {', '.join(lost[:NAMED_PROMPTS])}{more}")
         return "\n  ".join(lines)
 
     def _listen(self) -> None:
-        asked = {worker.news.remote(): number for number, worker in enumerate(self._workers)}
-        while asked and not self._closed:
-            answered, _ = ray.wait(list(asked), num_returns=1, timeout=WAKE_UP_S)
+        requests = {worker.next_events.remote(): number for number, worker in enumerate(self._workers)}
+        while requests and not self._closed:
+            answered, _ = ray.wait(list(requests), num_returns=1, timeout=STOP_CHECK_S)
             for answer in answered:
-                number = asked.pop(answer)
+                number = requests.pop(answer)
                 try:
-                    self._take(ray.get(answer))
+                    self._record(ray.get(answer))
                 except Exception as error:
                     self._fail(number, error)
                     return
-                asked[self._workers[number].news.remote()] = number
+                requests[self._workers[number].next_events.remote()] = number
 
     def _fail(self, number: int, error: Exception) -> None:
         if self._closed:
             return
-        who = f"agent loop worker {number} of {len(self._workers)}"
+        worker = f"agent loop worker {number} of {len(self._workers)}"
         with self._changed:
-            self._error = RewardLoopError(f"{who} is lost, and its rollouts with it: {type(error).__name__}: {error}")
+            self._error = RewardLoopError(f"{worker} died, and its rollouts are lost: {type(error).__name__}: {error}")
             self._error.__cause__ = error
             self._changed.notify_all()
 
-    def _take(self, events: Sequence[Any]) -> None:
+    def _record(self, events: Sequence[Any]) -> None:
         with self._changed:
             now = time.monotonic()
             for event in events:
-                self._progress.happened(event, now)
+                self._progress.record(event, now)
             if events:
                 self._changed.notify_all()

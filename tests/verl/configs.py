@@ -6,7 +6,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
-from reward_loop.verl.resolve import settle
+from reward_loop.verl.resolve import resolve
+from reward_loop.verl.settings import RewardSettings
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
@@ -15,7 +16,10 @@ def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictCon
         return compose(name, [searchpath, *overrides])
 
 
+def resolved(*overrides: str, name: str = "reward_loop_trainer") -> RewardSettings:
+    return resolve(configuration(*overrides, name=name), given=overrides)
+
+
 def settled(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
-    config = configuration(*overrides, name=name)
-    settle(config, given=overrides)
-    return config
+    """The whole configuration, with old keys moved to their successors."""
+    return resolved(*overrides, name=name).config

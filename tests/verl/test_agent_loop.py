@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +16,21 @@ from reward_loop.verl.progress import Event
 pytestmark = pytest.mark.integration  # it imports verl
 
 
-async def test_it_says_what_it_is_at() -> None:
+async def test_unfinished_prompts_are_described() -> None:
     worker = object.__new__(PipelineAgentLoopWorker)
     worker._generating = {"a": {1, 0}, "b": set(), "c": set()}
     task = object()
-    worker._judging = {("a", 2): task, ("b", 1): task, ("b", 0): task, ("c", 0): None}  # type: ignore[dict-item]
-    assert await worker.in_work() == {
+    worker._judging = {("a", 2): task, ("b", 1): task, ("b", 0): task}  # type: ignore[dict-item]
+    assert await worker.unfinished_prompts() == {
         "a": "sessions [0, 1] are being generated, sessions [2] are being judged",
         "b": "sessions [0, 1] are being judged",
         "c": "its results are being written",
     }
 
 
-@pytest.mark.parametrize(("published", "told"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
-async def test_it_tells_why_a_rollout_failed(
-    published: bool, told: list[Event], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("published", "events"), [(False, [("failed", "a_1: KeyError: 'tool'")]), (True, [])])
+async def test_a_failure_before_publishing_is_an_event(
+    published: bool, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyError("tool")
@@ -38,25 +39,25 @@ async def test_it_tells_why_a_rollout_failed(
     worker = object.__new__(PipelineAgentLoopWorker)
     worker._generating, worker._unpublished = {"a": {0}}, {"a": {0} if published else {0, 1}}
     worker._unjudged, worker._rewards = {"a": {0, 1}}, {"a": {}}
-    worker._news, worker._told = [], asyncio.Event()
+    worker._events, worker._has_events = [], asyncio.Event()
     with pytest.raises(KeyError):
         await worker._run_agent_loop({}, {}, uid="a", session_id=1)
-    assert worker._news == told
+    assert worker._events == events
     assert worker._unpublished == {"a": {0}}
 
 
-async def test_that_the_engine_is_done_is_told_before_the_trajectories_are_written(
+async def test_the_end_of_generation_is_an_event_before_the_trajectories_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = object.__new__(PipelineAgentLoopWorker)
     stages: Any = {"a": {0, 1}}, {"a": {0, 1}}, {"a": {0, 1}}
     worker._generating, worker._unpublished, worker._unjudged = stages
     worker._judging, worker._rewards = {}, {"a": {}}
-    worker._news, worker._told = [], asyncio.Event()
+    worker._events, worker._has_events = [], asyncio.Event()
     written: list[list[Event]] = []
 
     async def write(*args: Any, **kwargs: Any) -> None:
-        written.append(list(worker._news))
+        written.append(list(worker._events))
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_agent_loop_postprocess", write)
     monkeypatch.setattr(agent_loop.tq, "async_kv_put", write)
@@ -64,4 +65,85 @@ async def test_that_the_engine_is_done_is_told_before_the_trajectories_are_writt
         await worker._agent_loop_postprocess([], False, uid="a", session_id=session)
     # Two trajectories, and the tag of their prompt.
     assert written == [[], [("generated", "a")], [("generated", "a")]]
-    assert worker._news == [("generated", "a"), ("published", "a")]
+    assert worker._events == [("generated", "a"), ("published", "a")]
+
+
+class Output(SimpleNamespace):
+    def as_dict(self) -> dict[str, Any]:
+        return {"rm_scores": self.reward_score, "extra_fields": dict(self.extra_fields)}
+
+
+@pytest.fixture
+async def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker with one session of a prompt, whose judge waits for `reward`, and verl's write of the trajectory."""
+
+    async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+        outputs = output if isinstance(output, list) else [output]
+        await self._compute_score(outputs, kwargs)
+        self.written.append([one.reward_score for one in outputs])
+
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+        self.calls.append(kwargs)
+        outputs[-1].reward_score = await self.reward
+        outputs[-1].extra_fields["reward_extra_info"] = {"reward_outcome": "scored"}
+
+    async def put(**kwargs: Any) -> None:
+        pass
+
+    verl = AgentLoopWorkerTQ.__ray_actor_class__
+    monkeypatch.setattr(verl, "_agent_loop_postprocess", write)
+    monkeypatch.setattr(verl, "_compute_score", compute_score)
+    monkeypatch.setattr(agent_loop.tq, "async_kv_put", put)
+    worker: Any = object.__new__(PipelineAgentLoopWorker)
+    worker._generating, worker._unpublished, worker._unjudged = {"a": {0}}, {"a": {0}}, {"a": {0}}
+    worker._judging, worker._rewards = {}, {"a": {}}
+    worker._events, worker._has_events = [], asyncio.Event()
+    worker.reward_loop_worker_handles = ["the client"]
+    worker.written, worker.calls, worker.reward = [], [], asyncio.Future()
+    return worker
+
+
+async def test_a_trajectory_is_published_before_its_reward(judged: Any) -> None:
+    outputs = [Output(reward_score=None, extra_fields={}), Output(reward_score=None, extra_fields={})]
+    session = asyncio.create_task(judged._agent_loop_postprocess(outputs, False, uid="a", session_id=0))
+    events: list[Event] = []
+    async with asyncio.timeout(30):
+        while ("published", "a") not in events:
+            events += await judged.next_events()
+    assert judged.written == [[None, None]]
+    assert await judged.unfinished_prompts() == {"a": "sessions [0] are being judged"}
+    judged.reward.set_result(0.5)
+    await session
+    assert {key: reward["rm_scores"] for key, reward in judged._rewards["a"].items()} == {"a_0_0": 0.5, "a_0_1": 0.5}
+    events += await judged.next_events()
+    assert events == [("generated", "a"), ("judging", "a_0"), ("published", "a"), ("judged", "a_0")]
+    assert len(judged.calls) == 1
+    assert not judged._judging
+
+
+async def test_a_session_whose_judging_fails_is_masked(judged: Any) -> None:
+    output = Output(reward_score=None, extra_fields={})
+    judged.reward.set_exception(ConnectionError("the client is gone"))
+    with pytest.raises(ConnectionError):
+        await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
+    info = judged._rewards["a"]["a_0_0"]["extra_fields"]["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+    assert "the client is gone" in info["reward_error"]
+    assert judged._events[-1] == ("judged", "a_0")
+
+
+@pytest.mark.parametrize(("score", "handles"), [(1.0, ["the client"]), (None, None)])
+async def test_a_session_is_not_judged_twice_or_without_reward_workers(judged: Any, score: Any, handles: Any) -> None:
+    """The agent loop has set a score; or the trainer sends the whole batch to the reward workers."""
+    judged.reward.set_result(0.0)
+    judged.reward_loop_worker_handles = handles
+    await judged._agent_loop_postprocess(Output(reward_score=score, extra_fields={}), False, uid="a", session_id=0)
+    assert judged._events == [("generated", "a"), ("published", "a")]
+
+
+async def test_a_validation_sample_is_judged_before_it_is_published(judged: Any) -> None:
+    judged.reward.set_result(1.0)
+    await judged._agent_loop_postprocess(Output(reward_score=None, extra_fields={}), True, uid="v", session_id=0)
+    assert judged.written == [[1.0]]
+    assert judged.calls[0]["__validate__"] is True
+    assert judged._events == []

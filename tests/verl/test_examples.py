@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from examples.gsm8k import prepare
-from reward_loop.verl.main_ppo import _check_function
-from reward_loop.verl.reward_model import reward_model_options
+from reward_loop.verl.main_ppo import check_function
+from reward_loop.verl.settings import RewardSettings
 from tests.gsm8k import DATA, needs_gsm8k
-from tests.verl.configs import settled
+from tests.verl.configs import resolved
 
 EXAMPLES = Path(prepare.__file__).parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
@@ -35,26 +34,26 @@ def command(script: str, directory: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
-def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
+def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
     flag, module, *overrides = command(request.param, tmp_path_factory.mktemp("script"))
     assert (flag, module) == ("-m", "reward_loop.verl.main_ppo")
-    return settled(*overrides)
+    return resolved(*overrides)
 
 
 def test_there_are_scripts_to_check() -> None:
     assert SCRIPTS == ["disrm_colocated.sh", "genrm_1x8.sh", "genrm_2x8.sh", "gsm8k_grpo.sh"]
 
 
-def test_the_options_pass_our_checks_and_verls(config: DictConfig) -> None:
+def test_the_options_pass_our_checks_and_verls(settings: RewardSettings) -> None:
     from verl.utils.config import validate_config
 
-    _check_function(config)
-    validate_config(config=config, use_reference_policy=True, use_critic=False)
+    check_function(settings)
+    validate_config(config=settings.config, use_reference_policy=True, use_critic=False)
 
 
-def test_policy_and_reward_model_fit_on_the_nodes(config: DictConfig) -> None:
+def test_policy_and_reward_model_fit_on_the_nodes(settings: RewardSettings) -> None:
+    config, model = settings.config, settings.reward_model
     trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    model = reward_model_options(config)
     own = 0
     if config.reward.reward_model.enable_resource_pool:
         own = config.reward.reward_model.nnodes * config.reward.reward_model.n_gpus_per_node

@@ -39,7 +39,7 @@ class Rollouts:
             await asyncio.gather(*self.tasks)
 
     async def _prompt(self, prompt: str, n: int, step: int) -> None:
-        async with self.queue.places(n) as places:
+        async with self.queue.reserve(n) as places:
             self.begun.append(prompt)
             await asyncio.gather(*(self._session(places, prompt, i, step) for i in range(n)))
 
@@ -102,7 +102,7 @@ async def test_a_rollout_that_fails_gives_its_place_back() -> None:
     queue = JudgingQueue(capacity=2, in_flight=1)
 
     async def prompt(what: str) -> None:
-        async with queue.places(2) as places:
+        async with queue.reserve(2) as places:
             async with queue.turn(places, step=1):
                 if what == "no reward":
                     raise ValueError(what)
@@ -111,7 +111,7 @@ async def test_a_rollout_that_fails_gives_its_place_back() -> None:
     for what in ("no rollout", "no reward"):
         with pytest.raises(ValueError, match=what):
             await prompt(what)
-    async with asyncio.timeout(30), queue.places(2):
+    async with asyncio.timeout(30), queue.reserve(2):
         assert queue.metrics(1)["reward_queue/reserved"] == 2
     assert queue.metrics(1)["reward_queue/reserved"] == 0
 
@@ -165,7 +165,7 @@ async def test_a_closed_queue_begins_nothing() -> None:
     queue = JudgingQueue(capacity=2, in_flight=1)
     queue.queue.close()
     with pytest.raises(QueueClosedError):
-        async with queue.places(1):
+        async with queue.reserve(1):
             pass
 
 

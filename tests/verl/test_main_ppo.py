@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.verl.defaults import verl_config_dir
-from reward_loop.verl.main_ppo import _warn_of_another_verl
-
 
 def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *overrides]
@@ -97,15 +94,6 @@ def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "use_reward_loop: true" in done.stdout
     assert "nnodes: 2" in done.stdout
-
-
-def test_another_verl_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _warn_of_another_verl(verl_config_dir().parents[1])
-    assert capsys.readouterr().err == ""
-    (tmp_path / "version").mkdir()
-    (tmp_path / "version" / "version").write_text("0.10.0\n")
-    _warn_of_another_verl(tmp_path)
-    assert "verl 0.10.0 is installed, and reward_loop is made for verl 0.9.1" in capsys.readouterr().err
 
 
 def test_hydra_refuses_a_misspelt_key_of_verl(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,9 @@ from reward_loop.agent.schedule import Schedule
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import pipeline
 from reward_loop.verl.mode_options import PipelineOptions
-from reward_loop.verl.pipeline import RewardPipelineTrainer, _Batch
+from reward_loop.verl.pipeline import RewardPipelineTrainer
 from reward_loop.verl.progress import Progress
+from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
 
@@ -34,13 +35,11 @@ class Judges:
         self.order = list(order)
         self.lock = threading.Lock()
 
-    def wait(self, arrived: Callable[[], bool], timeout: float) -> bool:
+    def wait(self, what: str, arrived: Callable[[], bool]) -> None:
         while not arrived() and self.order:
-            self.progress.happened(("over", self.order.pop(0)), 0.0)
-        return arrived()
-
-    def at_work_on(self, uids: Collection[str]) -> str:
-        return f"prompts {sorted(uids)}"
+            self.progress.record(("over", self.order.pop(0)), 0.0)
+        if not arrived():
+            raise RewardLoopError(f"the trainer waited for {what} of {sorted(self.progress.unfinished)}")
 
 
 class Trainer(RewardPipelineTrainer):
@@ -56,12 +55,13 @@ class Trainer(RewardPipelineTrainer):
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
             }
         )
-        self.options = PipelineOptions(stall_timeout_s=0.01, **options)
+        self.options = PipelineOptions(**options)
         self.use_critic = self.use_reference_policy = False
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
+        self._mini_batch_groups = 2
         self._progress = Progress()
         self._listener = Judges(self._progress, arrival)  # type: ignore[assignment]
 
@@ -71,14 +71,16 @@ class Trainer(RewardPipelineTrainer):
     def _submit_up_to(self, count: int) -> None:
         self._progress.submit(self.sizes)
 
-    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
         keys = [f"{uid}_{row}_0" for uid, size in self.sizes.items() for row in range(size)]
         groups = {uid: [i for i, key in enumerate(keys) if key.startswith(uid)] for uid in self.sizes}
         padding = list(range(len(keys), len(keys) + -len(keys) % ROWS))
         keys += [f"pad_{row}_0" for row in padding]
-        return _Batch(list(self.sizes), KVBatchMeta(keys=keys, tags=[{} for _ in keys]), groups, padding)
+        whole = KVBatchMeta(keys=keys, tags=[{} for _ in keys])
+        in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
+        return StepBatch(list(self.sizes), whole, groups, padding, in_order)
 
-    def _prepare(self, batch: _Batch, metrics: dict, timing_raw: dict) -> None:
+    def _prepare(self, batch: StepBatch, metrics: dict, timing_raw: dict) -> None:
         self.done.append("prepare")
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> None:
@@ -91,7 +93,7 @@ class Trainer(RewardPipelineTrainer):
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         self.done.append(f"update on {len(rows.keys)} rows")
 
-    def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
+    def _finish_step(self, batch: StepBatch, metrics: dict) -> KVBatchMeta:
         assert not batch.groups
         assert not batch.rows
         if not batch.learnable and batch.nothing is not None:
@@ -106,9 +108,6 @@ class Trainer(RewardPipelineTrainer):
 
     def _advantage_fields(self) -> list[str]:
         return []
-
-    def _resync(self) -> None:
-        """There is no TransferQueue."""
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +161,7 @@ class Measured(Trainer):
         super()._update(rows, metrics, timing_raw)
         metrics["actor/grad_norm"] = float(sum(word.startswith("update") for word in self.done))
 
-    def _finish_step(self, batch: _Batch, metrics: dict) -> KVBatchMeta:
+    def _finish_step(self, batch: StepBatch, metrics: dict) -> KVBatchMeta:
         metrics.update(batch.metrics.get_aggregated_metrics())
         return super()._finish_step(batch, metrics)
 
@@ -184,9 +183,9 @@ def test_all_mini_batches_that_are_complete_are_taken_at_once() -> None:
     trainer = Trainer(PIPELINE, EVEN, "")
     generate = trainer._finish_generation
 
-    def and_judge(metrics: dict, timing_raw: dict) -> _Batch:
+    def and_judge(metrics: dict, timing_raw: dict) -> StepBatch:
         for uid in "abcd":
-            trainer._progress.happened(("over", uid), 0.0)
+            trainer._progress.record(("over", uid), 0.0)
         return generate(metrics, timing_raw)
 
     trainer._finish_generation = and_judge  # type: ignore[method-assign]
@@ -225,7 +224,7 @@ class TwoRanks(Trainer):
     def _data_parallel_size(self) -> int:
         return 2
 
-    def _finish_generation(self, metrics: dict, timing_raw: dict) -> _Batch:
+    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
         batch = super()._finish_generation(metrics, timing_raw)
         # As verl balanced it: groups are mixed, and a row of padding is among the first ones.
         batch.whole.reorder([(5 * i + 7) % 16 for i in range(16)])
@@ -298,12 +297,10 @@ def test_in_the_order_of_arrival_updates_depend_on_the_judges() -> None:
 
 
 def test_rollouts_that_were_generated_again_after_a_resume_count_as_on_policy() -> None:
-    trainer = Trainer(PIPELINE, EVEN, "")
-    trainer.global_steps = 3
     # Resumed from the checkpoint of step 2: one was judged before it, three are generated by the weights of step 2.
     tags = [{"min_global_steps": version} for version in (1, 2, 2, 2)] + [{"is_padding": True}]
     batch = KVBatchMeta(keys=[f"{row}_0_0" for row in range(5)], tags=tags)
-    assert trainer._staleness(batch) == [1, 0, 0, 0]
+    assert StepBatch([], batch, {}, []).staleness(3) == [1, 0, 0, 0]
 
 
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
@@ -328,8 +325,8 @@ def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_
         done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
 
 
-def test_a_wait_without_any_news_ends_the_run_and_names_what_is_missing() -> None:
-    with pytest.raises(RewardLoopError, match=r"(?s)nothing happened.*waited for rewards.*stall_timeout_s.*\['d'\]"):
+def test_a_wait_that_fails_ends_the_step() -> None:
+    with pytest.raises(RewardLoopError, match=r"waited for rewards of \['d'\]"):
         done(PIPELINE, EVEN, "abc")
 
 
@@ -367,19 +364,17 @@ class Failing(RewardPipelineTrainer):
         while len(self._submitted) < count:
             self._submitted.append(f"p{self.submitted}")
             self.submitted += 1
-            self._progress.happened(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
+            self._progress.record(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
 
-    def _look_at_workers(self) -> None:
+    def _poll_fatal_error(self) -> None:
         pass
-
-    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
-        return {}, {}
 
     def on_sample_end(self) -> None:
         raise InterruptedError
 
 
-def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
+def test_groups_that_always_fail_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "read_tags", lambda: ({}, {}))
     trainer = Failing(max_refills=3)
     trainer._submit_up_to(2)
     with pytest.raises(RewardLoopError, match=r"2 groups failed.*3 times.*max_refills=3.*p7_0: KeyError: 'tool'"):
@@ -390,8 +385,9 @@ def test_groups_that_always_fail_are_not_replaced_for_ever() -> None:
 class Late(Failing):
     """Of `b`, every rollout failed, and it ends a moment later. All others are generated, and wait for rewards."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(max_refills=1)
+        monkeypatch.setattr(pipeline, "read_tags", self._tags)
         for uid in "ab":
             self._generate(uid)
         self._listener.order = ["b"]  # type: ignore[attr-defined]
@@ -399,18 +395,18 @@ class Late(Failing):
     def _generate(self, uid: str) -> None:
         self._submitted.append(uid)
         self._progress.submit(uid)
-        self._progress.happened(("published", uid), 0.0)
+        self._progress.record(("published", uid), 0.0)
 
     def _submit_up_to(self, count: int) -> None:
         while len(self._submitted) < count:
             self._generate("c")
 
-    def _look(self) -> tuple[dict[str, dict], dict[str, dict]]:
+    def _tags(self) -> tuple[dict[str, dict], dict[str, dict]]:
         return {}, {f"{uid}_0_0": {} for uid in self._submitted if uid != "b"}
 
 
-def test_a_group_that_failed_last_is_replaced() -> None:
-    trainer = Late()
+def test_a_group_that_failed_last_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Late(monkeypatch)
     with pytest.raises(InterruptedError):
         trainer._finish_generation({}, {})
     assert trainer._progress.unfinished == {"a", "c"}
@@ -440,7 +436,7 @@ class FilteringBuffer(FailingBuffer):
 def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
     trainer = Filtering(max_num_gen_batches=3)
     trainer._submit_up_to(2)
-    with pytest.raises(RewardLoopError, match=r"thrown out 6 groups in step 1.*same acc; .*max_num_gen_batches=3"):
+    with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
         trainer._finish_generation({}, {})
     assert trainer.submitted == 3 * 2
 
@@ -460,7 +456,9 @@ class Writing(RewardPipelineTrainer):
         self.config = OmegaConf.create(
             {"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": {"temperature": 1.0}}}
         )
-        self.options = PipelineOptions(stall_timeout_s=0.01)
+        self.options, self._schedule = PipelineOptions(), Schedule()
+        self.replay_buffer: Any = None
+        self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
         self.use_teacher_policy = False
         self._submitted, self._seconds = ["a", "b"], {"generation": 0.0}
@@ -468,9 +466,9 @@ class Writing(RewardPipelineTrainer):
         self._progress = Progress()
         self._progress.submit("ab")
         for uid in "ab":
-            self._progress.happened(("generated", uid), 0.0)
+            self._progress.record(("generated", uid), 0.0)
         for uid in written:
-            self._progress.happened(("published", uid), 0.0)
+            self._progress.record(("published", uid), 0.0)
         self._listener = Judges(self._progress, "")  # type: ignore[assignment]
         self.asleep = False
 
@@ -482,9 +480,6 @@ class Writing(RewardPipelineTrainer):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return batch
-
-    def _resync(self) -> None:
-        """There is no TransferQueue."""
 
 
 def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() -> None:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import Event, Losses, Progress, Refills, StepTimes
+from reward_loop.verl.progress import Event, FailureStreak, Progress, RefillLimit, StepTimes
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
     progress = Progress()
     progress.submit(uids)
     for at, event in events:
-        progress.happened(event, at)
+        progress.record(event, at)
     return progress
 
 
@@ -35,49 +35,49 @@ def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:
 
 
 def test_replacements_that_fail_again_and_again_are_too_many() -> None:
-    refills = Refills(2)
-    assert not refills.exhausted(failed=3, filtered=0, kept=5)  # what was kept is new
-    assert [refills.exhausted(failed=3, filtered=0, kept=5) for _ in range(3)] == [False, False, True]
+    limit = RefillLimit(2)
+    assert not limit.exhausted(failed=3, filtered=0, kept=5)  # what was kept is new
+    assert [limit.exhausted(failed=3, filtered=0, kept=5) for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("success", [{"failed": 2, "filtered": 0, "kept": 6}, {"failed": 2, "filtered": 1, "kept": 5}])
 def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[str, int]) -> None:
-    refills = Refills(2)
+    limit = RefillLimit(2)
     for _ in range(5):
-        assert not refills.exhausted(failed=3, filtered=0, kept=5)
-        assert not refills.exhausted(failed=3, filtered=0, kept=5)
-        assert not refills.exhausted(**success)
-        refills.exhausted(failed=0, filtered=0, kept=0)  # the next step
+        assert not limit.exhausted(failed=3, filtered=0, kept=5)
+        assert not limit.exhausted(failed=3, filtered=0, kept=5)
+        assert not limit.exhausted(**success)
+        limit.exhausted(failed=0, filtered=0, kept=0)  # the next step
 
 
 def test_without_a_bound_groups_are_replaced_for_ever() -> None:
-    refills = Refills(None)
-    assert not any(refills.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
+    limit = RefillLimit(None)
+    assert not any(limit.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
 
 
 def test_what_was_filtered_is_counted() -> None:
-    refills = Refills(1)
+    limit = RefillLimit(1)
     for filtered in (3, 0, 2):
-        refills.exhausted(failed=0, filtered=filtered, kept=5)
-    assert refills.filtered == 5
+        limit.exhausted(failed=0, filtered=filtered, kept=5)
+    assert limit.filtered == 5
 
 
 def test_groups_that_fail_one_after_the_other_are_too_many() -> None:
-    losses = Losses(4)
-    assert not losses.exhausted(3, ())
-    assert not losses.exhausted(1, ())
-    assert losses.exhausted(1, ())
-    assert losses.in_a_row == 5
+    streak = FailureStreak(4)
+    assert not streak.exhausted(3, ())
+    assert not streak.exhausted(1, ())
+    assert streak.exhausted(1, ())
+    assert streak.in_a_row == 5
 
 
 def test_a_group_that_ends_well_begins_the_count_again() -> None:
-    losses = Losses(4)
-    assert not losses.exhausted(3, ())
-    assert not losses.exhausted(3, {"a"})
+    streak = FailureStreak(4)
+    assert not streak.exhausted(3, ())
+    assert not streak.exhausted(3, {"a"})
     # It is still there, and says nothing of those that failed after it.
-    assert losses.exhausted(2, {"a"})
-    assert not losses.exhausted(4, {"b"})
-    assert not Losses(None).exhausted(10**9, ())
+    assert streak.exhausted(2, {"a"})
+    assert not streak.exhausted(4, {"b"})
+    assert not FailureStreak(None).exhausted(10**9, ())
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:
@@ -85,16 +85,16 @@ def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None
     assert (progress.pending, progress.most_pending) == (1, 2)
     progress.start_step()
     assert progress.most_pending == 1
-    progress.happened(("judged", "b_0"), 3)
+    progress.record(("judged", "b_0"), 3)
     assert (progress.pending, progress.most_pending, progress.events) == (0, 1, 4)
 
 
 def test_the_oldest_reward_is_the_one_that_has_been_out_for_longest() -> None:
     progress = told((1, ("judging", "a_0")), (2, ("judging", "a_1")), (4, ("judging", "b_0")), (5, ("judged", "b_0")))
     assert progress.oldest(7) == 6
-    progress.happened(("judged", "a_0"), 8)
+    progress.record(("judged", "a_0"), 8)
     assert progress.oldest(9) == 7
-    progress.happened(("judged", "a_1"), 10)
+    progress.record(("judged", "a_1"), 10)
     assert progress.oldest(11) == 0
 
 
@@ -132,10 +132,10 @@ def test_judging_counts_in_the_step_in_which_the_reward_arrives_with_all_its_sec
     assert progress.judging_s() == 1
     progress.start_step()
     assert progress.judging_s() == 0
-    progress.happened(("judged", "a_0"), 12)
+    progress.record(("judged", "a_0"), 12)
     assert progress.judging_s() == 8
-    progress.happened(("judging", "b_1"), 22)
-    progress.happened(("judged", "b_1"), 23)
+    progress.record(("judging", "b_1"), 22)
+    progress.record(("judged", "b_1"), 23)
     assert progress.judging_s() == 9  # the two were never out at the same time
     progress.start_step()
     assert progress.judging_s() == 0
@@ -146,9 +146,9 @@ def test_judging_is_not_longer_than_the_rewards_that_arrived_were_out() -> None:
     progress = Progress()
     for start in (0.0, 100.0):
         for number in range(3):
-            progress.happened(("judging", f"{start}_{number}"), start)
+            progress.record(("judging", f"{start}_{number}"), start)
         for number in range(3):
-            progress.happened(("judged", f"{start}_{number}"), start + 1 + number / 10)
+            progress.record(("judged", f"{start}_{number}"), start + 1 + number / 10)
     # Half of the rewards took 100 s to arrive, because nothing was requested in the gap.
     assert progress.judging_s() == pytest.approx(2 * 1.2)
 
@@ -156,7 +156,7 @@ def test_judging_is_not_longer_than_the_rewards_that_arrived_were_out() -> None:
 def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None:
     progress = told((0, ("judging", "a_0")))
     progress.start_step()
-    progress.happened(("judged", "a_0"), 3.01)
+    progress.record(("judged", "a_0"), 3.01)
     times = StepTimes(step=3, generation=0.2, waiting=1.69, training=1.11, judging=progress.judging_s())
     metrics = times.metrics()
     assert metrics["reward_pipeline/judging_s"] == pytest.approx(3.01)
@@ -169,8 +169,8 @@ def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None
 def test_what_was_thrown_out_is_judged_to_its_end() -> None:
     progress = told((1, ("judging", "a_0")), uids="a")
     progress.forget("a")
-    progress.happened(("judged", "a_0"), 2)
-    progress.happened(("over", "a"), 2)
+    progress.record(("judged", "a_0"), 2)
+    progress.record(("over", "a"), 2)
     assert progress.pending == 0
     assert progress.judging_s() == 1
 

@@ -1,24 +1,49 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from omegaconf import OmegaConf
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
-from reward_loop.verl.resolve import reward_loop_options, without_reward
-from reward_loop.verl.reward_model import reward_model_options
-from tests.verl.configs import settled
+from reward_loop.verl.resolve import read, without_reward
+from tests.verl.configs import resolved, settled
 
 
 @pytest.mark.parametrize("name", ["reward_loop_trainer", "cpu"])
-def test_the_defaults_are_settled(name: str) -> None:
-    config = settled(name=name)
-    assert config.reward_model.use_reward_loop is True
-    assert reward_model_options(config) is None
+def test_the_default_settings(name: str) -> None:
+    settings = resolved(name=name)
+    assert settings.inside_rollout
+    assert not settings.in_background
+    assert (settings.manager.name, settings.function, settings.model, settings.model_path) == (
+        "naive",
+        None,
+        None,
+        None,
+    )
+    assert settings.mode.name == "sync"
+
+
+def test_settings_are_read_again_from_a_resolved_configuration() -> None:
+    settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py")
+    assert read(settings.config) == settings
+
+
+def test_settings_can_be_sent_to_other_processes() -> None:
+    settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
+    settings = resolved()
+    with_job = settings.with_job("127.0.0.1:5")
+    assert (with_job.options.job, with_job.config.reward_loop.job) == ("127.0.0.1:5", "127.0.0.1:5")
+    assert (settings.options.job, settings.config.reward_loop.job) == (None, None)
 
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
-    assert reward_loop_options(settled()) == RewardLoopConfig()
+    assert resolved().options == RewardLoopConfig()
 
 
 @pytest.mark.parametrize(
@@ -39,16 +64,16 @@ def test_the_keys_that_users_write_take_effect(override: str, key: str, value: o
     assert OmegaConf.select(settled(override), key) == value
 
 
-def test_verls_limits_reach_whoever_keeps_them_for_all_workers() -> None:
-    config = settled("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
-    limit = reward_loop_options(config).limits["default"]
+def test_verls_limits_of_the_rate_limited_manager_become_the_default_limit() -> None:
+    settings = resolved("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
+    limit = settings.options.limits["default"]
     assert (limit.max_concurrent, limit.requests_per_minute) == (6, 500)
 
 
 def test_a_module_path_alone_means_importlib() -> None:
-    config = settled("reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine")
-    manager = config.reward.reward_manager
-    assert (manager.source, manager.module.path, manager.name) == ("importlib", "m.py", "Mine")
+    manager = resolved("reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine").manager
+    assert (manager.source, manager.module, manager.name) == ("importlib", "m.py", "Mine")
+    assert manager.is_import_path
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.verl import tq_batches, trainer
+from reward_loop.verl import tq_batches, tq_rewards, trainer
 from reward_loop.verl.reward_metrics import StepRewards, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
-from tests.verl.configs import settled
+from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -105,7 +105,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (trainer, tq_batches):
+    for module in (trainer, tq_batches, tq_rewards):
         monkeypatch.setattr(module, "tq", queue)
     return queue
 
@@ -129,13 +129,14 @@ class Run:
         self.parts = iter(enumerate(parts))
         self.updated: list[list[str]] = []
         self.trainer: Any = object.__new__(RewardLoopTrainer)
-        self.trainer._full_config = self.trainer.config = settled(
+        self.trainer._settings = resolved(
             "trainer.v1.trainer_mode=separate_async",
             f"trainer.v1.separate_async.parameter_sync_step={len(parts)}",
             f"data.train_batch_size={8 * len(parts)}",
             "algorithm.adv_estimator=grpo",
             *overrides,
         )
+        self.trainer.config = self.trainer._settings.config
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._pending_rewards, self.trainer._rewards = None, StepRewards()
         self.trainer._post_processes = post_process is not None
@@ -210,7 +211,7 @@ def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: 
     for _ in range(2):
         run.trainer._post_process(batch)
     assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
-    assert trainer._reward_infos(batch)[1] == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
+    assert tq_rewards.read_reward_infos(batch)[1] == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
 
 
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
@@ -270,7 +271,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
         "metrics": {"generate_sequences": 1.0},
     }
     queue.rows["a_0_0"] = row
-    _, (data,) = trainer._session_rows(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
+    _, (data,) = tq_rewards.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}]))
     (fetched,) = queue.fetched
     assert fetched == {
         *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),

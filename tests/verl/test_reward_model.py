@@ -9,8 +9,7 @@ import pytest
 
 from reward_loop.errors import ConfigError
 from reward_loop.serving.models import ENGINES, served_models
-from reward_loop.verl.reward_model import reward_model_options, scores_by_model
-from tests.verl.configs import settled
+from tests.verl.configs import resolved
 
 VLLM = [
     "reward_model.enable=True",
@@ -34,31 +33,28 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reward_model_is_configured_by_the_old_keys() -> None:
-    config = settled(
+    options = resolved(
         "reward_model.enable=True",
         "reward_model.model.path=/m",
         "reward_model.rollout.name=transformers",
         "custom_reward_function.path=f.py",
         "+reward_model.server.replicas=2",
-    )
-    options = reward_model_options(config)
+    ).model
     assert options is not None
     assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
 
 
 def test_verls_options_of_an_engine_reach_it() -> None:
-    options = reward_model_options(
-        settled(
-            *VLLM,
-            *POOL,
-            "reward_model.rollout.tensor_model_parallel_size=4",
-            "reward_model.rollout.gpu_memory_utilization=0.8",
-            "reward_model.rollout.max_model_len=4096",
-            "reward_model.rollout.max_num_seqs=64",
-            "+reward_model.rollout.engine_kwargs.vllm.swap_space=0",
-            "+reward_model.server.start_timeout_s=60",
-        )
-    )
+    options = resolved(
+        *VLLM,
+        *POOL,
+        "reward_model.rollout.tensor_model_parallel_size=4",
+        "reward_model.rollout.gpu_memory_utilization=0.8",
+        "reward_model.rollout.max_model_len=4096",
+        "reward_model.rollout.max_num_seqs=64",
+        "+reward_model.rollout.engine_kwargs.vllm.swap_space=0",
+        "+reward_model.server.start_timeout_s=60",
+    ).model
     assert options is not None
     assert (options.engine, options.placement, options.replicas) == ("vllm", "ray", 4)
     assert (options.tensor_parallel_size, options.gpu_memory_utilization, options.dtype) == (4, 0.8, "bfloat16")
@@ -67,7 +63,7 @@ def test_verls_options_of_an_engine_reach_it() -> None:
 
 
 def test_verls_defaults_reach_vllm() -> None:
-    options = reward_model_options(settled(*VLLM, *POOL))
+    options = resolved(*VLLM, *POOL).model
     assert options is not None
     assert options.engine_args == {
         "enforce_eager": True,
@@ -88,7 +84,7 @@ def test_options_that_are_switched_off_reach_vllm(tmp_path: Path) -> None:
         f"reward_model.model.path={tmp_path}",
         "reward_model.model.trust_remote_code=True",
     ]
-    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    options = resolved(*VLLM, *POOL, *overrides).model
     assert options is not None
     line = ENGINES["vllm"].command(served_models(options)[0], "127.0.0.1", 1)
     for name in off:
@@ -98,7 +94,7 @@ def test_options_that_are_switched_off_reach_vllm(tmp_path: Path) -> None:
 
 def test_engine_arguments_of_the_server_go_before_verls_and_keep_the_others() -> None:
     overrides = ["reward_model.rollout.max_num_seqs=64", "+reward_model.server.engine_args.max-num-seqs=8"]
-    options = reward_model_options(settled(*VLLM, *POOL, *overrides, "+reward_model.server.engine_args.swap_space=0"))
+    options = resolved(*VLLM, *POOL, *overrides, "+reward_model.server.engine_args.swap_space=0").model
     assert options is not None
     assert options.engine_args["max_num_seqs"] == 8
     assert (options.engine_args["seed"], options.engine_args["swap_space"]) == (42, 0)
@@ -106,7 +102,7 @@ def test_engine_arguments_of_the_server_go_before_verls_and_keep_the_others() ->
 
 def test_sglang_gets_its_own_names() -> None:
     overrides = ["reward_model.rollout.name=sglang", "reward_model.rollout.max_num_seqs=64"]
-    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    options = resolved(*VLLM, *POOL, *overrides).model
     assert options is not None
     assert options.engine_args == {
         "disable_cuda_graph": True,
@@ -117,17 +113,17 @@ def test_sglang_gets_its_own_names() -> None:
 
 
 def test_a_model_with_code_of_its_own_is_trusted_where_the_user_says_so() -> None:
-    options = reward_model_options(settled(*VLLM, *POOL, "reward_model.model.trust_remote_code=True"))
+    options = resolved(*VLLM, *POOL, "reward_model.model.trust_remote_code=True").model
     assert options is not None
     assert options.trust_remote_code
-    options = reward_model_options(settled(*VLLM, *POOL))
+    options = resolved(*VLLM, *POOL).model
     assert options is not None
     assert not options.trust_remote_code
 
 
 def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.31.0+cpu")
-    options = reward_model_options(settled(*VLLM))
+    options = resolved(*VLLM).model
     assert options is not None
     assert options.placement == "local"
 
@@ -135,27 +131,27 @@ def test_on_a_cpu_vllm_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     overrides = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward_model.use_reward_loop=True"]
     judge = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
-    options = reward_model_options(settled(*VLLM, *overrides, *judge))
+    options = resolved(*VLLM, *overrides, *judge).model
     assert options is not None
     assert (options.placement, options.tensor_parallel_size, options.replicas) == ("colocated", 2, 8)
     assert (options.enable_sleep_mode, options.models["judge"].enable_sleep_mode) == (True, True)
-    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.replicas=3"))
+    options = resolved(*VLLM, *overrides, "+reward_model.server.replicas=3").model
     assert options is not None
     assert options.replicas == 3
-    options = reward_model_options(settled(*VLLM, *overrides, "+reward_model.server.placement=local"))
+    options = resolved(*VLLM, *overrides, "+reward_model.server.placement=local").model
     assert options is not None
     assert (options.placement, options.replicas, options.enable_sleep_mode) == ("local", 1, False)
     in_pipeline = [PIPELINE, "trainer.v1.reward_pipeline.one_step_off_policy=False"]
-    assert reward_model_options(settled(*VLLM, *overrides, *in_pipeline)) is not None
+    assert resolved(*VLLM, *overrides, *in_pipeline).model is not None
 
 
 def test_more_models_beside_verls() -> None:
     overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
-    options = reward_model_options(settled(*VLLM, *POOL, *overrides))
+    options = resolved(*VLLM, *POOL, *overrides).model
     assert options is not None
     assert options.models["judge"].model_path == "/j"
     with pytest.raises(ConfigError, match="did you mean 'model_path'"):
-        settled(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
+        resolved(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +165,8 @@ def test_more_models_beside_verls() -> None:
 )
 def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: list[str], by_model: bool) -> None:
     served = ["reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=transformers"]
-    assert scores_by_model(settled(*served, *overrides)) is by_model
-    assert not scores_by_model(settled(*overrides))
+    assert resolved(*served, *overrides).scores_by_model is by_model
+    assert not resolved(*overrides).scores_by_model
 
 
 @pytest.mark.parametrize(
@@ -255,6 +251,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
 )
 def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        settled(*overrides)
+        resolved(*overrides)
     for name in named:
         assert name in str(caught.value)

@@ -15,7 +15,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.judging_queue import JudgingQueue
 from reward_loop.verl.mode_options import REWARD_QUEUE
 from reward_loop.verl.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
-from tests.verl.configs import settled
+from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -57,7 +57,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     worker._step, worker._by_group = 0, False
     worker._queue = JudgingQueue(capacity=2, in_flight=1)
-    worker._places = {}
+    worker._reservations = {}
     worker.judging, worker.judged = [], asyncio.Event()
     return worker
 
@@ -87,7 +87,7 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     assert not any("__validate__" in call for call in worker.judging)
     figures = await worker.queue_metrics(5)
     assert (figures["reward_queue/size"], figures["reward_queue/reserved"], figures["reward_queue/put"]) == (0, 0, 4)
-    assert not worker._places
+    assert not worker._reservations
 
 
 async def test_validation_goes_past_the_queue(worker: Any) -> None:
@@ -104,7 +104,7 @@ async def test_validation_goes_past_the_queue(worker: Any) -> None:
 
 async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
     worker.judged.set()
-    async with worker._queue.places(2) as worker._places["a"]:
+    async with worker._queue.reserve(2) as worker._reservations["a"]:
         await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})
         assert worker._queue.metrics(4)["reward_queue/put"] == 0
 
@@ -125,7 +125,7 @@ async def test_rollouts_that_will_be_evicted_are_not_judged(
     worker.config.trainer.v1.sampler = {"max_off_policy_strategy": strategy, "max_off_policy_threshold": threshold}
     await worker.start_step(next_step)
     worker.judged.set()
-    async with worker._queue.places(2) as worker._places["a"]:
+    async with worker._queue.reserve(2) as worker._reservations["a"]:
         outputs = [output(min_global_steps=3), output(min_global_steps=3)]
         for one in outputs:
             await worker._compute_score([one], {"uid": "a", "global_steps": 4, "session_id": 0})
@@ -140,7 +140,7 @@ async def test_a_manager_of_groups_gets_all_rollouts_of_a_prompt_or_none(worker:
     worker._by_group = True
     worker.judged.set()
     for uid, steps in {"a": (5, 6), "b": (6, 6)}.items():
-        async with worker._queue.places(2) as worker._places[uid]:
+        async with worker._queue.reserve(2) as worker._reservations[uid]:
             for session, step in enumerate(steps):
                 await worker.start_step(step)
                 await worker._compute_score([output()], {"uid": uid, "global_steps": 4, "session_id": session})
@@ -164,7 +164,8 @@ def test_the_age_of_a_rollout_is_that_of_the_oldest_weights() -> None:
 
 def trainer(*overrides: str, by_group: bool) -> Any:
     trainer = object.__new__(QueueSeparateAsyncTrainer)
-    trainer.config = settled("trainer.v1.trainer_mode=separate_async", *overrides)
+    settings = resolved("trainer.v1.trainer_mode=separate_async", *overrides)
+    trainer.config, trainer._options = settings.config, settings.mode.queue
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[SimpleNamespace(by_group=by_group)])
     return trainer
 
@@ -222,5 +223,5 @@ def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> No
     waiting._deaths = ["first", "second"]
     waiting._raise_death()
     dead.append("second")
-    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
+    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 died"):
         waiting._raise_death()

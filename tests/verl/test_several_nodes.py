@@ -12,7 +12,7 @@ from reward_loop.serving import serve_reward_model
 from reward_loop.verl.router_address import RouterAddress, router_address
 from reward_loop.verl.workers import RewardWorkers
 from tests.clusters import ray_cluster
-from tests.verl.configs import settled
+from tests.verl.configs import resolved as settled
 from tests.verl.test_workers import rollout
 
 ray = pytest.importorskip("ray")

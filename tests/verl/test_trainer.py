@@ -19,12 +19,12 @@ from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
 from reward_loop.types import RewardSample
-from reward_loop.verl import pipeline, tq_batches, trainer  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl import pipeline, tq_batches, tq_rewards, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.token_rewards import place
 from reward_loop.verl.training_workers import MaskingTrainingWorker, masking
-from tests.verl.configs import settled
+from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -88,6 +88,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
     monkeypatch.setattr(trainer, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
     monkeypatch.setattr(tq_batches, "tq", trainer.tq)
+    monkeypatch.setattr(tq_rewards, "tq", trainer.tq)
     return rows
 
 
@@ -113,7 +114,7 @@ def test_the_parts_of_a_sessions_last_output_reach_the_trainer(queue: Rows) -> N
         "q_2_0": row(SINGLE, 2.0, score=2.0),
     }
     infos = {key: fields["extra_fields"]["reward_extra_info"] for key, fields in queue.items()}
-    trainer._place_parts(SimpleNamespace(partition_id="train"), infos)
+    tq_rewards.place_parts(SimpleNamespace(partition_id="train"), infos)
     assert queue["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
     assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 0.5, 0.5]
     assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 2]
@@ -243,12 +244,12 @@ def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_m
             raise RewardLoopError(told[0])
 
     run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
-    run._full_config = settled(f"trainer.v1.trainer_mode={mode}")
+    run._settings = resolved(f"trainer.v1.trainer_mode={mode}")
     run.reward_workers = SimpleNamespace(**{question: raise_fatal_error})  # type: ignore[assignment]
-    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._told_by_workers():
+    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._raising_fatal_errors():
         raise ActorDiedError
     told.append("the judge is on strike")
-    with pytest.raises(RewardLoopError, match="on strike"), run._told_by_workers():
+    with pytest.raises(RewardLoopError, match="on strike"), run._raising_fatal_errors():
         raise ActorDiedError
 
 

@@ -2,31 +2,46 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reward_loop.errors import RewardLoopError
+from reward_loop.verl import worker_events
 from reward_loop.verl.progress import Progress
+from reward_loop.verl.worker_events import Listener
 
 pytestmark = pytest.mark.integration
+
+STALL = "trainer.v1.reward_pipeline.stall_timeout_s"
+
+
+def listener(
+    progress: Progress,
+    *workers: Any,
+    stall_timeout_s: float | None = None,
+    resync: Callable[[], None] = lambda: None,
+) -> Listener:
+    return Listener(workers, progress, resync=resync, stall_timeout_s=stall_timeout_s, stall_option=STALL)
 
 
 class Worker:
     """Answers as an agent loop worker does."""
 
     def __init__(self) -> None:
-        self._news: asyncio.Queue[list[tuple[str, str]]] = asyncio.Queue()
+        self._events: asyncio.Queue[list[tuple[str, str]]] = asyncio.Queue()
 
-    async def news(self) -> list[tuple[str, str]]:
-        return await self._news.get()
+    async def next_events(self) -> list[tuple[str, str]]:
+        return await self._events.get()
 
-    async def in_work(self) -> dict[str, str]:
-        return {"a": "sessions [0] are being generated", "z": "nobody asked for this one"}
+    async def unfinished_prompts(self) -> dict[str, str]:
+        return {"a": "sessions [0] are being generated", "z": "finished for the trainer"}
 
-    async def tell(self, *events: tuple[str, str]) -> None:
-        await self._news.put(list(events))
+    async def emit(self, *events: tuple[str, str]) -> None:
+        await self._events.put(list(events))
 
     async def die(self) -> None:
         os._exit(1)
@@ -42,30 +57,49 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_what_the_workers_tell_arrives_and_their_death_ends_the_wait(
+def test_events_of_the_workers_arrive_and_the_death_of_one_ends_the_wait(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
-    from reward_loop.verl import worker_events
-    from reward_loop.verl.worker_events import Listener
-
     monkeypatch.setattr(worker_events, "ANSWER_S", 120.0)
-
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     progress = Progress()
     progress.submit(["a", "b", "c"])
-    with Listener(workers, progress) as listener:
-        assert not listener.wait(lambda: False, timeout=0.01)
-        ray.get(workers[0].tell.remote(("judging", "b"), ("generated", "b")))
-        ray.get(workers[1].tell.remote(("over", "c")))
-        assert listener.wait(lambda: progress.generating == {"a"} and "c" not in progress.unfinished, timeout=300)
+    with listener(progress, *workers, stall_timeout_s=300) as listening:
+        ray.get(workers[0].emit.remote(("judging", "b"), ("generated", "b")))
+        ray.get(workers[1].emit.remote(("over", "c")))
+        listening.wait("rollouts", lambda: progress.generating == {"a"} and "c" not in progress.unfinished)
         assert progress.pending == 1
         workers[1].die.remote()
-        with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 is lost"):
-            listener.wait(lambda: False, timeout=300)
-        missing = listener.at_work_on(progress.unfinished)
+        with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 died") as caught:
+            listening.wait("rewards", lambda: False)
+    missing = str(caught.value)
     assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated" in missing
     assert "agent loop worker 1 of 2 is dead" in missing
-    assert "no worker that answers has prompt b" in missing
-    assert "nobody asked" not in missing
+    assert "no answering worker has prompt b" in missing
+    assert "prompt z" not in missing
+
+
+def test_a_wait_without_events_fails_and_names_the_missing_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_events, "RESYNC_S", 0.01)
+    progress = Progress()
+    progress.submit(["d"])
+    with pytest.raises(
+        RewardLoopError, match=rf"(?s)nothing happened .*waited for rewards \({STALL}=0\.05\).*prompt d"
+    ):
+        listener(progress, stall_timeout_s=0.05).wait("rewards", lambda: not progress.unfinished)
+
+
+def test_events_that_only_transfer_queue_has_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_events, "RESYNC_S", 0.01)
+    progress = Progress()
+    progress.submit(["a"])
+    resynced = threading.Event()
+
+    def resync() -> None:
+        progress.record(("over", "a"), 0.0)
+        resynced.set()
+
+    listener(progress, stall_timeout_s=60, resync=resync).wait("rewards", lambda: not progress.unfinished)
+    assert resynced.is_set()

@@ -18,9 +18,10 @@ from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
-from reward_loop.verl.resolve import reward_loop_options
-from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
-from tests.verl.configs import settled
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.workers import RewardWorkers
+from tests.verl.configs import resolved as settled
 
 pytestmark = pytest.mark.integration
 
@@ -336,7 +337,7 @@ async def test_the_policy_raise_is_remembered_as_fatal(policy: str) -> None:
 
 
 def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
-    from reward_loop.verl.workers import _sandbox_kwargs
+    from reward_loop.verl.managers import _sandbox_kwargs
 
     overrides = ("sandbox_fusion.url=http://x", "sandbox_fusion.max_concurrent=10", "reward.num_workers=3")
     kwargs = _sandbox_kwargs(settled(policy, *overrides))
@@ -478,7 +479,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None
         "reward_loop.retry.max_seconds=0.1",
         "reward_loop.worker_answer_timeout_s=5",
     )
-    workers.client.options = reward_loop_options(settled(policy, *overrides, *impatient))
+    workers.client.options = settled(policy, *overrides, *impatient).options
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
         workers.finish_batch(pending)
 
@@ -513,7 +514,7 @@ async def test_a_worker_whose_event_loop_is_blocked_is_at_work_and_not_lost(
     workers.ask_for_fatal_error()
     assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
-    with pytest.raises(RewardLoopError, match=r"no sign of life for 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
+    with pytest.raises(RewardLoopError, match=r"did not answer within 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
         workers.raise_fatal_error()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
@@ -598,7 +599,7 @@ async def test_samples_are_dealt_out_in_turn(policy: str) -> None:
         async def remote(self, data: Any) -> int:
             return self.number
 
-    client = RewardClient([Handle(0), Handle(1)], settled(policy))
+    client = RewardClient([Handle(0), Handle(1)], settled(policy).options)
     assert [await client.compute_score.remote(None) for _ in range(4)] == [0, 1, 0, 1]
     client.by_group = True
     dealt = {uid: {await client.compute_score.remote(rollout("4", uid=uid)) for _ in range(4)} for uid in "abcdefgh"}

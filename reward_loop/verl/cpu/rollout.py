@@ -62,10 +62,10 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Sends full tensors. Every rank iterates over all weights, because gathering a tensor is a collective."""
         if wire_format != "named_tensors":
-            raise NotImplementedError(f"the CPU rollout takes full tensors, not {wire_format!r}")
+            raise NotImplementedError(f"the CPU rollout supports only full tensors, not {wire_format!r}")
         if kwargs.get("peft_config") is not None:
             raise NotImplementedError(
-                "the CPU rollout takes no LoRA adapters: set actor_rollout_ref.model.lora.merge=True"
+                "the CPU rollout does not support LoRA adapters: set actor_rollout_ref.model.lora.merge=True"
             )
         if self._server is None:
             self._server = ray.get_actor(_server_name(self._replica_rank))

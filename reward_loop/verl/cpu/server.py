@@ -77,7 +77,7 @@ class CPURolloutServer:
         """
         for kind in ("image_data", "video_data", "audio_data"):
             if unused.get(kind):
-                raise ValueError(f"the CPU rollout is for text alone, and request {request_id} carries {kind}")
+                raise ValueError(f"the CPU rollout supports only text, and request {request_id} has {kind}")
         if not self._admission.is_set():
             if self._reject:
                 return self._aborted()
@@ -85,8 +85,8 @@ class CPURolloutServer:
         room = self._context_length - len(prompt_ids)
         if room < 1:
             raise ValueError(
-                f"the prompt of request {request_id} has {len(prompt_ids)} tokens and leaves no room in "
-                f"{self._context_length}: raise data.max_prompt_length, or filter long prompts"
+                f"the prompt of request {request_id} has {len(prompt_ids)} tokens, which leaves no room for a "
+                f"response in {self._context_length} tokens: raise data.max_prompt_length, or filter long prompts"
             )
         wanted = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens", self._response_length))
         params = SamplingParams(

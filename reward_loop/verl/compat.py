@@ -1,0 +1,370 @@
+"""Every name of verl and TransferQueue that the reward loop relies on, and a check that these names still exist.
+
+The overrides and calls themselves are in the modules named below. verl documents few of these names, so another
+version of verl may rename them or change their signatures.
+
+The keys of the tables are ``module``, ``module:Class`` or ``module:Class.attribute``. Their values say what is used:
+a function with the parameters that the reward loop passes or overrides, such as ``step(metrics, timing_raw)``, or an
+attribute, such as ``poll_interval``; and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from reward_loop.errors import RewardLoopError
+
+__all__ = [
+    "COMMAND",
+    "CPU",
+    "SUPPORTED",
+    "TRAINING",
+    "VerlVersionError",
+    "check",
+    "installed_version",
+    "warn_of_version",
+]
+
+SUPPORTED = ("0.9.1",)
+"""The supported and tested versions of verl."""
+
+Names = Mapping[str, Mapping[str, str]]
+
+COMMAND: Names = {
+    "verl.trainer.main_ppo": {
+        "run_ppo(config, task_runner_class)": "starts Ray and our task runner",
+        "TaskRunnerV1": "base class of our task runner",
+    },
+    "verl.trainer.main_ppo:TaskRunnerV1": {
+        "init_agent_loop_manager()": "called by our `run`",
+        "config": "read by `init_agent_loop_manager`, set by our `run`",
+        "trainer": "read by `init_agent_loop_manager`, set by our `run`",
+        "agent_loop_manager": "passed to the trainer's `fit`",
+    },
+    "verl.trainer.ppo.utils": {
+        "need_critic(config)": "argument of `validate_config`",
+        "need_reference_policy(config)": "argument of `validate_config`",
+    },
+    "verl.utils.config": {
+        "validate_config(config, use_reference_policy, use_critic)": "verl's own check of the configuration",
+    },
+    "verl.utils.device": {"auto_set_device(config)": "called as verl's command does"},
+}
+"""Used by the command (`main_ppo`), before Ray starts."""
+
+TRAINING: Names = {
+    # task_runner
+    "verl.trainer.ppo.v1": {"get_trainer_cls(name)": "the trainer of a mode, which `with_reward_loop` extends"},
+    "verl.utils.logging_utils": {"configure_verl_logging()": "called as verl's task runner does"},
+    "transfer_queue": {
+        "init(conf)": "called as verl's task runner does",
+        "close()": "called as verl's task runner does",
+        "kv_list(partition_id)": "the tags of prompts and trajectories",
+        "kv_batch_get(keys, partition_id, select_fields)": "reads rewards and masks",
+        "kv_batch_put(keys, partition_id, fields, tags)": "writes rewards, masks and tags; returns the field names",
+        "kv_clear(keys, partition_id)": "deletes trained and stale rows",
+        "async_kv_put(key, partition_id, tag)": "writes the tag `generated` of a prompt",
+        "async_kv_batch_put(keys, partition_id, fields)": "writes the rewards of a group",
+        "KVBatchMeta": "the rows of a batch",
+    },
+    "transfer_queue:KVBatchMeta": {
+        "keys": "the row's keys, `{uid}_{session}_{index}`",
+        "tags": "`is_prompt`, `is_padding`, `status`, `min_global_steps`",
+        "partition_id": "`train` or `val`",
+        "extra_info": "copied, because verl changes it",
+        "fields": "field names after a write",
+    },
+    # trainer: overridden by `RewardLoopTrainer`
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer": {
+        "__init__(config)": "receives a configuration without verl's own rewards",
+        "_build_replay_buffer()": "overridden: returns a `RewardReplayBuffer`",
+        "_init_resource_pool_mgr()": "overridden: replaces the worker classes",
+        "_setup()": "overridden: starts the reward workers",
+        "_fetch_one_gen_batch()": "overridden: adds the column `group_size`",
+        "fit(agent_loop_manager)": "overridden: stops the agent loop workers at the end",
+        "step(metrics, timing_raw)": "overridden: metrics of rewards; raises the workers' fatal errors",
+        "_step_once(metrics, timing_raw, sample_batch_size)": "overridden: skips an update without any score",
+        "_validate()": "overridden: raises the workers' fatal errors",
+        "_val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts)": (
+            "overridden: means without masked samples"
+        ),
+        "_dump_generations(inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path)": (
+            "overridden: no score for masked samples"
+        ),
+        "_compute_metrics(batch, metrics, timing_raw, global_steps, epoch)": "overridden: adds metrics",
+        "_compute_reward_colocate(batch, metrics)": "overridden: scores the batch after the rollout",
+        "_compute_advantage(batch, metrics)": "overridden: excludes masked samples",
+        "on_sample_begin()": "called by the mode reward_pipeline",
+        "on_sample_end()": "overridden: raises the workers' fatal errors",
+        "on_init_end()": "overridden: checks the queue of the mode separate_async",
+        "on_step_end()": "overridden: sends the step to the workers of the mode separate_async",
+        "get_reward_handles()": "the reward client, in the mode separate_async",
+        "config": "verl's configuration",
+        "replay_buffer": "gets our checks",
+        "resource_pool_manager": "the GPUs for a colocated reward model",
+        "role_worker_mapping": "its worker classes are replaced",
+        "reward_loop_manager": "replaced by our reward workers",
+        "val_dataloader": "gets the column `group_size`",
+        "timing_raw": "the time of the advantage without waiting for rewards",
+        "global_steps": "for messages and staleness",
+        "local_trigger_step": "the update within a step",
+        "parameter_sync_step": "updates in a step",
+        # pipeline
+        "trainer_mode": "verl's checkpoints and data loader depend on this name",
+        "_init_dataloader()": "overridden: sets `trainer_mode`",
+        "_load_checkpoint()": "overridden: restores the submitted prompts",
+        "_next_train_batch(num_prompts)": "the prompts to submit",
+        "_submit_batch_to_rollout(batch)": "submits prompts",
+        "_balance_batch(batch, metrics)": "pads and orders the rows of a batch",
+        "_get_required_batch_multiple(dp_size)": "the rows of a mini-batch",
+        "_compute_old_log_prob(batch, metrics)": "called before the first update",
+        "_compute_ref_log_prob(batch, metrics)": "called before the first update",
+        "_compute_values(batch, metrics)": "called before the first update",
+        "_update_critic(batch, metrics)": "called for full mini-batches",
+        "_update_actor(batch, metrics)": "called for full mini-batches",
+        "use_critic": "whether there is a critic",
+        "use_reference_policy": "whether there is a reference policy",
+        "use_teacher_policy": "whether there is a teacher",
+        "total_training_steps": "the last step",
+        "steps_per_epoch": "the last step",
+        "actor_rollout_wg": "advances the learning-rate schedule",
+        "critic_wg": "advances the learning-rate schedule",
+    },
+    "verl.trainer.ppo.v1.trainer_base": {"register_trainer(name)": "registers the mode reward_pipeline"},
+    "verl.trainer.ppo.v1.trainer_sync": {"PPOTrainerSync": "base class of the mode reward_pipeline"},
+    "verl.trainer.ppo.v1.trainer_separate_async": {
+        "PPOTrainerSeparateAsync": "base class of the mode separate_async with a queue",
+    },
+    "verl.single_controller.ray:RayWorkerGroup": {"_dispatch_info": "the number of data-parallel ranks"},
+    "verl.single_controller.ray:ResourcePoolManager": {
+        "max_colocate_count": "the CPUs that verl reserves for each GPU",
+        "get_resource_pool(role)": "the GPUs for a colocated reward model",
+    },
+    "verl.single_controller.ray:RayResourcePool": {
+        "get_placement_groups(device_name)": "the GPUs for a colocated reward model",
+    },
+    "verl.plugin.platform": {"get_platform()": "the name of the accelerator for Ray"},
+    "verl.trainer.ppo.utils:Role": {"Critic": "role of a worker", "RewardModel": "role of a worker"},
+    "verl.trainer.ppo.v1.utils:MetricsAggregator": {
+        "add_step_metrics(metrics, sample_count)": "merges the metrics of updates as verl does",
+        "get_aggregated_metrics()": "merges the metrics of updates as verl does",
+    },
+    "verl.utils.debug": {"marked_timer(name, timing_raw, color)": "verl's timings"},
+    "verl.trainer.ppo.core_algos": {
+        "register_adv_est(name_or_enum)": "registers the estimator reward_loop_gdpo",
+        "compute_gdpo_outcome_advantage(token_level_rewards, response_mask, index, config, non_tensor_batch, batch)": (
+            "computes the estimator reward_loop_gdpo"
+        ),
+    },
+    # replay_buffer: overridden by `RewardReplayBuffer`
+    "verl.trainer.ppo.v1.replay_buffer": {
+        "FILTER_GROUPS_REWARD_METRIC": "the metric `reward` of algorithm.filter_groups",
+        "_accumulate_eviction_metrics(acc, new, stale_count)": "metrics of evicted groups, in the mode reward_pipeline",
+    },
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": {
+        "_wait_for_next_poll(partition_id, last_debug_time)": "overridden: checks, time limit, polling interval",
+        "_dapo_filtered_keys(partition_id)": "overridden: masked samples do not count",
+        "_evict_terminal_groups(global_steps, partition_id, eviction_reasons)": "overridden: checks failed groups",
+        "_terminal_eviction_reasons(global_steps, partition_id)": "called by the mode reward_pipeline",
+        "_sync_metadata_from_transfer_queue()": "called by the mode reward_pipeline",
+        "_dapo_classification_cache": "receives our decision for each group",
+        "poll_interval": "changed during a wait",
+        "partitions": "the keys of trajectories",
+        "pending_keys": "prompts that a wait is for",
+        "running_keys": "prompts that a wait is for",
+        "finished_keys": "groups that may be filtered",
+        "filter_groups_metric": "the metric of algorithm.filter_groups",
+        "sync_refill_failed_groups": "whether failed groups are replaced",
+    },
+    # agent_loop, separate_async: overridden in our agent loop workers
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": {
+        "_run_prompt(prompt, sampling_params, trajectory, trace)": "overridden: the sessions of a prompt",
+        "_run_agent_loop(sampling_params, trajectory, agent_name)": "overridden: the end or failure of a session",
+        "_agent_loop_postprocess(output, validate)": "overridden: publishes the trajectory before its reward",
+        "_compute_score(outputs, kwargs)": "overridden: the start of judging",
+        "config": "verl's configuration",
+        "reward_loop_worker_handles": "holds the reward client",
+    },
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ": {
+        "agent_loop_workers_class": "set to our worker class",
+        "agent_loop_workers": "the workers to listen to, and to stop at the end",
+    },
+    "verl.experimental.agent_loop.agent_loop:AgentLoopOutput": {
+        "as_dict()": "the fields of a trajectory with its reward",
+        "reward_score": "set when the reward arrives",
+        "extra_fields": "holds `reward_extra_info` and the versions of the weights",
+    },
+    "verl.utils.tensordict_utils": {
+        "list_of_dict_to_tensordict(list_of_dicts)": "rows for TransferQueue",
+        "assign_non_tensor(tensor_dict)": "arguments of a training worker",
+        "assign_non_tensor_stack(tensor_dict, key, val)": "the column `group_size`",
+        "get(tensordict, key, default)": "metrics of a training worker",
+        "get_tensordict(tensor_dict, non_tensor_dict)": "metrics of a training worker",
+        "index_select_tensor_dict(batch, indices)": "a micro-batch without masked rows",
+    },
+    # training_workers: overridden by `MaskingTrainingWorker`, `PipelineActorWorker`
+    "verl.workers.engine_workers:TrainingWorker": {
+        "set_loss_fn(loss_fn)": "overridden: the loss receives no masked rows",
+        "train_mini_batch(data)": "overridden: a metric that verl always reads",
+        "train_batch(data)": "overridden: no optimizer step without an unmasked row",
+        "engine": "learning-rate schedule, data-parallel group",
+        "engine_config": "dynamic context parallelism",
+        "device_name": "the device of a tensor",
+    },
+    "verl.workers.engine_workers:ActorRolloutRefWorker": {
+        "actor_worker_cls": "set to our training worker",
+        "actor": "the training worker",
+    },
+    "verl.single_controller.base.decorator": {
+        "register(dispatch_mode, blocking)": "how a method of a worker group is dispatched",
+        "make_nd_compute_dataproto_dispatch_fn(mesh_name)": "how a method of a worker group is dispatched",
+    },
+    # workers: managers and functions of verl
+    "verl.trainer.ppo.reward": {"load_reward_manager(config, tokenizer)": "builds a manager that was written for verl"},
+    "verl.experimental.reward_loop.reward_manager.registry": {"REWARD_MANAGER": "the names of verl's managers"},
+    "verl.utils.reward_score": {
+        "default_compute_score(data_source, solution_str, ground_truth)": "the function if the user has set none",
+    },
+    "verl.utils": {"hf_tokenizer(name_or_path)": "loads tokenizers as verl does"},
+    "verl.utils.fs": {"copy_to_local(src)": "a model's local directory"},
+    "verl.protocol:DataProto": {
+        "batch": "the tensors that a reward worker receives",
+        "non_tensor_batch": "the columns that a reward worker receives",
+    },
+}
+"""Used by the task runner, the trainer, agent loop workers, training workers and reward workers."""
+
+CPU: Names = {
+    "verl.plugin.platform.platform_manager:PlatformRegistry": {"register(platform)": "registers the platform `cpu`"},
+    "verl.plugin.platform.platform_base": {"PlatformBase": "base class of the platform `cpu`"},
+    "verl.workers.rollout.base": {
+        "BaseRollout": "base class of the adapter that sends weights",
+        "_ROLLOUT_REGISTRY": "receives the rollout `transformers`: there is no function for that",
+    },
+    "verl.workers.rollout.replica": {
+        "RolloutReplica": "base class of the CPU rollout",
+        "TokenOutput": "the answer of a rollout server",
+    },
+    "verl.workers.rollout.replica:RolloutReplica": {
+        "_server_address": "set by `launch_servers`",
+        "_server_handle": "set by `launch_servers`",
+        "servers": "set by `launch_servers`",
+    },
+    "verl.workers.rollout.replica:RolloutReplicaRegistry": {
+        "register(name, loader)": "registers the rollout `transformers`",
+    },
+    "verl.workers.rollout.utils": {"ensure_async_iterator(iterable)": "iterates over weights"},
+    "verl.workers.engine.base:EngineRegistry": {
+        "register(model_type, backend, device)": "registers the FSDP engines for the device `cpu`",
+    },
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead": {
+        "_build_fsdp_module(module)": "overridden: no offloading, which needs pinned memory",
+    },
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithValueHead": {
+        "_build_fsdp_module(module)": "overridden: no offloading, which needs pinned memory",
+    },
+    "verl.utils.model": {
+        "load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)": (
+            "replaced: verl's requests FlashAttention, which needs a GPU"
+        ),
+    },
+    "verl.checkpoint_engine.base:CheckpointEngineRegistry": {"register(backend)": "registers the backend `ray`"},
+}
+"""Used in addition by a run on a CPU (`reward_loop.verl.cpu`)."""
+
+
+class VerlVersionError(RewardLoopError):
+    """The installed verl lacks names that the reward loop relies on."""
+
+
+def installed_version() -> str:
+    """Returns the version of the installed verl, without importing it."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
+
+
+def warn_of_version() -> None:
+    """Prints a warning if the installed verl is not one of `SUPPORTED`."""
+    version = installed_version()
+    if version not in SUPPORTED:
+        print(
+            f"warning: verl {version} is installed, and reward_loop supports verl {', '.join(SUPPORTED)}: other "
+            f"versions may fail. pip install verl=={SUPPORTED[-1]}",
+            file=sys.stderr,
+        )
+
+
+def check(*tables: Names) -> None:
+    """Checks that verl has all names of these tables, with the parameters that the reward loop uses.
+
+    Imports the modules of the tables.
+
+    Raises:
+        VerlVersionError: names are missing, or have other parameters; the message lists all of them.
+    """
+    problems = [
+        problem
+        for owner, names in chain.from_iterable(table.items() for table in tables)
+        for problem in _problems(owner, names)
+    ]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise VerlVersionError(
+            f"reward_loop does not work with the installed verl {installed_version()}; supported: "
+            f"{', '.join(SUPPORTED)}. Install one of these: pip install verl=={SUPPORTED[-1]}. Differences:\n  {listed}"
+        )
+
+
+def _problems(owner: str, names: Mapping[str, str]) -> Iterator[str]:
+    module, _, path = owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        yield f"{module} cannot be imported ({error})"
+        return
+    if path:
+        if not hasattr(found, path):
+            yield f"{owner} is missing"
+            return
+        found = getattr(found, path)
+        found = getattr(found, "__ray_actor_class__", found)
+    for name, why in names.items():
+        if problem := _problem(found, name):
+            yield f"{owner}{'.' if path else ':'}{problem} ({why})"
+
+
+def _problem(owner: Any, name: str) -> str | None:
+    name, is_function, parameters = name.removesuffix(")").partition("(")
+    if not is_function:
+        return None if _has_attribute(owner, name) else f"{name} is missing"
+    function = getattr(owner, name, None)
+    if not callable(function):
+        return f"{name} is missing"
+    used = [word for word in parameters.split(", ") if word]
+    actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    required = {p.name for p in actual if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if [p.name for p in actual if p.name in used] == used and required <= set(used):
+        return None
+    return f"{name} has the parameters ({', '.join(map(str, actual))}) instead of ({', '.join(used)})"
+
+
+def _has_attribute(owner: Any, name: str) -> bool:
+    """Returns whether a module or class has an attribute, or a method of the class uses it on ``self``."""
+    if hasattr(owner, name):
+        return True
+    for cls in getattr(owner, "__mro__", ()):
+        if name in getattr(cls, "__annotations__", ()):
+            return True
+        methods = (inspect.unwrap(member) for member in vars(cls).values() if inspect.isfunction(member))
+        if any(name in method.__code__.co_names for method in methods):
+            return True
+    return False

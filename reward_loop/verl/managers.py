@@ -1,0 +1,180 @@
+"""The reward manager of a reward worker: ours, or one that was written for verl."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError, RewardFunctionError
+from reward_loop.limits.failures import failure_bound
+from reward_loop.limits.permit import Limits
+from reward_loop.managers import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.base import last_row, uid_of
+from reward_loop.managers.policy import apply_policy
+from reward_loop.processes.pool import usable_cores
+from reward_loop.records import ActiveSample, record, records
+from reward_loop.scoring import ScoringFunction
+from reward_loop.scoring.dense_rewards import check_result
+from reward_loop.scoring.isolation import SplitSemaphore
+from reward_loop.scoring.normalise import normalise
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.verl import discriminative
+from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
+from reward_loop.verl.settings import RewardSettings
+
+__all__ = ["VerlManager", "build_manager", "post_processing"]
+
+
+def build_manager(
+    settings: RewardSettings, reward_router_address: str | None, limits: Limits
+) -> RewardLoopManagerBase | VerlManager:
+    """Returns the reward manager of the run, with its tokenizers and the user's function.
+
+    Args:
+        settings: the settings of rewards.
+        reward_router_address: ``host:port`` of the reward model router, if there is one.
+        limits: the limits of the worker.
+
+    Raises:
+        ConfigError, FunctionLoadError: the manager or the function cannot be loaded, or they do not fit together.
+    """
+    from verl.utils import hf_tokenizer
+    from verl.utils.fs import copy_to_local
+
+    def tokenizer(path: str) -> Any:
+        return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
+
+    policy = settings.config.actor_rollout_ref.model
+    keywords = {
+        "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
+        "reward_router_address": reward_router_address,
+        "reward_model_tokenizer": None if settings.model_path is None else tokenizer(settings.model_path),
+    }
+    if settings.scores_by_model:
+        score = _model_scoring(settings, limits)
+        return DiscriminativeRewardLoopManager(settings.config, compute_score=score, **keywords)
+    function = None if settings.function is None else settings.function.load()  # may register the manager
+    cls = settings.manager.load()
+    manager: RewardLoopManagerBase | VerlManager
+    if cls is not None and issubclass(cls, RewardLoopManagerBase):
+        score = _scoring_function(cls, settings, function, limits)
+        manager = cls(config=settings.config, compute_score=score, **keywords)
+    else:
+        from verl.trainer.ppo.reward import load_reward_manager
+
+        loaded = load_reward_manager(settings.config, keywords.pop("tokenizer"), **keywords)
+        ours = isinstance(loaded, RewardLoopManagerBase)
+        manager = loaded if ours else VerlManager(loaded, settings.options, limits)
+    if settings.function is not None and hasattr(function, "post_process_scores") and post_processing(manager) is None:
+        raise ConfigError(
+            f"custom_reward_function {settings.function.path}:{settings.function.name} has post_process_scores, which "
+            f"reward manager {settings.manager.name} would not call: use the manager `naive`, or your own subclass of "
+            "RewardLoopManagerBase"
+        )
+    return manager
+
+
+def post_processing(manager: RewardLoopManagerBase | VerlManager) -> ScoringFunction | None:
+    """Returns the manager's function if it has ``post_process_scores``, else ``None``."""
+    function = manager.function
+    return function if isinstance(function, ScoringFunction) and function.has_post_process else None
+
+
+class VerlManager:
+    """Runs a reward manager that was written for verl, and adds the outcome, the deadline and the failure policy.
+
+    Args:
+        manager: an object with verl's ``run_single``.
+        options: the options of the reward loop.
+        limits: the limits of the worker, which may count failures for the whole job.
+    """
+
+    function = None
+    """Such a manager calls its function itself."""
+
+    def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits) -> None:
+        self._manager = manager
+        self._options = options
+        self._name = f"reward manager {type(manager).__name__}"
+        self._records = records(options.log_dir) if options.log_dir else None
+        self._failures = failure_bound(options, limits)
+        self.needs_group: bool = getattr(manager, "needs_group", False)
+
+    async def run_single(self, data: Any) -> Reward:
+        """Returns the reward of one rollout; see `RewardLoopManagerBase.run_single`."""
+        row = last_row(data)
+        sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
+        with ActiveSample(sample, self._name, self._options.watchdog_s) as active:
+            result = check_result(sample, await self._score(data))
+            if self._records is not None:
+                self._records.write(record(active, result))
+        self._failures.count(result)
+        return apply_policy(result, self._options)
+
+    async def _score(self, data: Any) -> RewardResult:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(self._options.timeout):
+                returned = await self._manager.run_single(data)
+            score, _ = normalise(returned["reward_score"])
+            return RewardResult(
+                outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
+                score=score,
+                extra_info=dict(returned.get("reward_extra_info") or {}),
+                seconds=loop.time() - started,
+            )
+        except Exception as error:
+            failure = RewardFunctionError(f"{self._name}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return RewardResult(
+                outcome=Outcome.FAILED,
+                score=None,
+                error=str(failure),
+                exception=failure,
+                seconds=loop.time() - started,
+            )
+
+
+def _scoring_function(cls: type[RewardLoopManagerBase], settings: RewardSettings, function: Any, limits: Limits) -> Any:
+    options = settings.options
+    if options.max_processes is None:
+        share = max(1, usable_cores() // settings.num_workers)
+        options = options.model_copy(update={"max_processes": share})
+    if settings.function is not None:
+        reward_kwargs = settings.function.kwargs
+    elif issubclass(cls.function_type, ScoringFunction):
+        from verl.utils.reward_score import default_compute_score
+
+        function, reward_kwargs = default_compute_score, _sandbox_kwargs(settings)
+    else:
+        raise ConfigError(
+            f"reward_model.reward_manager={settings.manager.name} needs a function of lists: set "
+            "custom_reward_function.path"
+        )
+    return scoring_function(cls, function, options, reward_kwargs=reward_kwargs, limits=limits)
+
+
+def _model_scoring(settings: RewardSettings, limits: Limits) -> Any:
+    assert settings.model is not None
+    return scoring_function(
+        DiscriminativeRewardLoopManager,
+        discriminative.compute_score,
+        settings.options,
+        reward_kwargs={"model": settings.model.served_model_name or settings.model.model_path},
+        limits=limits,
+    )
+
+
+def _sandbox_kwargs(settings: RewardSettings) -> dict[str, Any]:
+    sandbox = settings.config.reward.sandbox_fusion
+    if not sandbox.url:
+        return {}
+    # Divide the limit among the workers: it holds for the whole job.
+    share = max(1, sandbox.max_concurrent // settings.num_workers)
+    return {
+        "sandbox_fusion_url": sandbox.url,
+        "concurrent_semaphore": SplitSemaphore(share),
+        "memory_limit_mb": sandbox.memory_limit_mb,
+    }

@@ -1,0 +1,80 @@
+"""The client of the reward workers, which verl's agent loop uses like the handle of one reward worker."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import RewardFunctionError
+from reward_loop.managers.policy import apply_policy
+from reward_loop.types import Outcome, Reward, RewardResult
+
+__all__ = ["MAX_TASK_RETRIES", "RewardClient"]
+
+logger = logging.getLogger(__name__)
+
+MAX_TASK_RETRIES = 3
+"""How many times a sample is scored again after its worker died. After that, the sample has failed."""
+
+
+class RewardClient:
+    """Distributes samples among the reward workers.
+
+    verl's agent loop uses it like the handle of one reward worker: ``await client.compute_score.remote(data)``. Samples
+    go to the workers in turn; with ``by_group``, all samples of a prompt go to the same worker. A sample whose worker
+    dies repeatedly has failed.
+    """
+
+    def __init__(self, workers: Sequence[Any], options: RewardLoopConfig) -> None:
+        self._workers = list(workers)
+        self.options = options
+        self._turn = 0
+        self.by_group = False
+
+    def worker_for(self, data: Any) -> Any:
+        """Returns the next worker in turn; with ``by_group``, the worker of the prompt, the same in every process."""
+        if self.by_group:
+            uid = str(data.non_tensor_batch["uid"][-1])
+            return self._workers[zlib.crc32(uid.encode()) % len(self._workers)]
+        self._turn += 1
+        return self._workers[(self._turn - 1) % len(self._workers)]
+
+    @property
+    def compute_score(self) -> RewardClient:
+        """The client itself: verl calls ``compute_score.remote``."""
+        return self
+
+    def remote(self, data: Any) -> Coroutine[Any, Any, Reward]:
+        """Returns a coroutine that scores ``data``, one rollout as a ``DataProto``."""
+        return self._score(data)
+
+    async def _score(self, data: Any) -> Reward:
+        worker = self.worker_for(data)
+        try:
+            return await worker.compute_score.remote(data)
+        except RayActorError as error:
+            try:
+                return self.died(error)
+            except RewardFunctionError as failure:
+                # The trainer runs in another process and reads fatal errors from the workers.
+                await worker.stop_run.remote(f"{type(failure).__name__}: {failure}")
+                raise
+
+    def died(self, error: RayActorError) -> Reward:
+        """Returns the reward of a sample whose worker died too often.
+
+        Raises:
+            RewardFunctionError: the policy is ``raise``.
+        """
+        failure = RewardFunctionError(
+            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample: does the reward "
+            f"function crash the interpreter, or run out of memory? ({type(error).__name__})"
+        )
+        logger.error("%s", failure)
+        result = RewardResult(outcome=Outcome.FAILED, score=None, error=str(failure), exception=failure)
+        return apply_policy(result, self.options)

@@ -1,0 +1,145 @@
+"""The reward worker: a Ray actor that scores verl's rollouts with one reward manager."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+from reward_loop.errors import InvalidScoreError, RewardLoopError
+from reward_loop.limits.client import open_limits
+from reward_loop.limits.failures import FailureBound
+from reward_loop.managers.policy import fail_reward
+from reward_loop.managers.post_process import PostProcess
+from reward_loop.records import watch
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
+from reward_loop.verl.managers import build_manager, post_processing
+from reward_loop.verl.router_address import RouterAddress, address_on_this_node
+from reward_loop.verl.settings import RewardSettings
+
+__all__ = ["RewardWorker", "tune_gc"]
+
+GC_THRESHOLD = 200_000
+"""The number of new objects that triggers a garbage collection. A sample in flight has about 40 objects, so Python's
+default of 700 would trigger a collection every 20 samples, although samples in flight are not garbage."""
+
+
+def tune_gc() -> None:
+    """Reduces the pauses of the event loop that the garbage collector causes in a reward worker.
+
+    Objects that exist now are excluded from collections: torch and verl create more than a million objects, which a
+    full collection would scan for half a second. New objects, such as samples in flight, are scanned less often; see
+    `GC_THRESHOLD`.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+
+
+class RewardWorker:
+    """Scores samples with one reward manager. A Ray actor with asynchronous methods.
+
+    Args:
+        settings: the settings of rewards.
+        router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+    """
+
+    def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
+        self._options = settings.options
+        self._limits = open_limits(self._options)
+        self._open = contextlib.ExitStack()
+        address = self._open.enter_context(address_on_this_node(router))
+        self._manager = build_manager(settings, address, self._limits)
+        function = post_processing(self._manager)
+        self._post_process = PostProcess(function, self._options) if function is not None else None
+        self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
+        self._fatal: str | None = None
+        tune_gc()
+        watch()  # so that `reward-loop stuck` also lists an idle worker
+
+    async def compute_score(self, data: Any) -> Reward:
+        """Scores one rollout.
+
+        Args:
+            data: a ``DataProto`` with one row per output of the rollout.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        try:
+            return await self._manager.run_single(data)
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
+
+    def _store_fatal(self, error: RewardLoopError) -> None:
+        self._fatal = self._fatal or f"{type(error).__name__}: {error}"
+
+    async def stop_run(self, message: str) -> None:
+        """Stores a fatal error of another process: the next `fatal_error` returns it."""
+        self._fatal = self._fatal or message
+
+    async def fatal_error(self) -> str | None:
+        """Returns why the run must stop, or ``None``. Also used as a health check."""
+        if self._fatal is None and self._options.job:
+            self._fatal = await self._limits.why_stopped()
+        return self._fatal
+
+    async def has_post_process(self) -> bool:
+        """Returns whether the user's class has ``post_process_scores``."""
+        return self._post_process is not None
+
+    async def post_process(self, rewards: list[Reward], names: list[str]) -> list[Reward]:
+        """Applies the user's ``post_process_scores`` to the rewards of one group.
+
+        Args:
+            rewards: the rewards of the group's samples.
+            names: the name of each sample, for messages.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        assert self._post_process is not None
+        try:
+            return await self._post_process(rewards, names)
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
+
+    async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
+        """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
+
+        Args:
+            rewards: the rewards of these samples.
+            names: the name of each sample.
+            problems: the problem of each sample.
+            accepted: the number of samples whose scores fit; they count in the bound on the share of failures.
+
+        Raises:
+            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
+        """
+        for _ in range(accepted):
+            self._rejections.add(False, None)
+        try:
+            return [
+                fail_reward(
+                    # Drop the other values that the function returned, as for every failed sample.
+                    Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
+                    InvalidScoreError(problem, sample=RewardSample("", uid=name)),
+                    self._rejections,
+                    self._options,
+                )
+                for reward, name, problem in zip(rewards, names, problems, strict=True)
+            ]
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
+
+    async def needs_group(self) -> bool:
+        """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
+        return self._manager.needs_group
+
+
+def _reserved(info: dict[str, Any]) -> dict[str, Any]:
+    """Returns only the keys that the reward loop itself adds."""
+    return {name: value for name, value in info.items() if name in RESERVED_KEYS}

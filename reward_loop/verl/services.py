@@ -1,0 +1,73 @@
+"""The services of a run with rewards: the servers of the reward model, and the limiter service of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import ray
+from omegaconf import DictConfig
+
+from reward_loop.config import RewardModelConfig
+from reward_loop.limits.server import serve_limits
+from reward_loop.serving.blocking import serve_reward_model
+from reward_loop.serving.reservation import GpuReservation
+from reward_loop.verl.cluster import accelerator, groups_of_trainer
+from reward_loop.verl.colocated import ColocatedRewardModel
+from reward_loop.verl.resolve import read
+from reward_loop.verl.router_address import RouterAddress, router_address
+from reward_loop.verl.settings import RewardSettings
+
+__all__ = ["RewardServices", "reward_services"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardServices:
+    """The settings of rewards, and the services that run."""
+
+    settings: RewardSettings
+    router: RouterAddress | str | None = None
+    """The router in front of the reward model, if its servers run."""
+    colocated: ColocatedRewardModel | None = None
+    """The reward model on the trainer's GPUs, which the trainer starts itself."""
+
+
+@contextmanager
+def reward_services(config: DictConfig) -> Iterator[RewardServices]:
+    """Starts the reward model and the limiter service, and stops them at exit. Call it in the task runner.
+
+    A reward model on the trainer's GPUs is started later, by the trainer, and stopped here.
+
+    Args:
+        config: verl's whole configuration, after :func:`~reward_loop.verl.resolve.resolve`.
+
+    Raises:
+        ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.
+    """
+    settings = read(config)
+    with ExitStack() as stack:
+        router: RouterAddress | str | None = None
+        colocated = None
+        model = settings.model
+        if model is not None and model.placement == "colocated":
+            colocated = stack.enter_context(ColocatedRewardModel(model, settings.num_workers))
+        elif model is not None:
+            served = stack.enter_context(serve_reward_model(model, _reservation(config, model)))
+            router = stack.enter_context(router_address(served.reward_router_address, model, settings.num_workers))
+        if settings.options.job is None:
+            settings = settings.with_job(stack.enter_context(serve_limits(settings.options, _address_of_node())))
+        yield RewardServices(settings, router, colocated)
+
+
+def _reservation(config: DictConfig, model: RewardModelConfig) -> GpuReservation | None:
+    if model.placement != "ray":
+        return None
+    # verl's trainer reserves its GPUs later, and waits without a timeout until whole nodes are free.
+    return GpuReservation(groups_of_trainer(config), accelerator=accelerator(), timeout_s=model.placement_timeout_s)
+
+
+def _address_of_node() -> str:
+    """Returns the address at which all workers reach this process: the loopback address if there is only one node."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -1,0 +1,96 @@
+"""The settings of a run that concern rewards: one immutable object, made by :mod:`reward_loop.verl.resolve`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from reward_loop.config import RewardLoopConfig, RewardModelConfig
+from reward_loop.managers.registry import get as get_manager
+from reward_loop.managers.registry import names as manager_names
+from reward_loop.scoring.load import load_function, load_object
+from reward_loop.verl.mode_options import ModeOptions
+
+__all__ = ["FunctionName", "ManagerName", "RewardSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerName:
+    """The name of a reward manager: ``reward.reward_manager``."""
+
+    name: str
+    """A registered name or an import path; with ``source=importlib``, the name of the class in `module`."""
+    source: str
+    """``register`` or ``importlib``."""
+    module: str | None
+    """With ``source=importlib``: a file, or ``pkg://module``."""
+
+    @property
+    def is_import_path(self) -> bool:
+        """Whether the user names a class by its location."""
+        return self.source != "register" or ":" in self.name
+
+    def load(self) -> Any:
+        """Returns the class, or ``None`` if the name is not registered here: it may be the name of a manager of verl.
+
+        Raises:
+            ConfigError, FunctionLoadError: the class cannot be loaded.
+        """
+        if self.source == "importlib":
+            return load_object(self.module or "", self.name)
+        return get_manager(self.name) if ":" in self.name or self.name in manager_names() else None
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """The location of a reward function: ``reward.custom_reward_function``."""
+
+    path: str
+    name: str | None
+    kwargs: Mapping[str, Any] | None
+    """The option ``reward_kwargs``."""
+
+    def load(self) -> Any:
+        """Returns the function, or the class.
+
+        Raises:
+            FunctionLoadError: the function cannot be loaded.
+        """
+        return load_function(self.path, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """All settings of a run that concern rewards, read once from verl's configuration, and checked."""
+
+    config: DictConfig
+    """verl's whole configuration, which managers receive. Read rewards' options from the other fields."""
+    options: RewardLoopConfig
+    """The group ``reward_loop``, combined with verl's options of the manager."""
+    manager: ManagerName
+    function: FunctionName | None
+    """The user's function; without one, verl's functions by data source, or the reward model."""
+    num_workers: int
+    """The number of reward workers."""
+    model: RewardModelConfig | None
+    """The servers of the reward model, if there is one."""
+    model_path: str | None
+    """The reward model: its name or path, if there is one."""
+    scores_by_model: bool
+    """Whether the reward is the logit of the reward model, without a function."""
+    inside_rollout: bool
+    """``reward_model.use_reward_loop``: score each rollout when it ends, and not the whole batch after the rollout."""
+    in_background: bool
+    """``reward_model.launch_reward_fn_async``: score the batch while log-probabilities are computed."""
+    mode: ModeOptions
+    """The trainer mode."""
+
+    def with_job(self, address: str) -> RewardSettings:
+        """Returns these settings with the address of the job's limiter service."""
+        config = deepcopy(self.config)
+        config.reward_loop.job = address
+        return replace(self, config=config, options=self.options.model_copy(update={"job": address}))

@@ -1,0 +1,64 @@
+"""What the task runner starts, without Ray."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from verl.trainer.ppo.v1 import PPOTrainerSync
+
+from reward_loop.verl import services
+from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
+from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
+from reward_loop.verl.services import reward_services
+from reward_loop.verl.task_runner import _trainer_class
+from tests.verl.configs import resolved, settled
+
+pytestmark = pytest.mark.integration  # imports verl
+
+
+def agent_loop_manager(config: DictConfig) -> Any:
+    return config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainer", "manager"),
+    [
+        ("sync", PPOTrainerSync, None),
+        ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
+        ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
+    ],
+)
+def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: type, manager: str | None) -> None:
+    settings = resolved(f"trainer.v1.trainer_mode={mode}")
+    assert _trainer_class(settings.config, settings.mode) is trainer
+    assert agent_loop_manager(settings.config) == manager
+
+
+def test_an_agent_loop_manager_of_the_user_is_kept() -> None:
+    own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
+    settings = resolved(own)
+    assert _trainer_class(settings.config, settings.mode) is PPOTrainerSync
+    assert agent_loop_manager(settings.config) == "my.Manager"
+
+
+def test_the_limiter_service_runs_as_long_as_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_address_of_node", lambda: "127.0.0.1")
+    config = settled("+reward_loop.limits.default.max_concurrent=3")
+    with reward_services(config) as rewards:
+        job = rewards.settings.options.job
+        assert job is not None
+        assert rewards.settings.config.reward_loop.job == job
+        assert (rewards.router, rewards.colocated) == (None, None)
+        host, port, _ = job.split(":")
+        socket.create_connection((host, int(port)), timeout=30).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=30)
+    assert config.reward_loop.job is None
+
+
+def test_a_limiter_service_that_already_runs_is_used() -> None:
+    with reward_services(settled("reward_loop.job='10.0.0.1:7:token'")) as rewards:
+        assert rewards.settings.options.job == "10.0.0.1:7:token"
