@@ -52,7 +52,7 @@ def test_the_options_pass_our_checks_and_verls(settings: RewardSettings) -> None
 
 
 def test_policy_and_reward_model_fit_on_the_nodes(settings: RewardSettings) -> None:
-    config, model = settings.config, settings.reward_model
+    config, model = settings.config, settings.model
     trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
     own = 0
     if config.reward.reward_model.enable_resource_pool:
