@@ -20,7 +20,6 @@ _UNREAD_UP_TO = 64 * 1024
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-
 CLOSE = b"connection: close\r\n\r\n"
 """The last header line of an answer after which the connection is closed, and the end of the head."""
 

@@ -297,6 +297,14 @@ async def test_a_request_for_an_upgrade_keeps_its_body(at_once: bool, received: 
     ]
 
 
+async def test_a_request_for_a_websocket_is_the_last_one_of_its_connection() -> None:
+    handler = Handler()
+    async with connected(handler) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        handler.answer(b"ok")
+        assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
+
+
 @pytest.mark.parametrize("sent", [b"", WHOLE[:20]])
 async def test_a_connection_without_a_request_is_closed_too(sent: bytes) -> None:
     async with connected(Handler(), keep_alive_s=0) as (reader, writer):
