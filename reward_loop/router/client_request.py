@@ -20,7 +20,6 @@ _UNREAD_UP_TO = 64 * 1024
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-
 CLOSE = b"connection: close\r\n\r\n"
 """The last header line of an answer after which the connection is closed, and the end of the head."""
 
@@ -196,8 +195,7 @@ class ClientRequest:
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
         """Sends a complete answer; `headers` include ``Content-Length``. For HEAD requests, the body is left out."""
         self.answered = True
-        head = self._head(status, headers, b"")
-        self._flow.transport.write(head if self.method == "HEAD" else head + body)
+        self._flow.transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
 
     def refuse(self, refusal: Refusal) -> None:
         """Sends an error answer, unless the answer has begun."""
@@ -209,9 +207,8 @@ class ClientRequest:
     def start(self, status: int, headers: list[RawHeader]) -> None:
         """Sends the head of an answer; without a ``Content-Length``, its body is sent in chunks."""
         self._chunked = find(headers, b"content-length") is None
-        self._flow.transport.write(
-            self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b"")
-        )
+        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
+        self._flow.transport.write(self._message(status, headers, framing, b""))
 
     async def write(self, part: bytes) -> None:
         """Sends a part of the body, which is not empty; waits while the client does not read."""
@@ -224,13 +221,13 @@ class ClientRequest:
         if self._chunked:
             self._flow.transport.write(b"0\r\n\r\n")
 
-    def _head(self, status: int, headers: list[RawHeader], framing: bytes) -> bytes:
+    def _message(self, status: int, headers: list[RawHeader], framing: bytes, body: bytes) -> bytes:
         self.started = True
         # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
         if self._expects_continue and not self.body_complete:
             self.keep_alive = False
         end = b"\r\n" if self.keep_alive else CLOSE
-        return b"".join((status_line(status), to_wire(headers), framing, end))
+        return b"".join((status_line(status), to_wire(headers), framing, end, body))
 
 
 def status_line(status: int) -> bytes:

@@ -242,7 +242,8 @@ class _Connection(asyncio.Protocol):
             if length > self._server.max_head_bytes:
                 self._is_too_long = True
                 raise ValueError("the head is too long")  # The parser raises HttpParserError; `data_received` answers.
-        if parser.should_upgrade():
+        upgrades = parser.should_upgrade()
+        if upgrades:
             upgrade = find(headers, b"upgrade")
             if upgrade and upgrade.lower() != b"websocket":
                 self._upgrading = True
@@ -254,7 +255,8 @@ class _Connection(asyncio.Protocol):
             self._url,
             version,
             headers,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            # The parser does not parse a request that follows an upgrade.
+            keep_alive=version != "1.0" and parser.should_keep_alive() and not upgrades,
             expects_continue=self._expects_continue,
         )
         self._in_head = False

@@ -70,9 +70,9 @@ class Proxy:
         if config.api_key or config.worker_api_key:
             self._not_passed_on |= {b"authorization"}
 
-    async def __call__(self, client: ClientRequest) -> None:
+    def __call__(self, client: ClientRequest) -> Awaitable[None]:
         """Serves one request."""
-        await self.run(client, self._serve(client))
+        return self.run(client, self._serve(client))
 
     async def run(self, client: ClientRequest, work: Awaitable[None]) -> None:
         """Awaits `work` until the deadline of the request, and sends the error answer if it fails."""
@@ -102,7 +102,8 @@ class Proxy:
 
     async def _serve(self, client: ClientRequest) -> None:
         headers = self._headers_for_servers(client.headers)
-        await self.gate.enter()
+        if not self.gate.enter_at_once():
+            await self.gate.enter()
         try:
             body = await client.read_body(self._max_body_bytes)
             pool, path = self._pool, client.path

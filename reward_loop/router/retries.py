@@ -101,13 +101,17 @@ class Forwarder:
                 status = answer.status
                 if status in WORTH_A_RETRY:
                     attempts += 1
-                    if not self._may_retry(backend, answer, request, [*failed, backend], attempts):
-                        return await _pass_on(answer, client)
-                    answer.close()
+                    retry = self._may_retry(backend, answer, request, [*failed, backend], attempts)
                 else:
+                    retry = False
                     if backend.failures or backend.state is not BackendState.UP:
                         pool.succeeded(backend)
-                    return await _pass_on(answer, client)
+                if retry:
+                    answer.close()
+                elif answer.complete:
+                    return _answer(client, answer, answer.take())
+                else:
+                    return await _stream(client, answer)
             except StaleError:
                 # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
                 # a socket that still accepts connections, so other servers are preferred.
@@ -159,29 +163,32 @@ async def _back_off(failures: int) -> None:
         await asyncio.sleep(longest * random.uniform(0.5, 1))
 
 
-async def _pass_on(answer: Answer, client: ClientRequest) -> None:
-    """Sends a server's answer to the client; streams the body if it is not complete yet.
+def _answer(client: ClientRequest, answer: Answer, body: bytes) -> None:
+    """Sends a complete answer to the client."""
+    headers = answer.headers
+    if answer.status in NO_BODY:
+        # Such an answer has no body, whatever its Content-Length.
+        headers = [header for header in headers if header[0] != b"content-length"]
+    elif answer.length is None and client.method != "HEAD":
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+    client.answer(answer.status, headers, body)
+
+
+async def _stream(client: ClientRequest, answer: Answer) -> None:
+    """Sends an answer that is not complete yet.
 
     Raises:
         BrokenError: the connection to the server broke before the end of the answer.
     """
-    headers = answer.headers
-    if answer.status in NO_BODY:
-        # Such an answer has no body, whatever its Content-Length.
-        client.answer(answer.status, [header for header in headers if header[0] != b"content-length"], b"")
-        return
     try:
-        # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
-        if answer.complete or (answer.length is None and client.version == "1.0"):
-            parts = [answer.take()]
-            while not answer.complete:
-                parts.append(await answer.read())
-            body = b"".join(parts)
-            if answer.length is None and client.method != "HEAD":
-                headers = [*headers, (b"content-length", b"%d" % len(body))]
-            client.answer(answer.status, headers, body)
+        if answer.length is None and client.version == "1.0":
+            # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
+            parts = []
+            while part := await answer.read():
+                parts.append(part)
+            _answer(client, answer, b"".join(parts))
         else:
-            client.start(answer.status, headers)
+            client.start(answer.status, answer.headers)
             while part := await answer.read():
                 await client.write(part)
             client.end()

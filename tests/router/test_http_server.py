@@ -297,6 +297,14 @@ async def test_a_request_for_an_upgrade_keeps_its_body(at_once: bool, received: 
     ]
 
 
+async def test_a_request_for_a_websocket_is_the_last_one_of_its_connection() -> None:
+    handler = Handler()
+    async with connected(handler) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        handler.answer(b"ok")
+        assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
+
+
 @pytest.mark.parametrize("sent", [b"", WHOLE[:20]])
 async def test_a_connection_without_a_request_is_closed_too(sent: bytes) -> None:
     async with connected(Handler(), keep_alive_s=0) as (reader, writer):
@@ -371,3 +379,41 @@ async def test_stop_waits_for_requests_in_flight_and_then_cancels_them() -> None
     assert len(handler.cancelled) == 1
     for _, writer in connections:
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Content-Length: 1\r\nContent-Length: 2",
+        b"Content-Length: 2\r\nContent-Length: 2",
+        b"Content-Length: 2, 2",
+        b"Content-Length: -2",
+        b"Content-Length: +2",
+        b"Content-Length : 2",
+        b"Content-Length:\r\n 2",
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 2",
+        b"Transfer-Encoding: chunked, identity",
+        b"Transfer-Encoding: xchunked",
+        b"X: a\r\n b",
+        b"X: a\x00b",
+        b"X: a\rb",
+        b"X: a\nY: b",
+        b": a",
+    ],
+)
+async def test_requests_that_servers_could_delimit_differently_are_refused(lines: bytes) -> None:
+    handler = Handler()
+    async with connected(handler) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\n%b\r\n\r\n0\r\n\r\n" % lines)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert not handler.bodies
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"0x2\r\nok\r\n", b"2\r\nokX0\r\n", b"fffffffffffffffff\r\nok", b"-1\r\n"])
+async def test_invalid_chunks_are_refused(body: bytes) -> None:
+    handler = Handler()
+    async with connected(handler) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert not handler.bodies

@@ -48,7 +48,7 @@ async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
     async with BackendPool([JUDGE, SCORER], well) as pool:
         status, message = await refusal(pool, CHAT, b'{"model": "scorer"}')
         assert status == 400
-        assert "needs a generative server, and 'scorer' is not" in message
+        assert "needs a generative server, which 'scorer' is not" in message
     async with BackendPool([SCORER], well) as pool:
         assert await refusal(pool, CHAT, b"") == (
             400,
