@@ -398,7 +398,7 @@ async def test_a_retry_without_a_place_says_why_there_was_to_be_one():
 
 
 def test_the_limit_of_retries_is_nobody_elses():
-    with pytest.raises(ConfigError, match="'retry' holds for calls that are made again"):
+    with pytest.raises(ConfigError, match="'retry' is reserved for retries"):
         ScoringFunction(lambda: 1, limit="retry")
 
 

@@ -255,7 +255,7 @@ REJECTED: list[Any] = [
         },
     }
 ]
-PROBLEM = "sample x_3_1: the function returned 1 turn_level_scores, and the response has 2 turns"
+PROBLEM = "the function returned 1 turn_level_scores, and the response has 2 turns"
 
 
 @pytest.mark.parametrize(("on_failed", "masked", "score"), [("mask", True, 0.0), ("default", False, -1.0)])
@@ -264,10 +264,11 @@ async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
 ) -> None:
     options = (f"reward_loop.on_failed={on_failed}", "reward_loop.default_score=-1.0")
     worker = RewardWorker(settled(policy, *verl_manager("Length", *options)), None)
-    (reward,) = await worker.reject(REJECTED, [PROBLEM], accepted=3)
+    (reward,) = await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=3)
     assert reward["reward_score"] == score
     info = reward["reward_extra_info"]
-    assert (info["reward_outcome"], info["reward_masked"], info["reward_error"]) == ("failed", masked, PROBLEM)
+    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
+    assert info["reward_error"] == f"sample x_3: {PROBLEM}"
     assert (info["reward_seconds"], info["reward_attempts"]) == (2.0, 3)
     assert not {"score", "turn_level_scores"} & info.keys()
     assert await worker.fatal_error() is None
@@ -275,17 +276,17 @@ async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
 
 async def test_a_reward_whose_parts_do_not_fit_stops_the_run_if_the_policy_is_raise(policy: str) -> None:
     worker = RewardWorker(settled(policy, *verl_manager("Length", "reward_loop.on_failed=raise")), None)
-    with pytest.raises(RewardLoopError, match="x_3_1: the function returned 1 turn_level_scores"):
-        await worker.reject(REJECTED, [PROBLEM], accepted=0)
+    with pytest.raises(RewardLoopError, match="sample x_3: the function returned 1 turn_level_scores"):
+        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
     assert PROBLEM in str(await worker.fatal_error())
 
 
 async def test_rewards_whose_parts_do_not_fit_count_towards_the_bound_on_failures(policy: str) -> None:
     options = ("reward_loop.min_samples_for_failed_share=4", "reward_loop.max_failed_share=0.5")
     worker = RewardWorker(settled(policy, *verl_manager("Length", *options)), None)
-    await worker.reject(REJECTED * 2, [PROBLEM] * 2, accepted=2)
+    await worker.reject(REJECTED * 2, ["x_2", "x_3"], [PROBLEM] * 2, accepted=2)
     with pytest.raises(TooManyFailuresError, match=r"turn_level_scores.*3 of the last 5"):
-        await worker.reject(REJECTED, [PROBLEM], accepted=0)
+        await worker.reject(REJECTED, ["x_3"], [PROBLEM], accepted=0)
     assert "3 of the last 5" in str(await worker.fatal_error())
 
 
