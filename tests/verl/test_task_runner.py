@@ -11,9 +11,11 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from reward_loop.verl import services
 from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
+from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
-from reward_loop.verl.services import reward_services
+from reward_loop.verl.services import RewardServices, reward_services
 from reward_loop.verl.task_runner import _trainer_class
+from reward_loop.verl.trainer import with_reward_loop
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -35,6 +37,25 @@ def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: ty
     settings = resolved(f"trainer.v1.trainer_mode={mode}")
     assert _trainer_class(settings.config, settings.mode) is trainer
     assert agent_loop_manager(settings.config) == manager
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "reward_pipeline", "separate_async"])
+def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(mode: str) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    settings = resolved(
+        f"trainer.v1.trainer_mode={mode}",
+        "trainer.v1.sampler.poll_interval_s=0.7",
+        *(f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl"),
+    )
+    trainer: Any = with_reward_loop(_trainer_class(settings.config, settings.mode))(
+        settings.config, RewardServices(settings)
+    )
+    assert isinstance(trainer.replay_buffer, RewardReplayBuffer)
+    assert trainer.replay_buffer._poll_interval_s == 0.7
+    assert trainer.replay_buffer._stall_timeout_s == settings.mode.stall_timeout[0]
+    assert trainer._poll_fatal_error in trainer.replay_buffer.checks
+    # verl's own reward workers are off in its copy of the configuration.
+    assert (trainer.config.reward.num_workers, settings.num_workers) == (0, 8)
 
 
 def test_an_agent_loop_manager_of_the_user_is_kept() -> None:
