@@ -115,6 +115,7 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     page, block = PYTHON[number]
@@ -144,6 +145,7 @@ def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> 
     assert json.loads(scored)["outcome"] == "scored"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), CHECKING)
 def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
     write_named("docs/reward-functions.md", tmp_path)
@@ -162,6 +164,7 @@ def test_routing_commands_are_understood(page: str, arguments: list[str]) -> Non
     assert [len(value) for value in context.params.values() if isinstance(value, list | tuple) and value] == [workers]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), BENCHMARKS)
 def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
     done = run([str(ROOT / command[1]), "--help"], tmp_path)
@@ -170,6 +173,7 @@ def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str
         assert not option.startswith("--") or option in done.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), SIMULATING)
 def test_simulations_print_what_is_shown(page: str, command: list[str], tmp_path: Path) -> None:
     done = run(["-c", MAIN, *command[1:]], tmp_path)

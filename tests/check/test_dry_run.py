@@ -283,6 +283,7 @@ def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, floa
     return {"score": float(solution_str.endswith("4"))}
 
 
+@pytest.mark.integration
 async def test_managers_with_processes_are_tried_in_them() -> None:
     samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
     options = RewardLoopConfig(max_processes=2)

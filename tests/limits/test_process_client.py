@@ -13,6 +13,8 @@ from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutEr
 from reward_loop.limits.server import LimitServer
 from tests.descriptors import left_open
 
+pytestmark = pytest.mark.integration  # starts processes
+
 
 def scoring(function, **options):
     config = RewardLoopConfig(isolation="process", **{"retry": {"max_attempts": 1}, "max_processes": 2, **options})

@@ -11,6 +11,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from reward_loop.managers.decoding import ResponseDecoder, _alphabet
 from tests.tiny_models import tiny_tokenizer
 
+pytestmark = pytest.mark.integration  # imports transformers
+
 
 def byte_level(cls=PreTrainedTokenizerFast, **options):
     """One token a byte, some of several, and added ones: special, plain, and one that nobody counts as special."""

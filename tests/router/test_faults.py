@@ -20,7 +20,7 @@ from reward_loop.router.app import create_app
 from reward_loop.router.config import RouterConfig
 from tests.servers import STUB_COMMAND, listed, served_by_router, until
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("way")]
 
 CALLERS = 64
 

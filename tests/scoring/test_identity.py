@@ -159,6 +159,7 @@ def test_each_has_its_own():
     assert len({identity_of(value) for value in MANY.values()}) == len(MANY)
 
 
+@pytest.mark.integration
 def test_it_is_the_same_in_every_run():
     code = "from tests.scoring.test_identity import *; print([identity_of(value) for value in MANY.values()])"
     shown = set()

@@ -16,6 +16,8 @@ from reward_loop.errors import ServerStartError
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from tests.servers import model_server, post, serving, until
 
+pytestmark = pytest.mark.integration  # starts servers
+
 
 def _tunnel_processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "reward_loop.serving.tunnel" in " ".join(child.cmdline())]

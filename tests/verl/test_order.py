@@ -22,6 +22,8 @@ from reward_loop.verl.progress import Progress
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
 
+pytestmark = pytest.mark.integration  # imports verl
+
 ROWS = 8
 """Rows of a mini-batch: two groups of four."""
 
