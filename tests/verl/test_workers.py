@@ -21,6 +21,7 @@ from reward_loop.verl.resolve import reward_loop_options
 from reward_loop.verl.workers import MAX_TASK_RETRIES, RewardClient, RewardWorker, RewardWorkers
 from tests.tiny_models import tiny_tokenizer
 from tests.verl.configs import settled
+from tests.verl.runs import REPOSITORY, worker_python
 
 pytestmark = pytest.mark.integration
 
@@ -348,9 +349,9 @@ def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
 def cluster() -> Iterator[None]:
     import ray
 
-    repository = Path(__file__).parents[2]
-    environment = {"PYTHONPATH": str(repository), "RAY_worker_niceness": "0"}
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment})
+    environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
+    runtime_env = {"env_vars": environment, "py_executable": worker_python()}
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env=runtime_env)
     yield
     ray.shutdown()
 
@@ -567,8 +568,9 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
         f"custom_reward_function.path={function}",
         f"+custom_reward_function.reward_kwargs.flag={tmp_path}/flag",
     )
+    monkeypatch.setattr("reward_loop.verl.workers.MAX_TASK_RETRIES", 1)
     workers = RewardWorkers(config, None)
-    with pytest.raises(RewardFunctionError, match="died"):
+    with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
     with pytest.raises(RewardLoopError, match="died"):
         workers.raise_fatal_error()
