@@ -27,7 +27,6 @@ for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s"):
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
 INTEGRATION_TIMEOUT_S = 1300
 """The time limit of an integration test. Two runs of verl may precede one, see `tests.verl.runs.TIMEOUT_S`."""
 
@@ -44,15 +43,14 @@ LONGEST = (
 )
 """The files that take longest, in this order. Two processes share the files, and the longest must not start last."""
 
-
-INTEGRATION_ALONE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
-"""What a file of integration tests alone contains."""
+INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
+"""The mark of a file that has only integration tests."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files of integration tests alone where these are not wanted: their imports of verl take half a minute."""
+    """Do not import files that have only integration tests, if none is selected: verl takes seconds to import."""
     if config.getoption("-m") == "not integration" and collection_path.suffix == ".py":
-        return INTEGRATION_ALONE.search(collection_path.read_text()) is not None or None
+        return INTEGRATION_ONLY.search(collection_path.read_text()) is not None or None
     return None
 
 
