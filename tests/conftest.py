@@ -1,23 +1,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 from examples.tiny_models import build_tiny_model
 
-# The same examples in every run, without time limits. `--hypothesis-profile=default` uses random examples.
-settings.register_profile(
-    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# No time limits for examples: the machine may be busy. `steady` uses the same seed in every run. Examples also contain
+# constants from the source of the modules imported so far, so they can differ between selections of tests.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", settings.get_profile("random"), derandomize=True, database=None)
 settings.load_profile("steady")
-# By default, hypothesis also uses constants from the source of the imported modules. They depend on the order of tests.
-if hasattr(providers, "_get_local_constants"):
-    providers._get_local_constants = providers.Constants
 
 # These variables change the colors and widths of command output. RAY_ADDRESS would connect tests to a running Ray.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "RAY_ADDRESS"):
@@ -30,10 +27,41 @@ for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s"):
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+INTEGRATION_TIMEOUT_S = 1300
+"""The time limit of an integration test. Two runs of verl may precede one, see `tests.verl.runs.TIMEOUT_S`."""
+
+LONGEST = (
+    "verl/test_training.py",
+    "verl/test_pipeline.py",
+    "verl/test_updates.py",
+    "integration/test_demo.py",
+    "verl/test_workers.py",
+    "verl/test_vllm.py",
+    "verl/test_colocated.py",
+    "verl/test_separate_async_run.py",
+    "serving/engines/test_vllm.py",
+)
+"""The files that take longest, in this order. Two processes share the files, and the longest must not start last."""
+
+INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
+"""The mark of a file that has only integration tests."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files that have only integration tests, if none is selected: verl takes seconds to import."""
+    if config.getoption("-m") == "not integration" and collection_path.suffix == ".py":
+        return INTEGRATION_ONLY.search(collection_path.read_text()) is not None or None
+    return None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that train with verl first: two processes share the files, and the slowest must not start last."""
-    items.sort(key=lambda item: not item.path.is_relative_to(Path(__file__).with_name("verl")))
+    """Set the time limit of integration tests, and run the longest files first."""
+    for item in items:
+        if item.get_closest_marker("integration") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(INTEGRATION_TIMEOUT_S))
+    folder = Path(__file__).parent
+    ranks = {folder / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), not item.path.is_relative_to(folder / "verl")))
 
 
 @pytest.fixture(scope="session")

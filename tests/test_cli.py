@@ -224,6 +224,7 @@ def compute_score(solution_str):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_output_to_stdout_contains_only_rows(folder, isolation):
     (folder / "prints.py").write_text(PRINTS)
@@ -255,6 +256,7 @@ def test_an_interrupted_run_to_stdout_is_resumed(folder):
     assert not (folder / "rollouts.stdout.partial").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_json_of_check_is_json_whatever_the_function_prints(folder, isolation):
     (folder / "prints.py").write_text(PRINTS.replace("solution_str[:10]", "solution_str"))
@@ -355,6 +357,7 @@ def compute_score(solution_str):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_killed_run_is_resumed(folder, number):
     (folder / "blocks.py").write_text(BLOCKS)

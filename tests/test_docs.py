@@ -137,6 +137,7 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     page, block = PYTHON[number]
@@ -174,6 +175,7 @@ def test_scoring_commands_run(page: str, command: list[str], tmp_path: Path) -> 
     assert json.loads(scored)["outcome"] == "scored"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), CHECKING)
 def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) -> None:
     write_rollouts(page, tmp_path)
@@ -182,6 +184,7 @@ def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) ->
     assert "no problems found" in done.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), BENCHMARKS)
 def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
     done = run([*command[1:3], "--help"], tmp_path)
@@ -190,6 +193,7 @@ def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str
         assert not option.startswith("--") or option in done.stdout
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("command", "printed"), SIMULATING)
 def test_simulations_print_what_is_shown(command: list[str], printed: list[str], tmp_path: Path) -> None:
     done = run(["-c", MAIN, *command[1:]], tmp_path)

@@ -15,6 +15,8 @@ from reward_loop._util.output import print_line
 from reward_loop._util.sockets import reserve, url_of
 from tests.gsm8k import ROOT
 
+pytestmark = pytest.mark.integration  # starts commands
+
 COMMAND = [sys.executable, "-c", "from reward_loop.cli import main; main()"]
 
 

@@ -285,6 +285,7 @@ def of_its_process(solution_str: str, ground_truth: list[str]) -> dict[str, floa
     return {"score": float(solution_str.endswith("4"))}
 
 
+@pytest.mark.integration
 async def test_functions_of_managers_with_processes_run_in_processes() -> None:
     samples = [replace(sample, ground_truth=["4"]) for sample in SAMPLES]
     options = RewardLoopConfig(max_processes=2)

@@ -71,6 +71,7 @@ def a_call_without_a_free_descriptor(address: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["many_calls", "many_calls_of_three_loops", "a_call_without_a_free_descriptor"])
 def test_calls_wait_for_a_connection_where_few_files_may_be_open(name: str) -> None:
     with FakeJudge(latency=0.01) as judge:

@@ -81,6 +81,7 @@ async def test_a_refused_connection_is_transient() -> None:
     assert raised.value.transient
 
 
+@pytest.mark.integration
 async def test_the_deadline_closes_the_connection() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())

@@ -162,6 +162,7 @@ async def test_validation_and_training_take_turns(name, remote):
     await service.stop()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 async def test_waiting_for_a_limit_does_not_eat_the_deadline(is_async, inside):

@@ -17,6 +17,8 @@ from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.server import CallServer, LimitServer
 from tests.descriptors import left_open
 
+pytestmark = pytest.mark.integration  # starts processes
+
 
 def scoring(function, **options):
     config = RewardLoopConfig(isolation="process", **{"retry": {"max_attempts": 1}, "max_processes": 2, **options})

@@ -11,6 +11,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from examples.tiny_models import tiny_tokenizer
 from reward_loop.managers.decoding import ResponseDecoder, _alphabet
 
+pytestmark = pytest.mark.integration  # imports transformers
+
 
 def byte_level(cls=PreTrainedTokenizerFast, **options):
     """One token a byte, some of several, and added ones: special, plain, and one that nobody counts as special."""

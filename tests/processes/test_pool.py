@@ -30,6 +30,8 @@ from reward_loop.processes.pool import WorkerProcesses
 from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
 
+pytestmark = pytest.mark.integration  # starts processes
+
 
 def sample(does, **arguments):
     return RewardSample(does, extra_info=arguments, uid="u7")
@@ -530,7 +532,6 @@ async def test_math_verify(one, answer, gold, score):
     assert (await one(sample("verifies", answer=answer, gold=gold))).score == score
 
 
-@pytest.mark.integration
 async def test_verls_own_use_of_math_verify():
     pytest.importorskip("math_verify")
     pytest.importorskip("verl")

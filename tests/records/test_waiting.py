@@ -42,6 +42,7 @@ async def unlimited(solution_str: str) -> float:
     return 1.0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("function", "name", "options"),
     [

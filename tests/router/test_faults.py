@@ -12,12 +12,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import pytest
 
 from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router.app import create_app
 from reward_loop.router.config import RouterConfig
 from tests.servers import STUB_COMMAND, listed, served_by_router, until
+
+pytestmark = pytest.mark.integration
 
 CALLERS = 64
 

@@ -18,6 +18,8 @@ from reward_loop.serving.logs import ServerLog, log_folder
 from reward_loop.serving.process import ServerProcess
 from tests.servers import CHAT, STUB_COMMAND, model_server, post, refusing, serving
 
+pytestmark = pytest.mark.integration  # starts servers
+
 
 def test_opening_a_log_appends_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     log = ServerLog("server 1", tmp_path / "new" / "server.log")

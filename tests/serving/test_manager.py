@@ -22,6 +22,8 @@ from reward_loop.serving import RewardModelManager, model_server, serve_reward_m
 from reward_loop.serving.engines.transformers import Transformers
 from tests.servers import STUB_COMMAND, Watched, post
 
+pytestmark = pytest.mark.integration  # starts servers
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -282,7 +284,6 @@ def test_a_program_that_ends_inside_the_block_stops_its_processes(parent: Any) -
     assert children.left_after(0) == 0
 
 
-@pytest.mark.integration
 async def test_the_real_engine(tiny_discriminative_model: Path, config: Any) -> None:
     model = str(tiny_discriminative_model)
     async with RewardModelManager(config(model_path=model, replicas=2, served_model_name="judge")) as models:
@@ -304,7 +305,6 @@ async def test_the_real_engine(tiny_discriminative_model: Path, config: Any) -> 
             assert len(set(scores)) > 100
 
 
-@pytest.mark.integration
 async def test_weights_that_cannot_be_loaded_are_reported_with_the_log(
     tiny_generative_model: Path, config: Any, tmp_path: Path
 ) -> None:

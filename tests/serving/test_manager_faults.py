@@ -20,6 +20,8 @@ from reward_loop.serving.engines.transformers import Transformers
 from reward_loop.serving.process import ServerProcess
 from tests.servers import STUB_COMMAND, listed
 
+pytestmark = pytest.mark.integration  # starts servers
+
 CALLERS = 64
 TEXTS = [str(number) for number in range(CALLERS)]
 

@@ -17,6 +17,8 @@ from reward_loop.errors import ServerStartError
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from tests.servers import model_server, post, serving, until
 
+pytestmark = pytest.mark.integration  # starts servers
+
 
 def _tunnel_processes() -> list[psutil.Process]:
     found = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hydra import compose, initialize_config_dir
+import functools
+
+from hydra import compose, initialize, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
@@ -11,9 +14,19 @@ from reward_loop.verl.settings import RewardSettings
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
+    """Composes a configuration. Overrides that choose another file of verl have no effect."""
+    stored = _stored(name)
+    with initialize(config_path=None, version_base=None):
+        return compose(stored, list(overrides))
+
+
+@functools.cache
+def _stored(name: str) -> str:
+    """Reads the files of verl once, which takes most of the time, and returns the name in Hydra's store."""
     searchpath = f"hydra.searchpath=[file://{verl_config_dir()}]"
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return compose(name, [searchpath, *overrides])
+        ConfigStore.instance().store(name=f"stored_{name}", node=compose(name, [searchpath]))
+    return f"stored_{name}"
 
 
 def resolved(*overrides: str, name: str = "reward_loop_trainer") -> RewardSettings:

@@ -173,7 +173,9 @@ def several(outputs: list[str]) -> list[dict[str, float]]:
 async def compared(
     solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
 ) -> list[dict[str, float] | None]:
-    """Sees a whole group."""
+    """Sees a whole group. When two steps are over, it fails."""
+    if extra_infos[0]["split"] == "train" and (_beside_the_log("rollouts") / "2.jsonl").exists():
+        raise RuntimeError("the judge is on strike")
     results: list[dict[str, float] | None] = []
     for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
         score = sum(own.values())
@@ -242,8 +244,3 @@ async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward
     times = {"began": began, "ended": time.time(), "rollout_slept": slept and await rollout.is_sleeping.remote()}
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"], **times)
     return score
-
-
-def broken(solution_str: str) -> float:
-    """Never scores anything."""
-    raise RuntimeError(f"the judge is on strike, {len(solution_str)} characters unread")

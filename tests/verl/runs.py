@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -13,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
+
+from reward_loop.verl.cpu.preload import preloaded
+from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 
 REPOSITORY = Path(__file__).parents[2]
 
 TIMEOUT_S = 600
-"""A run takes about one minute on two quiet cores; a run that hangs must not hang the tests."""
+"""A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
 
 def agent_loop(name: str) -> tuple[str, ...]:
@@ -121,6 +128,7 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}",
         *overrides,
     ]
     environment = {
@@ -132,39 +140,37 @@ def train(
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         **(environment or {}),
     }
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=directory,
-        start_new_session=True,
-    ) as process:
-        with _Alarm(process.pid) as alarm:
-            output, _ = process.communicate()
-        returncode = process.returncode
-    assert not alarm.rang, f"the run did not end within {TIMEOUT_S} s:\n{output[-5000:]}"
-    return Run(returncode, output, directory)
+    log = directory / "output.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
+        )
+    try:
+        returncode = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Run(returncode, _text(log), directory)
 
 
-class _Alarm:
-    """Kills a run's process group after the time limit."""
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace")
 
-    def __init__(self, group: int) -> None:
-        self.rang = False
-        self._group = group
 
-    def __enter__(self) -> _Alarm:
-        def ring(*_: Any) -> None:
-            self.rang = True
-            os.killpg(self._group, signal.SIGKILL)
+_open = contextlib.ExitStack()
+atexit.register(_open.close)
 
-        self._before = signal.signal(signal.SIGALRM, ring)
-        signal.alarm(TIMEOUT_S)
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, self._before)
+@functools.cache
+def worker_python() -> str:
+    """Ray's ``py_executable`` for all runs and clusters of this process: it forks workers from a fork server.
+
+    By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CPU_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        return _open.enter_context(preloaded())

@@ -13,6 +13,7 @@ def _sizes(*overrides: str) -> list[tuple[int, int, float]]:
     return [(group.groups, group.bundles, group.bundle["CPU"]) for group in groups]
 
 
+@pytest.mark.integration
 def test_the_trainer_takes_whole_nodes() -> None:
     assert _sizes() == [(2, 8, 3)]
 

@@ -12,6 +12,8 @@ import torch
 from examples.tiny_models import tiny_tokenizer
 from reward_loop.verl.cpu.server import CPURolloutServer
 
+pytestmark = pytest.mark.integration  # imports Ray and torch
+
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
 
 

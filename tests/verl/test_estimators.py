@@ -12,6 +12,8 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from reward_loop.verl.pipeline_schedule import MINI_BATCH_ESTIMATORS
 
+pytestmark = pytest.mark.integration  # imports verl
+
 GROUPS, N, LENGTH = 6, 4, 7
 CONFIG = OmegaConf.create({"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 0.95, "use_pf_ppo": False})
 

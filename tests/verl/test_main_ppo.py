@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration  # starts the command
+
 
 def run_main(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reward_loop.verl.main_ppo", "--config-name", "cpu", *overrides]
@@ -65,14 +67,8 @@ def test_a_generative_model_without_a_function_stops_the_command(tmp_path: Path,
     assert "ray" not in done.stdout.lower()
 
 
-def test_an_unknown_manager_stops_the_command(tmp_path: Path) -> None:
-    done = run_main("reward_model.reward_manager=dapa", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1
-    assert "reward_model.reward_manager=dapa" in done.stderr
-    assert "did you mean 'dapo'" in done.stderr
-
-
-def test_a_function_that_imports_verl_meets_the_platform_of_the_run(tmp_path: Path) -> None:
+def test_an_unknown_manager_stops_the_command_and_a_function_may_import_verl(tmp_path: Path) -> None:
+    """The function meets the platform of the run. The check of the manager is the last one before Ray starts."""
     path = tmp_path / "reward.py"
     path.write_text(
         "from verl.plugin.platform import get_platform\n"
@@ -80,13 +76,13 @@ def test_a_function_that_imports_verl_meets_the_platform_of_the_run(tmp_path: Pa
         "assert get_platform().device_name == 'cpu'\n"
         "def compute_score(solution_str): return 1.0\n"
     )
-    # The check of the manager is the last one before Ray starts, and it needs verl.
     done = run_main(
         f"custom_reward_function.path={path}", "reward_model.reward_manager=dapa", f"hydra.run.dir={tmp_path}"
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "reward_model.reward_manager=dapa" in done.stderr
+    assert "did you mean 'dapo'" in done.stderr
 
 
 def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.trainer import NothingToLearnError
 from tests.verl.configs import settled
 
+pytestmark = pytest.mark.integration  # imports verl
+
 ROWS = 8
 """Rows of a mini-batch: two groups of four."""
 

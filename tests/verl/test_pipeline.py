@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.errors import ConfigError
 from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, groups, texts
-from tests.verl.configs import configuration, settled
 from tests.verl.runs import Run, agent_loop, train
+
+pytestmark = pytest.mark.integration
 
 MODE = "trainer.v1.trainer_mode=reward_pipeline"
 PARTS = (
@@ -58,7 +58,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
     )
 
 
-@pytest.mark.integration
 def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:
     assert run.returncode == 0, run.output[-5000:]
     seen = [row for step in range(1, 5) for row in run.rollouts(step)]
@@ -67,7 +66,6 @@ def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:
     assert texts([call for call in run.calls if call["split"] == "train"]) == texts(seen)
 
 
-@pytest.mark.integration
 def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
     for step in range(1, 5):
         check_scores(run.rollouts(step))
@@ -77,7 +75,6 @@ def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
 
 
-@pytest.mark.integration
 def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run) -> None:
     steps = [run.steps[step] for step in range(1, 5)]
     assert [metrics["reward_pipeline/off_policy_steps"] for metrics in steps] == [0, 1, 1, 1]
@@ -86,7 +83,6 @@ def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run)
     assert deviations[0] < 1e-4 < max(deviations[1:])
 
 
-@pytest.mark.integration
 def test_the_learning_rate_moves_on_once_a_step(run: Run) -> None:
     rates = [run.steps[step]["actor/lr"] for step in range(1, 5)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
@@ -94,7 +90,6 @@ def test_the_learning_rate_moves_on_once_a_step(run: Run) -> None:
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
 
 
-@pytest.mark.integration
 def test_a_critic_learns_beside_the_actor(run: Run) -> None:
     # Its loss goes down in the long run, and not in each of a few steps.
     for step in range(1, 5):
@@ -104,7 +99,6 @@ def test_a_critic_learns_beside_the_actor(run: Run) -> None:
     assert run.steps[1]["critic/values/mean"] != run.steps[4]["critic/values/mean"]
 
 
-@pytest.mark.integration
 def test_every_step_says_where_its_seconds_went(run: Run) -> None:
     for step in range(1, 5):
         metrics = run.steps[step]
@@ -128,7 +122,6 @@ def test_every_step_says_where_its_seconds_went(run: Run) -> None:
     assert all(run.steps[step]["reward_pipeline/rewards_pending_max"] >= 1 for step in range(1, 4))
 
 
-@pytest.mark.integration
 def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(
     run: Run, tmp_path: Path, tiny_generative_model: Path
 ) -> None:
@@ -182,7 +175,6 @@ def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
     )
 
 
-@pytest.mark.integration
 def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) -> None:
     assert {1, 2, 3} <= picky_run.steps.keys(), picky_run.output[-5000:]
     trained: set[str] = set()
@@ -202,7 +194,6 @@ def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) ->
     assert sum(failed) > 0
 
 
-@pytest.mark.integration
 def test_the_death_of_an_agent_loop_worker_ends_the_run_and_is_named(picky_run: Run) -> None:
     assert picky_run.returncode == 1
     last = picky_run.output.strip().splitlines()[-40:]
@@ -212,47 +203,9 @@ def test_the_death_of_an_agent_loop_worker_ends_the_run_and_is_named(picky_run: 
     assert "PipelineAgentLoopWorker" in "".join(last)
 
 
-@pytest.mark.integration
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
     sizes = [len(group) for step in range(1, 4) for group in groups(picky_run.rollouts(step)).values()]
     assert {3, 4, 5} <= set(sizes)
     for step in range(1, 4):
         assert picky_run.steps[step]["reward_pipeline/update_calls"] >= 1
         assert picky_run.steps[step]["actor/grad_norm"] > 0
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False"),
-        ("skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
-        ("trainer.v1.sampler.custom_sampler.path=mine.py", "trainer.v1.sampler.custom_sampler.path=mine.py"),
-        (
-            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager: leave it out",
-        ),
-        ("trainer.v1.reward_pipeline.stall_timeout_s=0", "trainer.v1.reward_pipeline.stall_timeout_s"),
-        ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
-    ],
-)
-def test_what_does_not_work_in_this_mode_is_refused(override: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
-        settled(MODE, override)
-
-
-def test_the_mode_is_accepted_with_its_options() -> None:
-    config = settled(MODE, "trainer.v1.reward_pipeline.one_step_off_policy=False")
-    assert config.trainer.v1.reward_pipeline.mini_batch_pipeline is True
-    written_as_in_the_recipe = settled("+mini_batch_pipeline=True").trainer.v1
-    assert written_as_in_the_recipe.trainer_mode == "reward_pipeline"
-    assert written_as_in_the_recipe.reward_pipeline.mini_batch_pipeline is True
-    assert configuration().trainer.v1.trainer_mode == "sync"
-
-
-def test_the_recipes_option_chooses_no_mode_that_was_not_asked_for() -> None:
-    off = settled("+mini_batch_pipeline=False").trainer.v1
-    assert (off.trainer_mode, off.reward_pipeline.mini_batch_pipeline) == ("sync", False)
-    both = settled(MODE, "+mini_batch_pipeline=False").trainer.v1
-    assert (both.trainer_mode, both.reward_pipeline.mini_batch_pipeline) == ("reward_pipeline", False)
-    with pytest.raises(ConfigError, match=r"mini_batch_pipeline=True contradicts .*trainer_mode=separate_async"):
-        settled("trainer.v1.trainer_mode=separate_async", "+mini_batch_pipeline=True")

@@ -15,7 +15,10 @@ import pytest
 
 from reward_loop.verl.cpu.preload import MODULES, preloaded
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's sockets without a file")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's sockets without a file"),
+]
 
 WORKER = """
 import json, os, random, sys

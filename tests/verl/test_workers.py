@@ -22,6 +22,7 @@ from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
 from tests.verl.configs import resolved as settled
+from tests.verl.runs import REPOSITORY, worker_python
 
 pytestmark = pytest.mark.integration
 
@@ -350,9 +351,9 @@ def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
 def cluster() -> Iterator[None]:
     import ray
 
-    repository = Path(__file__).parents[2]
-    environment = {"PYTHONPATH": str(repository), "RAY_worker_niceness": "0"}
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment})
+    environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
+    runtime_env = {"env_vars": environment, "py_executable": worker_python()}
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env=runtime_env)
     yield
     ray.shutdown()
 
@@ -569,8 +570,9 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
         f"custom_reward_function.path={function}",
         f"+custom_reward_function.reward_kwargs.flag={tmp_path}/flag",
     )
+    monkeypatch.setattr("reward_loop.verl.workers.MAX_TASK_RETRIES", 1)
     workers = RewardWorkers(config, None)
-    with pytest.raises(RewardFunctionError, match="died"):
+    with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
     with pytest.raises(RewardLoopError, match="died"):
         workers.raise_fatal_error()

@@ -19,6 +19,8 @@ from reward_loop.router.app import create_app as create_router  # noqa: E402
 from reward_loop.serving.embedded.app import EmbeddedModel, create_app, load_model  # noqa: E402
 from tests.servers import served_by_router, serving  # noqa: E402
 
+pytestmark = pytest.mark.integration  # imports torch
+
 MESSAGES = [{"role": "user", "content": "Is 7 prime?"}]
 
 

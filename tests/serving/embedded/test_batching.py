@@ -21,6 +21,8 @@ from reward_loop.serving.embedded.batching import (  # noqa: E402
     SamplingParams,
 )
 
+pytestmark = pytest.mark.integration  # imports torch
+
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 20, 7, 13, 40)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 

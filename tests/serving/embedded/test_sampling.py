@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 
 from reward_loop.serving.embedded.sampling import RowSampler, SamplingParams  # noqa: E402
 
+pytestmark = pytest.mark.integration  # imports torch
+
 PROMPT = [[4, 4], [5, 0]]
 RESPONSE = [[2, 2, 3], [1, 4, 1]]
 LOGITS = torch.tensor([[0.1, 0.5, -0.3, 0.2, 0.9, 0.0], [1.0, -1.0, 0.4, 0.3, -0.2, 0.6]])

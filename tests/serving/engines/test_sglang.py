@@ -20,6 +20,8 @@ from reward_loop.serving import RewardModelManager
 from reward_loop.serving.engines.sglang import Sglang
 from tests.servers import Watched, post
 
+pytestmark = pytest.mark.integration  # starts servers
+
 ROOT = Path(__file__).parents[2]
 STUB = str(Path(__file__).with_name("sglang_stub.py"))
 CHAT = "/v1/chat/completions"
