@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -96,10 +95,9 @@ class Router:
         self._proxy: Proxy
         self._control: asyncio.Task[FastAPI]
         self._credentials = config.api_key.encode() if config.api_key else None
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._pool = await self._stack.enter_async_context(BackendPool(self._backends, self._check, self._config))
+        self._pool = await BackendPool(self._backends, self._check, self._config).__aenter__()
         self._proxy = Proxy(self._pool, self._config)
         self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
         return self
@@ -109,7 +107,7 @@ class Router:
     ) -> None:
         self._proxy.close()
         await self._control
-        await self._stack.aclose()
+        await self._pool.__aexit__(exc_type, exc, traceback)
 
     async def __call__(self, client: ClientRequest) -> None:
         """Serves one request."""

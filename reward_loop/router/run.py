@@ -62,7 +62,6 @@ def run_router(
         )
         config = config.model_copy(update={"max_in_flight": room})
     router = create_app(backends, config)
-    print_line(f"router listens on {own}")
     # Imported objects live until the process exits: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
@@ -83,11 +82,12 @@ async def _serve(router: Router, listener: socket.socket, max_header_bytes: int,
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    print_line(f"router listens on {url_of(listener)}")
     async with router:
         server = HttpServer(router, max_header_bytes)
         await server.start(listener)
         await stopping.wait()
-        logger.info("the router stops")
+        logger.info("the router is stopping")
         await server.stop(grace_s, hurry)
 
 
