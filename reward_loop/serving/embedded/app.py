@@ -83,13 +83,9 @@ class EmbeddedModel:
         """
         self._require("generative", "/v1/chat/completions", body.model)
         if body.stream:
-            raise ApiError(400, "this server does not support streaming: leave out `stream`", param="stream")
+            raise ApiError(400, "this server does not support streaming: omit `stream`", param="stream")
         if body.top_logprobs:
-            raise ApiError(
-                400,
-                "this server returns logprobs of the chosen tokens only: leave out `top_logprobs`",
-                param="top_logprobs",
-            )
+            raise ApiError(400, "this server returns logprobs of the chosen tokens only", param="top_logprobs")
         max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._prompt(body, new_tokens=max_tokens or 1)
         if max_tokens is None:

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from reward_loop.config import ServedModelConfig
+from reward_loop.serving import model_server
+from reward_loop.serving.model_server import ModelServer
+from reward_loop.serving.router_client import RouterClient
+
+MODEL = ServedModelConfig(model_path="judge", engine="vllm", served_model_name="judge", enable_sleep_mode=True)
+
+
+class RecordingRouter(RouterClient):
+    """Records the requests to the router, and to the servers, instead of sending them."""
+
+    def __init__(self) -> None:
+        super().__init__("http://router", asyncio.get_running_loop().create_future(), 1.0)
+        self.started.set_result(None)
+        self.requests: list[str] = []
+
+    async def _request(self, method: str, path: str, body: Any = None) -> None:
+        self.requests.append(f"{method} {path}" if body is None else f"{method} {path} {body['url']}")
+
+    async def sleep(self, url: str) -> None:
+        self.requests.append(f"sleep {url}")
+
+    async def resume(self, url: str) -> None:
+        self.requests.append(f"resume {url}")
+
+
+@pytest.fixture
+async def router(monkeypatch: pytest.MonkeyPatch) -> RecordingRouter:
+    router = RecordingRouter()
+
+    async def post(url: str, path: str, timeout_s: float) -> None:
+        router.requests.append(f"POST {url}{path}")
+
+    monkeypatch.setattr(model_server, "post", post)
+    return router
+
+
+async def test_a_server_in_ray_is_added_when_its_address_is_known_and_replaced_when_it_changes(
+    router: RecordingRouter,
+) -> None:
+    server = ModelServer(MODEL, None, router)
+    await server.on_down("not ready yet")
+    await server.sleep()  # has no effect before the first start
+    assert router.requests == []
+    await server.on_up("http://a:1")
+    assert router.requests == ["POST /workers http://a:1"]
+    router.requests.clear()
+    await server.on_up("http://b:2")
+    assert router.requests == ["POST /workers http://b:2", "DELETE /workers?url=http%3A%2F%2Fa%3A1"]
+
+
+async def test_a_server_that_restarts_asleep_at_another_address_stays_asleep(router: RecordingRouter) -> None:
+    server = ModelServer(MODEL, "http://a:1", router)
+    await server.sleep()
+    assert router.requests == ["sleep http://a:1", "POST http://a:1/sleep?level=1"]
+    router.requests.clear()
+    await server.on_up("http://b:2")
+    assert router.requests == [
+        "POST http://b:2/sleep?level=1",
+        "POST /workers http://b:2",
+        "POST /workers/sleep?url=http%3A%2F%2Fb%3A2",
+        "DELETE /workers?url=http%3A%2F%2Fa%3A1",
+    ]
+    router.requests.clear()
+    await server.wake()
+    assert router.requests == ["POST http://b:2/wake_up", "resume http://b:2"]
+
+
+async def test_a_lost_server_releases_its_address_and_a_restarted_router_gets_the_reason(
+    router: RecordingRouter,
+) -> None:
+    closed: list[bool] = []
+    server = ModelServer(MODEL, "http://a:1", router, lambda: closed.append(True))
+    await server.on_lost("exited with status 4")
+    await server.send_state()
+    assert closed == [True]
+    assert router.requests == ["POST /workers/give_up?url=http%3A%2F%2Fa%3A1&reason=exited+with+status+4"] * 2
