@@ -26,6 +26,13 @@ REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # Ray's workers import the agent loops.
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
+"""The environment variables of all runs that are read when modules are imported."""
+
 
 def agent_loop(name: str) -> tuple[str, ...]:
     """The overrides that choose one of the agent loops in loops.yaml."""
@@ -135,9 +142,7 @@ def train(
         **os.environ,
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
-        "HF_HUB_OFFLINE": "1",
-        # Ray's workers import the agent loops.
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **ENVIRONMENT,
         **(environment or {}),
     }
     log = directory / "output.log"
@@ -171,6 +176,6 @@ def worker_python() -> str:
     By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in CPU_ENVIRONMENT.items():
+        for name, value in (CPU_ENVIRONMENT | ENVIRONMENT).items():
             patch.setenv(name, value)
         return _open.enter_context(preloaded())
