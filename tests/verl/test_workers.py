@@ -570,7 +570,8 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
         f"custom_reward_function.path={function}",
         f"+custom_reward_function.reward_kwargs.flag={tmp_path}/flag",
     )
-    monkeypatch.setattr("reward_loop.verl.workers.MAX_TASK_RETRIES", 1)
+    for module in ("workers", "reward_client"):
+        monkeypatch.setattr(f"reward_loop.verl.{module}.MAX_TASK_RETRIES", 1)
     workers = RewardWorkers(config, None)
     with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
