@@ -126,7 +126,7 @@ async def test_no_room_is_an_error_in_time_that_says_what_each_node_has(reserve:
     # Ray frees the bundles of earlier tests some time after their groups were removed.
     await asyncio.to_thread(until_free, 8)
     reservation = GpuReservation([_others(1, 8)], timeout_s=2)
-    with pytest.raises(ServerStartError, match=r"no room .* within 2 s \(placement_timeout_s\)") as caught:
+    with pytest.raises(ServerStartError, match=r"free resources .* within 2 s \(placement_timeout_s\)") as caught:
         await reservation.places([Demand(4, 2, 1)])
     assert "0 of 8 GPU(s)" in str(caught.value)
     assert "8 of 8 GPU(s) free" in str(caught.value)
