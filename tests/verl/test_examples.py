@@ -17,6 +17,8 @@ from reward_loop.verl.settings import RewardSettings
 from tests.gsm8k import DATA, needs_gsm8k
 from tests.verl.configs import resolved
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(prepare.__file__).parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
 
