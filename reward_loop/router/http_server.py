@@ -31,6 +31,9 @@ _NOT_HTTP = "the request is not valid HTTP/1.1"
 
 _BACKLOG = 4096
 
+_ABORT_S = 5.0
+"""Seconds that cancelled requests have to end when the server stops."""
+
 
 class HttpServer:
     """An HTTP/1.1 server.
@@ -86,7 +89,13 @@ class HttpServer:
             logger.warning("%d requests were cancelled: they did not end in time", len(self._connections))
         for connection in list(self._connections):
             connection.abort()
-        await self._none_left.wait()
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await self._none_left.wait()
+        except TimeoutError:
+            logger.error(
+                "%d requests did not end within %g s after their cancellation", len(self._connections), _ABORT_S
+            )
 
     def add(self, connection: _Connection) -> None:
         """Records an open connection."""

@@ -417,3 +417,29 @@ async def test_invalid_chunks_are_refused(body: bytes) -> None:
         writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
     assert not handler.bodies
+
+
+async def test_stop_ends_although_a_request_ignores_its_cancellation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server_module, "_ABORT_S", 0.01)
+    started, may_end = asyncio.Event(), asyncio.Event()
+
+    async def ignore_cancellation(request: ClientRequest) -> None:
+        started.set()
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    server = HttpServer(ignore_cancellation)
+    with listen("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        await server.start(listener)
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(WHOLE)
+        await started.wait()
+        async with asyncio.timeout(30):
+            await server.stop(0)
+        assert "1 requests did not end within 0.01 s" in caplog.text
+        may_end.set()
+        writer.close()
