@@ -218,8 +218,8 @@ class RewardLoopConfig(Config):
     cores, which the reward workers of a verl run share."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
-    """Megabytes (2^20 bytes) that such a process may use, including the processes that it started. A process that
-    exceeds them is killed, and its sample fails. By default there is no limit."""
+    """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker
+    process above it is killed, and its sample fails. By default there is no limit."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 disables the check."""
