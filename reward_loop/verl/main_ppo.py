@@ -28,6 +28,7 @@ from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.models import served_models
 from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
+from reward_loop.verl.cpu.running_ray import joins_running_ray, prepare_to_join
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
@@ -46,7 +47,11 @@ CPU_ENVIRONMENT = {
     "TQ_CLIENT_ZMQ_IO_THREADS": "1",
     "TQ_NUM_THREADS": "1",
 }
-"""Environment variables for a run on a CPU. Values that the user has set take precedence."""
+"""Environment variables for a run on a CPU. Values that the user has set take precedence. The loopback interface is not
+set for a trainer on several nodes."""
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""The size of Ray's object store in a run on a CPU."""
 
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
@@ -63,7 +68,8 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
     if config.trainer.device == "cpu":
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
         for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+            if name != "GLOO_SOCKET_IFNAME" or config.trainer.nnodes == 1:
+                os.environ.setdefault(name, value)
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     check_function(settings)
     cpus_of_servers = 0
@@ -168,14 +174,20 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
         if rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "ray"
             rollout.checkpoint_engine.custom_backend_module = "reward_loop.verl.cpu.checkpoint"
+    ray_init = config.ray_kwargs.ray_init
+    if joins_running_ray(ray_init.get("address")):
+        prepare_to_join(ray_init, {name: os.environ[name] for name in CPU_ENVIRONMENT if name in os.environ})
+        return
     # Logical GPUs and CPUs of Ray: verl's actors request them, and verl waits silently if there are too few.
-    if config.ray_kwargs.ray_init.num_gpus is None:
-        config.ray_kwargs.ray_init.num_gpus = ranks
+    if ray_init.num_gpus is None:
+        ray_init.num_gpus = ranks
+    if ray_init.num_cpus is None:
+        ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
+    if ray_init.object_store_memory is None:
+        ray_init.object_store_memory = OBJECT_STORE_BYTES
     # Without the dashboard, Ray starts two processes fewer.
-    with open_dict(config.ray_kwargs.ray_init):
-        config.ray_kwargs.ray_init.setdefault("include_dashboard", False)
-    if config.ray_kwargs.ray_init.num_cpus is None:
-        config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
+    with open_dict(ray_init):
+        ray_init.setdefault("include_dashboard", False)
 
 
 @contextmanager
@@ -185,7 +197,7 @@ def _preloaded(config: DictConfig) -> Iterator[None]:
     Has no effect outside Linux, for an existing Ray cluster, or if the user has set ``py_executable``.
     """
     ray_init = config.ray_kwargs.ray_init
-    joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    joins = joins_running_ray(ray_init.get("address"))
     if sys.platform != "linux" or joins or OmegaConf.select(ray_init, "runtime_env.py_executable"):
         yield
         return
