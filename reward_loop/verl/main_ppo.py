@@ -47,8 +47,7 @@ CPU_ENVIRONMENT = {
     "TQ_CLIENT_ZMQ_IO_THREADS": "1",
     "TQ_NUM_THREADS": "1",
 }
-"""Environment variables for a run on a CPU. Values that the user has set take precedence. The loopback interface is not
-set for a trainer on several nodes."""
+"""Environment variables for a run on a CPU. Values that the user has set take precedence."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """The size of Ray's object store in a run on a CPU."""
@@ -67,9 +66,8 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
     """
     if config.trainer.device == "cpu":
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
-        for name, value in CPU_ENVIRONMENT.items():
-            if name != "GLOO_SOCKET_IFNAME" or config.trainer.nnodes == 1:
-                os.environ.setdefault(name, value)
+        for name, value in _cpu_environment(config).items():
+            os.environ.setdefault(name, value)
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     check_function(settings)
     cpus_of_servers = 0
@@ -156,6 +154,14 @@ def _check_manager(settings: RewardSettings) -> None:
             f"reward_model.reward_manager={manager.name}: unknown{did_you_mean(manager.name, known) or '.'} Known: "
             f"{listing(known)}" + (f", and the names that {function.path} registers" if function else "")
         )
+
+
+def _cpu_environment(config: DictConfig) -> dict[str, str]:
+    """Returns `CPU_ENVIRONMENT`, without the loopback interface if ranks on several nodes must reach each other."""
+    environment = dict(CPU_ENVIRONMENT)
+    if config.trainer.nnodes > 1 and joins_running_ray(config.ray_kwargs.ray_init.get("address")):
+        del environment["GLOO_SOCKET_IFNAME"]
+    return environment
 
 
 def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:

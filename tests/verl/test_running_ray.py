@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.errors import ConfigError
 from reward_loop.verl.cpu.running_ray import joins_running_ray
-from reward_loop.verl.main_ppo import _prepare_cpu
+from reward_loop.verl.main_ppo import CPU_ENVIRONMENT, _cpu_environment, _prepare_cpu
 from tests.verl.configs import settled
 
 
@@ -68,6 +68,15 @@ def test_a_ray_of_its_own_gets_resources_for_all_ranks() -> None:
     ray_init = config.ray_kwargs.ray_init
     assert (ray_init.num_cpus, ray_init.num_gpus, ray_init.object_store_memory) == (20, 2, 256 * 2**20)
     assert "env_vars" not in (ray_init.runtime_env or {})
+
+
+def test_ranks_use_the_loopback_interface_unless_they_are_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (settled(f"trainer.nnodes={nodes}", name="cpu") for nodes in (1, 2))
+    # A Ray of its own has only one node.
+    assert _cpu_environment(one) == _cpu_environment(two) == CPU_ENVIRONMENT
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert _cpu_environment(one) == CPU_ENVIRONMENT
+    assert _cpu_environment(two).keys() == CPU_ENVIRONMENT.keys() - {"GLOO_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize("option", ["num_cpus", "num_gpus", "object_store_memory", "resources"])
