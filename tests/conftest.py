@@ -33,6 +33,7 @@ INTEGRATION_TIMEOUT_S = 1300
 LONGEST = (
     "verl/test_training.py",
     "verl/test_pipeline.py",
+    "verl/test_two_nodes.py",
     "verl/test_updates.py",
     "integration/test_demo.py",
     "verl/test_workers.py",

@@ -124,9 +124,10 @@ class Placement(Protocol):
 
 
 class GpuReservation:
-    """Reserves Ray resources for all servers in one placement group, on as few nodes as possible.
+    """Reserves Ray resources for all servers in one placement group.
 
-    - All accelerators of a server are on one node.
+    - All accelerators of a server are on one node. The servers are on as few nodes as possible, so that whole nodes
+      stay free. Servers without accelerators are spread over the nodes.
     - The servers never take the resources that `others` need: while the servers' group is placed, temporary groups hold
       these resources. Groups are placed in order of size, the largest first. Then the temporary groups are removed.
     - The reservation is kept when servers restart, until :meth:`release`.
@@ -198,7 +199,8 @@ class GpuReservation:
         try:
             for _, _, other in sorted(wanted, key=lambda piece: piece[:2], reverse=True):
                 if other is None:
-                    self._group = placement_group(bundles, strategy="PACK")
+                    strategy = "PACK" if any(bundle.get(resource, 0) for bundle in bundles) else "SPREAD"
+                    self._group = placement_group(bundles, strategy=strategy)
                     await _until_ready(self._group, deadline, arithmetic)
                 else:
                     held.append(placement_group([dict(other.bundle)] * other.bundles, strategy="STRICT_PACK"))

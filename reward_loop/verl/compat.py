@@ -256,6 +256,7 @@ CPU: Names = {
         "_server_address": "set by `launch_servers`",
         "_server_handle": "set by `launch_servers`",
         "servers": "set by `launch_servers`",
+        "workers": "the first one's node gets the server",
     },
     "verl.workers.rollout.replica:RolloutReplicaRegistry": {
         "register(name, loader)": "registers the rollout `transformers`",

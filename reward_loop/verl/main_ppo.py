@@ -28,6 +28,7 @@ from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.models import served_models
 from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
+from reward_loop.verl.cpu.running_ray import joins_running_ray, prepare_to_join
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
@@ -48,6 +49,9 @@ CPU_ENVIRONMENT = {
 }
 """Environment variables for a run on a CPU. Values that the user has set take precedence."""
 
+OBJECT_STORE_BYTES = 256 * 2**20
+"""The size of Ray's object store in a run on a CPU."""
+
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
     """Checks the configuration, and runs the training.
@@ -62,7 +66,7 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
     """
     if config.trainer.device == "cpu":
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
-        for name, value in CPU_ENVIRONMENT.items():
+        for name, value in _cpu_environment(config).items():
             os.environ.setdefault(name, value)
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     check_function(settings)
@@ -152,6 +156,14 @@ def _check_manager(settings: RewardSettings) -> None:
         )
 
 
+def _cpu_environment(config: DictConfig) -> dict[str, str]:
+    """Returns `CPU_ENVIRONMENT`, without the loopback interface if ranks on several nodes must reach each other."""
+    environment = dict(CPU_ENVIRONMENT)
+    if config.trainer.nnodes > 1 and joins_running_ray(config.ray_kwargs.ray_init.get("address")):
+        del environment["GLOO_SOCKET_IFNAME"]
+    return environment
+
+
 def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
     """Sets the options of a CPU run that the user has not set."""
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -168,14 +180,20 @@ def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
         if rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "ray"
             rollout.checkpoint_engine.custom_backend_module = "reward_loop.verl.cpu.checkpoint"
+    ray_init = config.ray_kwargs.ray_init
+    if joins_running_ray(ray_init.get("address")):
+        prepare_to_join(ray_init, {name: os.environ[name] for name in CPU_ENVIRONMENT if name in os.environ})
+        return
     # Logical GPUs and CPUs of Ray: verl's actors request them, and verl waits silently if there are too few.
-    if config.ray_kwargs.ray_init.num_gpus is None:
-        config.ray_kwargs.ray_init.num_gpus = ranks
+    if ray_init.num_gpus is None:
+        ray_init.num_gpus = ranks
+    if ray_init.num_cpus is None:
+        ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
+    if ray_init.object_store_memory is None:
+        ray_init.object_store_memory = OBJECT_STORE_BYTES
     # Without the dashboard, Ray starts two processes fewer.
-    with open_dict(config.ray_kwargs.ray_init):
-        config.ray_kwargs.ray_init.setdefault("include_dashboard", False)
-    if config.ray_kwargs.ray_init.num_cpus is None:
-        config.ray_kwargs.ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
+    with open_dict(ray_init):
+        ray_init.setdefault("include_dashboard", False)
 
 
 @contextmanager
@@ -185,7 +203,7 @@ def _preloaded(config: DictConfig) -> Iterator[None]:
     Has no effect outside Linux, for an existing Ray cluster, or if the user has set ``py_executable``.
     """
     ray_init = config.ray_kwargs.ray_init
-    joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    joins = joins_running_ray(ray_init.get("address"))
     if sys.platform != "linux" or joins or OmegaConf.select(ray_init, "runtime_env.py_executable"):
         yield
         return

@@ -134,6 +134,21 @@ async def test_no_room_is_an_error_in_time_that_says_what_each_node_has(reserve:
     assert await asyncio.to_thread(reserve, 8)
 
 
+@pytest.mark.usefixtures("cluster")
+async def test_servers_without_gpus_are_spread_over_the_nodes() -> None:
+    from ray.util import placement_group_table
+
+    from reward_loop.serving.reservation import Demand, GpuReservation
+
+    reservation = GpuReservation(timeout_s=60)
+    try:
+        ((first, second),) = await reservation.places([Demand(2, 0, 1)])
+        nodes = placement_group_table(first.group)["bundles_to_node_id"]
+        assert nodes[first.bundles[0]] != nodes[second.bundles[0]]
+    finally:
+        reservation.release()
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardModelConfig:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')

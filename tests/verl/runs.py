@@ -20,6 +20,7 @@ import pytest
 
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from tests.nodes import Node
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -61,23 +62,23 @@ class Run:
     @property
     def calls(self) -> list[dict[str, Any]]:
         """What the reward function wrote, in the order of its calls."""
-        return _json_lines(self.directory / "calls.jsonl")
+        return json_lines(self.directory / "calls.jsonl")
 
     @property
     def generations(self) -> list[dict[str, float]]:
         """What the agent loop `timed` wrote."""
-        return _json_lines(self.directory / "generations.jsonl")
+        return json_lines(self.directory / "generations.jsonl")
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a training step as verl saw them after the update."""
-        return _json_lines(self.directory / "rollouts" / f"{step}.jsonl")
+        return json_lines(self.directory / "rollouts" / f"{step}.jsonl")
 
     def validation(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a validation."""
-        return _json_lines(self.directory / "validation" / f"{step}.jsonl")
+        return json_lines(self.directory / "validation" / f"{step}.jsonl")
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     # Not `splitlines`: a text may have characters that it takes for the end of a line.
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
@@ -103,6 +104,8 @@ def train(
     *overrides: str,
     function: str,
     environment: Mapping[str, str] | None = None,
+    node: Node | None = None,
+    python: str | None = None,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
 
@@ -112,6 +115,8 @@ def train(
         *overrides: options, as on the command line.
         function: the name of the reward function in ``rewards.py``.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
+        node: the node of a running Ray cluster on which the command runs. By default, it starts a Ray of its own here.
+        python: Ray's ``py_executable``; by default that of :func:`worker_python`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "train.parquet").exists():
@@ -135,16 +140,15 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
         *overrides,
     ]
-    environment = {
-        **os.environ,
-        "REWARD_LOG": str(directory / "calls.jsonl"),
-        "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
-        **ENVIRONMENT,
-        **(environment or {}),
-    }
+    files = {"REWARD_LOG": str(directory / "calls.jsonl"), "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl")}
+    environment = {**os.environ, **files, **ENVIRONMENT, **(environment or {})}
+    if node is not None:
+        # A running Ray does not have the environment of the command.
+        command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={value}" for name, value in files.items()]
+        command = node.command(*command, directory=directory)
     log = directory / "output.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

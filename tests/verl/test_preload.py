@@ -68,6 +68,15 @@ def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
     assert said[0]["random"][1] != said[1]["random"][1]
 
 
+def test_a_name_gives_the_same_command_on_every_node() -> None:
+    name = f"reward-loop-test-{os.getpid()}"
+    commands = []
+    for _ in range(2):
+        with preloaded([], name=name) as executable:
+            commands.append(executable)
+    assert commands[0] == commands[1]
+
+
 def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import os, sys\nprint(os.getpid(), flush=True)\nsys.stdin.read()\n")

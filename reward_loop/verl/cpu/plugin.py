@@ -38,20 +38,23 @@ def _prepare_training_worker() -> None:
             backend="cpu:gloo",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            init_method=os.environ.get("DIST_INIT_METHOD", f"file://{_meeting_place()}"),
+            init_method=os.environ.get("DIST_INIT_METHOD") or _meeting_place(),
         )
     import reward_loop.verl.cpu.engine  # noqa: F401  registers the engines
 
 
 def _meeting_place() -> str:
-    """Returns the file through which the ranks of this worker group find each other; all are on one node.
+    """Returns the URL through which the ranks of this worker group find each other.
 
-    A port is less safe: another program may have taken MASTER_PORT since verl chose it.
+    On one node, this is a file. A port is less safe, since another program may have taken MASTER_PORT since verl chose
+    it; but ranks on several nodes have no common file.
     """
+    if int(os.environ["WORLD_SIZE"]) > int(os.environ["RAY_LOCAL_WORLD_SIZE"]):
+        return "env://"
     import ray
 
     session = ray._private.worker._global_node.get_session_dir_path()
-    return f"{session}/reward-loop-{os.environ['WG_PREFIX']}-{os.environ['MASTER_PORT']}"
+    return f"file://{session}/reward-loop-{os.environ['WG_PREFIX']}-{os.environ['MASTER_PORT']}"
 
 
 PlatformRegistry.register(platform="cpu")(CPUPlatform)

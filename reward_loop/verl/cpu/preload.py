@@ -42,7 +42,7 @@ Request = tuple[list[str], dict[str, str], str]
 
 
 @contextlib.contextmanager
-def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
+def preloaded(modules: Iterable[str] = MODULES, *, name: str | None = None) -> Iterator[str]:
     """Starts the fork server, without waiting for its imports, and yields the value for Ray's ``py_executable``.
 
     The modules are imported with the environment variables of this moment. The fork server stops with the context, or
@@ -51,12 +51,14 @@ def preloaded(modules: Iterable[str] = MODULES) -> Iterator[str]:
 
     Args:
         modules: the modules to preload. Modules that are not installed are skipped.
+        name: the name of the fork server's socket. With the same name on every node of a cluster, the value is the same
+            on all of them. By default a new name.
     """
     import secrets
     import shlex
     import subprocess
 
-    name = f"reward-loop-preload-{os.getpid()}-{secrets.token_hex(8)}"
+    name = name or f"reward-loop-preload-{os.getpid()}-{secrets.token_hex(8)}"
     followed, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         # An abstract socket leaves no file behind. `_receive` checks the user id of each client.

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
@@ -25,7 +26,7 @@ def _server_name(replica_rank: int) -> str:
 
 
 class CPUReplica(RolloutReplica):
-    """A replica with one :class:`CPURolloutServer`, which receives the weights of one training worker."""
+    """A replica with one :class:`CPURolloutServer`, which receives the weights of one worker, on the worker's node."""
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
@@ -33,9 +34,15 @@ class CPUReplica(RolloutReplica):
                 "the CPU rollout has no tensor, data or pipeline parallelism: set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )
+        node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())
         server = (
             ray.remote(CPURolloutServer)
-            .options(name=_server_name(self.replica_rank), num_cpus=1, max_concurrency=self.max_concurrency)
+            .options(
+                name=_server_name(self.replica_rank),
+                num_cpus=1,
+                max_concurrency=self.max_concurrency,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            )
             .remote(
                 model_path=copy_to_local(self.model_config.path),
                 prompt_length=self.config.prompt_length,

@@ -1,0 +1,132 @@
+"""verl's trainer on two nodes of this machine, each with its own address, processes and shared memory.
+
+In the first of two steps, the model server of the second node is killed, and then its reward worker.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from tests.nodes import INTERFACE, Node, two_nodes, why_no_nodes
+from tests.verl.checks import texts
+from tests.verl.runs import ENVIRONMENT, REPOSITORY, Run, json_lines, train
+
+pytestmark = pytest.mark.integration
+
+STEPS = (1, 2)
+SAMPLES = 8 * 4
+"""Of a step."""
+
+FORK_SERVER = "reward-loop-test-of-two-nodes"
+
+RAY_START = (
+    *(sys.executable, "-m", "ray.scripts.scripts", "start"),
+    *("--num-cpus=16", "--num-gpus=1", f"--object-store-memory={2**27}", "--disable-usage-stats"),
+)
+
+PER_NODE = ("WorkerDict", "CPURolloutServer", "AgentLoopWorker", "RewardWorker", "_Host")
+"""Ray actors that each node has, by a part of their class names. `_Host` runs a reward model server."""
+
+MODES = {"sync": ()}
+"""By trainer mode: more options."""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]]:
+    """Two nodes with a Ray cluster. Yields the first one, and Ray's ``py_executable`` for both."""
+    if reason := why_no_nodes():
+        pytest.skip(reason)
+    ray = {"GLOO_SOCKET_IFNAME": INTERFACE, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": "/tmp"}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in (CPU_ENVIRONMENT | ENVIRONMENT | ray).items():
+            patch.setenv(name, value)
+        first, second = stack.enter_context(two_nodes(tmp_path_factory.mktemp("nodes")))
+        (python,) = {stack.enter_context(_fork_server(node)) for node in (first, second)}
+        head = ("--head", "--port=6390", "--include-dashboard=false")
+        for node, role in ((first, head), (second, (f"--address={first.address}:6390",))):
+            node.run(*RAY_START, f"--node-ip-address={node.address}", *role, directory=REPOSITORY)
+        yield first, python
+
+
+@contextmanager
+def _fork_server(node: Node) -> Iterator[str]:
+    command = node.command(sys.executable, "-m", "tests.verl.fork_server", FORK_SERVER, directory=REPOSITORY)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module", params=MODES)
+def run(
+    request: pytest.FixtureRequest,
+    nodes: tuple[Node, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_generative_model: Path,
+    tiny_discriminative_model: Path,
+) -> Run:
+    node, python = nodes
+    mode = request.param
+    return train(
+        tmp_path_factory.mktemp(mode),
+        tiny_generative_model,
+        f"trainer.v1.trainer_mode={mode}",
+        "trainer.nnodes=2",
+        f"trainer.total_training_steps={max(STEPS)}",
+        "trainer.val_before_train=False",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "reward.num_workers=2",
+        "reward_model.enable=True",
+        "reward_model.enable_resource_pool=True",
+        "reward_model.n_gpus_per_node=1",
+        "reward_model.nnodes=2",
+        f"reward_model.model.path={tiny_discriminative_model}",
+        f"custom_reward_function.path={Path(__file__).with_name('node_rewards.py')}",
+        "+custom_reward_function.reward_kwargs.doomed=10.77.0.2",
+        *MODES[mode],
+        function="Divided",
+        node=node,
+        python=python,
+    )
+
+
+def test_two_nodes_train_on_every_sample(run: Run) -> None:
+    assert run.returncode == 0, run.output[-5000:]
+    for step in STEPS:
+        assert run.steps[step]["reward_loop/scored"] == SAMPLES
+        assert run.steps[step]["reward_loop/failed"] == 0
+        assert run.steps[step]["actor/grad_norm"] > 0
+        assert run.steps[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_two_nodes_share_all_work(run: Run) -> None:
+    # The first row of a node is from before anything was killed.
+    rows = reversed(json_lines(run.directory / "processes.jsonl"))
+    commands = {row["node"]: row["commands"] for row in rows}
+    assert len(commands) == 2
+    for node, running in commands.items():
+        actors = [command for command in running if command.startswith("ray::")]
+        for name in PER_NODE:
+            assert sum(name in actor for actor in actors) == 1, (node, name, actors)
+        assert sum("reward_loop.serving.embedded" in command for command in running) == 1, node
+    assert {call["node"] for call in run.calls} == commands.keys()
+
+
+def test_two_nodes_lose_and_repeat_nothing_when_a_server_and_a_worker_die(run: Run) -> None:
+    server, worker = json_lines(run.directory / "killed.jsonl")
+    assert (server["what"], worker["what"]) == ("server", "worker")
+    assert len(server["pids"]) == 1
+    seen = [row for step in STEPS for row in run.rollouts(step)]
+    assert len(seen) == len(STEPS) * SAMPLES
+    scores = {(call["output"], call["gts"]): call["score"] for call in run.calls}
+    assert [scores[row["output"], row["gts"]] for row in seen] == pytest.approx([row["score"] for row in seen])
+    # Only what the dead worker was scoring is scored again.
+    repeated = texts(run.calls) - texts(seen)
+    assert repeated <= texts([call for call in run.calls if call["pid"] in worker["pids"]]), repeated
+    assert not texts(seen) - texts(run.calls)
