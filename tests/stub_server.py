@@ -3,6 +3,7 @@
 Environment variables:
 
 - ``STUB_DELAY``: seconds to wait before a POST request is answered.
+- ``STUB_GATE``: a file; POST requests are answered when it exists.
 - ``STUB_EXIT``: print an error and exit with this status.
 - ``STUB_DEAF``: never accept a connection, and ignore SIGTERM.
 """
@@ -28,6 +29,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         time.sleep(float(os.environ.get("STUB_DELAY", "0")))
+        if gate := os.environ.get("STUB_GATE"):
+            while not os.path.exists(gate):
+                time.sleep(0.01)
         self.answer(body)
 
     def answer(self, body: bytes) -> None:

@@ -132,9 +132,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 await self._take_reward(outputs, session, judging)
         finally:
             if judging is not None:
-                judging.cancel()  # no effect after the reward has arrived
-                del self._judging[session]
-                self._emit(("judged", _name(session)))
+                await self._stop_judging(session, judging)
         return None
 
     def _start_judging(self, outputs: list[Any], session: Session, kwargs: dict) -> asyncio.Task[None] | None:
@@ -149,6 +147,15 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         self._judging[session] = judging
         self._emit(("judging", _name(session)))
         return judging
+
+    async def _stop_judging(self, session: Session, judging: asyncio.Task[None]) -> None:
+        """Ends the task that judges a session. It still runs only if the trajectory could not be written."""
+        try:
+            judging.cancel()  # no effect after the reward has arrived
+            await asyncio.gather(judging, return_exceptions=True)
+        finally:
+            del self._judging[session]
+            self._emit(("judged", _name(session)))
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         """Scores validation samples. verl calls this method before it writes a trajectory."""

@@ -32,6 +32,8 @@ class RewardReplayBuffer(ReplayBuffer):
         stall_timeout_s: the wait fails after this many seconds in which no prompt started or ended, and no rollout
             with its reward arrived; ``None`` waits indefinitely.
         stall_option: the name of ``stall_timeout_s`` for messages.
+        check_parts: turns samples of finished groups into failed samples if their dense rewards do not fit; called
+            before groups are filtered.
         post_process: applies ``post_process_scores`` to the trajectories of finished groups; called before groups are
             filtered by their rewards.
     """
@@ -45,6 +47,7 @@ class RewardReplayBuffer(ReplayBuffer):
         poll_interval_s: float,
         stall_timeout_s: float | None = None,
         stall_option: str = "",
+        check_parts: Callable[[KVBatchMeta], None] | None = None,
         post_process: Callable[[KVBatchMeta], None] | None = None,
     ) -> None:
         self.__dict__.update(vars(buffer))
@@ -55,6 +58,7 @@ class RewardReplayBuffer(ReplayBuffer):
         self._poll_interval_s = poll_interval_s
         self._stall_timeout_s = stall_timeout_s
         self._stall_option = stall_option
+        self._check_parts = check_parts
         self._post_process = post_process
         self._state: Any = None
         self._quiet = 0.0
@@ -87,6 +91,10 @@ class RewardReplayBuffer(ReplayBuffer):
             self._classify_groups(partition_id, self.filter_groups_metric)
         return super()._dapo_filtered_keys(partition_id)
 
+    def classified_groups(self, partition_id: str) -> Collection[str]:
+        """Returns the uids of the groups in the buffer that the filter has examined."""
+        return self._dapo_classification_cache[partition_id].keys()
+
     def _classify_groups(self, partition_id: str, metric: str) -> None:
         """Decides which finished groups are filtered out.
 
@@ -104,8 +112,11 @@ class RewardReplayBuffer(ReplayBuffer):
         if not keys:
             return
         by_reward = metric == FILTER_GROUPS_REWARD_METRIC
+        batch = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys])
+        if self._check_parts is not None:
+            self._check_parts(batch)
         if by_reward and self._post_process is not None:
-            self._post_process(KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys]))
+            self._post_process(batch)
         fields = ["extra_fields", "rm_scores"] if by_reward else ["extra_fields"]
         data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
         rewards = [float(scores.sum()) for scores in data["rm_scores"]] if by_reward else [None] * len(keys)

@@ -34,6 +34,7 @@ from reward_loop.verl.reward_metrics import (
     validation_metrics,
 )
 from reward_loop.verl.services import RewardServices
+from reward_loop.verl.step_batch import uid_of
 from reward_loop.verl.token_rewards import misfit
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.tq_rewards import (
@@ -102,6 +103,7 @@ class RewardLoopTrainer(PPOTrainer):
             poll_interval_s=self._settings.mode.poll_interval_s,
             stall_timeout_s=stall_timeout_s,
             stall_option=stall_option,
+            check_parts=self._check_parts,
             post_process=self._post_process,
         )
 
@@ -329,9 +331,11 @@ class RewardLoopTrainer(PPOTrainer):
     def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
         """Turns samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
 
-        All outputs of such a session get the new reward. Returns whether there was any.
+        All outputs of such a session get the new reward. Groups that `_check_parts` has examined are left out. Returns
+        whether there was any.
         """
-        keys = keys_with_parts(infos)
+        checked = self.replay_buffer.classified_groups(batch.partition_id)
+        keys = [key for key in keys_with_parts(infos) if uid_of(key) not in checked]
         if not keys:
             return False
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
@@ -345,6 +349,10 @@ class RewardLoopTrainer(PPOTrainer):
         if rejected:
             write_rewards(batch, list(rejected), failed)
         return bool(rejected)
+
+    def _check_parts(self, batch: Any) -> None:
+        """Does the same as `_reject_parts` for finished groups, before they are filtered by their rewards."""
+        self._reject_parts(batch, read_reward_infos(batch)[0])
 
     def _post_process(self, batch: Any) -> None:
         """Replaces the rewards of each group with the results of the function's ``post_process_scores``.

@@ -85,8 +85,11 @@ async def test_a_refused_connection_is_transient() -> None:
 async def test_the_deadline_closes_the_connection() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())
-        with pytest.raises(RequestError, match=r"no answer within 5 s"):
-            await chat_complete(judge.address, "?", timeout=5)  # it must have come there by then
+        for seconds in (1, 5, 30, 120):
+            with pytest.raises(RequestError, match=rf"no answer within {seconds} s"):
+                await chat_complete(judge.address, "?", timeout=seconds)
+            if judge.requests:  # else a busy machine did not deliver the request in time
+                break
         assert await asyncio.to_thread(judge.requests[0].ended.wait, 30)
         assert judge.requests[0].abandoned
 

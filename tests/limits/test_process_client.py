@@ -15,6 +15,7 @@ from reward_loop._util.framing import frame
 from reward_loop.limits.lease import CallScope
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.server import CallServer, LimitServer
+from tests.clock import advance
 from tests.descriptors import left_open
 
 pytestmark = pytest.mark.integration  # starts processes
@@ -99,9 +100,13 @@ def dies(solution_str):
 
 
 async def test_a_process_that_dies_gives_back_its_place():
-    function, limits = scoring(dies, limits={"judge": {"max_concurrent": 1}}, timeout=4)
-    ways = ["hang", "kill", "abort", "child", "raise"]
-    results = await score(function, *ways, "fine")
+    function, limits = scoring(dies, limits={"judge": {"max_concurrent": 1}}, timeout=600)
+    hangs = asyncio.create_task(function(RewardSample("hang")))
+    await until(lambda: judge(limits)["in_flight"] == 1)
+    others = asyncio.create_task(score(function, "kill", "abort", "child", "raise", "fine"))
+    await until(lambda: judge(limits)["waiting"] == 1)
+    await advance(601)
+    results = [await hangs, *await others]
     assert [result.outcome for result in results] == [Outcome.FAILED] * 5 + [Outcome.SCORED]
     assert [isinstance(result.exception, RewardTimeoutError) for result in results] == [True] + [False] * 5
     await until(lambda: judge(limits)["in_flight"] == judge(limits)["waiting"] == 0)
@@ -126,12 +131,12 @@ async def test_a_process_that_is_killed_while_it_waits_leaves_the_queue():
 
 async def test_waiting_does_not_eat_the_deadline():
     # Each waits until the place is given back, after more than its deadline.
-    timeout = 3.0
+    timeout = 600.0
     function, limits = scoring(waits, limits={"judge": {"max_concurrent": 1}}, timeout=timeout)
     place = await limits.enter("judge", 0, "train")
     calls = [asyncio.create_task(function(RewardSample(text))) for text in "ab"]
     await until(lambda: judge(limits)["waiting"] == 2)
-    await asyncio.sleep(1.1 * timeout)
+    await advance(1.1 * timeout)
     place.leave()
     for result in await asyncio.gather(*calls):
         assert (result.error, result.score) == (None, 1)

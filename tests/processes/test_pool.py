@@ -27,10 +27,17 @@ from reward_loop._util.transient import is_refusal
 from reward_loop.processes import connection, forkserver
 from reward_loop.processes.invocation import Invocation, RemoteError
 from reward_loop.processes.pool import WorkerProcesses
+from tests.clock import advance
 from tests.descriptors import left_open
 from tests.processes.misbehaving import act, process_id
 
 pytestmark = pytest.mark.integration  # starts processes
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Wait longer for the report on a dead worker, which has the stack of the function."""
+    monkeypatch.setattr(connection, "_REPORT_SECONDS", 120.0)
 
 
 def sample(does, **arguments):
@@ -93,23 +100,29 @@ async def test_the_deadline_counts_from_the_start_of_the_function(tmp_path):
     # The first call holds the only process; the second waits for it for longer than its deadline.
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=None)
     first = asyncio.create_task(scoring(sample("hears", fifo=str(fifo))))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(timed_out(scoring, 3, sample("works")))
-    await asyncio.sleep(3.2)
-    await asyncio.to_thread(fifo.write_text, "hello")
+    with await asyncio.to_thread(fifo.open, "w") as heard:  # it is open when the function has started
+        second = asyncio.create_task(timed_out(scoring, 600, sample("works")))
+        await asyncio.sleep(0)
+        await advance(700)
+        heard.write("hello")
     results = await asyncio.gather(first, second)
     assert [result.outcome for result in results] == [Outcome.SCORED] * 2
-    assert results[1].queue_seconds > 3
+    assert results[1].queue_seconds > 600
     scoring.close()
 
 
 async def test_a_call_past_its_deadline_is_killed_once_and_leaves_its_slot(one, tmp_path):
     path = tmp_path / "pids"
-    result = await timed_out(one, 3, sample("hangs", path=str(path)))
+    hanging = asyncio.create_task(timed_out(one, 600, sample("hangs", path=str(path))))
+    async with asyncio.timeout(60):
+        while not (path.exists() and path.read_text().endswith("\n")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await advance(601)
+    result = await hanging
     assert isinstance(result.exception, RewardTimeoutError)
-    assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 3 s, at\n")
+    assert result.error.startswith("sample u7: act (misbehaving.py) ran past its deadline of 600 s, at\n")
     assert "in hangs" in result.error
     assert "processes/worker.py" not in result.error
     (pid,) = path.read_text().split()  # it was not tried again

@@ -40,13 +40,14 @@ def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_a_process_that_does_not_answer_is_told() -> None:
+    pid = 4_194_304 + os.getpid()  # beyond the greatest process id, and no other test process has it
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"\0{_name(4_194_305)}")  # beyond the greatest process id
+        silent.bind(f"\0{_name(pid)}")
         silent.listen()
-        done = runner.invoke(app, ["stuck", "4194305", "--timeout", "0.05"])
+        done = runner.invoke(app, ["stuck", str(pid), "--timeout", "0.05"])
     assert done.exit_code == 1
-    assert "process 4194305: it does not answer" in done.output
-    done = runner.invoke(app, ["stuck", "4194305"])
+    assert f"process {pid}: it does not answer" in done.output
+    done = runner.invoke(app, ["stuck", str(pid)])
     assert done.exit_code == 1
     assert "there is no such process of this user" in done.output
 

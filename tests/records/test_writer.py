@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,10 @@ async def test_the_wait_for_a_group_is_not_a_wait_for_a_thread(tmp_path: Path) -
 
 async def test_the_queue_of_a_call_past_its_deadline_is_measured() -> None:
     # Both calls share the only thread; the second starts when the first has passed its deadline.
-    scoring = ScoringFunction(lambda: time.sleep(1.5), max_threads=1, timeout=0.5)
+    release = threading.Event()
+    scoring = ScoringFunction(lambda: release.wait(60), max_threads=1, timeout=0.5)
     results = await asyncio.gather(*(scoring(RewardSample("x")) for _ in range(2)))
+    release.set()
     assert [type(result.exception) for result in results] == [RewardTimeoutError] * 2
     assert results[0].queue_seconds < results[1].queue_seconds
     assert results[1].queue_seconds >= 0.5

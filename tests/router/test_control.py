@@ -142,7 +142,8 @@ async def test_health_paths_cannot_split_a_request() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1"])
-async def test_the_router_refuses_itself_as_a_server(host: str) -> None:
+async def test_the_router_refuses_itself_as_a_server(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_loop.router.health._LOOP_CHECK_S", 60.0)
     async with routed(model_server("a")) as (url, urls, session):
         own = url.replace("127.0.0.1", host)
         status, error = await refused(session, "POST", "/workers", json={"url": own})

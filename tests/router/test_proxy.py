@@ -372,7 +372,7 @@ async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
                 await answering(int(path[1:]))(scope, receive, send)
 
     async with serving(app) as backend, well_pool(backend) as pool:
-        proxy, hasty = Proxy(pool), Proxy(pool, RouterConfig(request_timeout_s=0.5))
+        proxy, hasty = Proxy(pool), Proxy(pool, RouterConfig(request_timeout_s=3))
         async with served_by_router(proxy) as url, served_by_router(hasty) as hasty_url:
             for status in (200, 429, 500, 204, 200):
                 assert (await post(url, f"/{status}"))[0] == status

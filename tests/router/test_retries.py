@@ -12,7 +12,7 @@ import pytest
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.http_connection import Answer, BrokenError, ConnectError
+from reward_loop.router.http_connection import Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import BackendPool
@@ -91,6 +91,15 @@ async def test_another_server_is_asked(failure: Answer | Exception) -> None:
         assert [await caller.ask() for _ in range(2)] == [200, 200]
         assert [backend.in_flight for backend in caller.pool.backends] == [0, 0]
         assert sum(backend.stats.retries for backend in caller.pool.backends) == 1
+
+
+async def test_after_a_stale_connection_another_server_is_asked_and_both_stay_in_use() -> None:
+    servers = [Scripted(StaleError("x"), answer(200)) for _ in range(2)]
+    # By the policy alone, the same request would go to the same server again, which may be dead.
+    async with calling(*servers, policy="content", max_attempts=1, retry_share=0) as caller:
+        assert await caller.ask() == 200
+        assert sorted(server.asked for server in servers) == [1, 2]
+        assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2
 
 
 async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:

@@ -19,6 +19,7 @@ from reward_loop import (
     ScoringFunction,
 )
 from reward_loop.scoring import ListScoringFunction
+from tests.clock import advance
 
 SAMPLE = RewardSample("4", data_source="math", ground_truth="4", extra_info={"level": 1}, uid="u7")
 
@@ -360,16 +361,22 @@ async def test_a_hung_function_does_not_keep_its_slot():
 
 async def test_the_deadline_does_not_count_the_queue():
     # The first call holds the only thread; the second waits for it for longer than its deadline.
-    release = threading.Event()
-    scoring = ScoringFunction(lambda: release.wait(60), timeout=60, max_threads=1)
+    started, release = threading.Event(), threading.Event()
+
+    def waits():
+        started.set()
+        return release.wait(60)
+
+    scoring = ScoringFunction(waits, timeout=None, max_threads=1)
     first = asyncio.create_task(scoring(SAMPLE))
-    await asyncio.sleep(0)
-    scoring.timeout = 2
+    assert await asyncio.to_thread(started.wait, 60)
+    scoring.timeout = 600
     second = asyncio.create_task(scoring(SAMPLE))
-    await asyncio.sleep(2.2)
+    await asyncio.sleep(0)
+    await advance(700)
     release.set()
     assert [(await task).outcome for task in (first, second)] == [Outcome.SCORED] * 2
-    assert (await second).queue_seconds > 2
+    assert (await second).queue_seconds > 600
 
 
 async def test_an_awaitable_of_a_sync_function_has_the_same_deadline():

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,13 @@ async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
         assert asleep == [models._servers[1].url]
+
+
+def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
+    models = RewardModelManager(config(health_interval_s=0.5, health_timeout_s=1.5, max_failed_checks=7))
+    options = dict(pairwise(models._router_command()))
+    names = ("--health-interval", "--health-timeout", "--max-failed-checks")
+    assert [options[name] for name in names] == ["0.5", "1.5", "7"]
 
 
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:

@@ -132,6 +132,34 @@ async def test_a_session_whose_judging_fails_is_masked(judged: Any) -> None:
     assert judged._events[-1] == ("judged", "a_0")
 
 
+async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(
+    judged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+        try:
+            await self.reward
+        finally:
+            for _ in range(5):  # as if it closed a connection
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    async def fail(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+        await asyncio.sleep(0)  # the judge starts
+        raise OSError("TransferQueue is gone")
+
+    verl = AgentLoopWorkerTQ.__ray_actor_class__
+    monkeypatch.setattr(verl, "_compute_score", compute_score)
+    monkeypatch.setattr(verl, "_agent_loop_postprocess", fail)
+    output = Output(reward_score=None, extra_fields={})
+    with pytest.raises(OSError, match="TransferQueue is gone"):
+        await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
+    assert ended == [True]
+    assert not judged._judging
+    assert judged._events[-1] == ("judged", "a_0")
+
+
 @pytest.mark.parametrize(("score", "handles"), [(1.0, ["the client"]), (None, None)])
 async def test_a_session_is_not_judged_twice_or_without_reward_workers(judged: Any, score: Any, handles: Any) -> None:
     """The agent loop has set a score; or the trainer sends the whole batch to the reward workers."""

@@ -134,6 +134,7 @@ def finished(
     rows: dict[str, dict[str, Any]],
     metric: str | None,
     post_process: Callable[[Any], None] | None = None,
+    check_parts: Callable[[Any], None] | None = None,
 ) -> RewardReplayBuffer:
     """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``."""
 
@@ -146,7 +147,7 @@ def finished(
 
     for module in (verls, replay_buffer):
         monkeypatch.setattr(module, "tq", SimpleNamespace(kv_batch_get=get))
-    filled = buffer(metric=metric, post_process=post_process)
+    filled = buffer(metric=metric, post_process=post_process, check_parts=check_parts)
     for key in rows:
         filled.partitions["train"][key] = {"tag": key}
         filled.finished_keys["train"].add(key.split("_")[0])
@@ -214,6 +215,28 @@ def test_groups_are_filtered_by_the_rewards_after_post_processing(monkeypatch: p
         assert ours._dapo_filtered_keys("train")[0] == {"apart", "alike"}
     (batch,) = batches
     assert (batch.keys, batch.tags, batch.partition_id) == (list(rows), [{"tag": key} for key in rows], "train")
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_groups_are_filtered_without_samples_whose_dense_rewards_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    rows = {**group("alike", 1.0, 1.0, 9.0), **group("apart", 0.0, 1.0)}
+    order = []
+
+    def reject(batch: Any) -> None:
+        order.append(("parts", batch.keys))
+        rows["alike_2_0"] = {"reward_outcome": "failed", "reward_masked": True}
+
+    def post_process(batch: Any) -> None:
+        order.append(("post_process", batch.keys))
+
+    ours = finished(monkeypatch, rows, metric, post_process, reject)
+    keys = list(rows)
+    for _ in range(2):
+        assert ours._dapo_filtered_keys("train")[0] == {"alike"}
+        assert set(ours.classified_groups("train")) == {"alike", "apart"}
+    assert order == [("parts", keys), *([("post_process", keys)] if metric == "reward" else [])]
 
 
 def test_other_metrics_need_no_post_processing(monkeypatch: pytest.MonkeyPatch) -> None:

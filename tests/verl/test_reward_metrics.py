@@ -142,6 +142,7 @@ class Run:
         self.trainer._post_processes = post_process is not None
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
+        self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
         self.trainer.reward_workers = SimpleNamespace(
             ask_for_fatal_error=lambda: None,
             post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],

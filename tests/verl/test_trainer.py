@@ -141,8 +141,9 @@ class Workers:
         ]
 
 
-def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask") -> Any:
-    """Computes the advantages of the rows in the queue with GRPO, and returns the trainer."""
+def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask", filters: bool = False) -> Any:
+    """Computes the advantages of the rows in the queue with GRPO, and returns the trainer. With a filter, the replay
+    buffer has the parts checked before."""
 
     def compute(self: Any, batch: Any, metrics: dict) -> None:
         last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
@@ -160,6 +161,11 @@ def advantages(queue: Rows, monkeypatch: pytest.MonkeyPatch, policy: str = "mask
     run._rewards, run.timing_raw = StepRewards(), {}
     run.reward_workers = Workers(policy)
     batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
+    classified: set[str] = set()
+    run.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: classified)
+    if filters:
+        run._check_parts(batch)
+        classified.add("q")
     run._compute_advantage(batch, {})
     return run
 
@@ -174,10 +180,11 @@ def rejected(queue: Rows) -> Rows:
     return queue
 
 
+@pytest.mark.parametrize("filters", [False, True])
 def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline(
-    rejected: Rows, monkeypatch: pytest.MonkeyPatch
+    rejected: Rows, monkeypatch: pytest.MonkeyPatch, filters: bool
 ) -> None:
-    run = advantages(rejected, monkeypatch)
+    run = advantages(rejected, monkeypatch, filters=filters)
     for key in ("q_3_0", "q_3_1"):
         for field in ("advantages", "returns", "response_mask", "loss_mask", "rm_scores"):
             assert not rejected[key][field].any(), f"{key}: {field}"
