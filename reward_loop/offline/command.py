@@ -80,6 +80,10 @@ def score(
     max_failed_share: Annotated[
         float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Record every row with its exchanges with judges in this folder.", show_default=False),
+    ] = None,
     option: cli_options.MoreOptions = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
@@ -124,6 +128,7 @@ def score(
         "on_unscored": on_unscored,
         "default_score": default_score,
         "max_failed_share": max_failed_share,
+        "log_dir": None if log_dir is None else str(log_dir),
         **more,
     }
     # Imported here to keep the start of the other commands fast.

@@ -96,7 +96,7 @@ def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
 
 
 def test_every_sample_has_a_record(mixed_run: Run) -> None:
-    files = list((mixed_run.directory / "samples").iterdir())
+    files = list((mixed_run.directory / "samples").glob("*.jsonl"))
     assert len(files) == 2, "one for each reward worker"
     written = pd.concat([pd.read_json(file, lines=True) for file in files])
     assert written.uid.is_unique
