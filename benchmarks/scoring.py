@@ -3,9 +3,9 @@
     python -m benchmarks.scoring [--quick]
 
 - Samples per second of one reward worker, for sync and async functions that do nothing. The samples are 4,096 real
-  answers to GSM8K in the format of verl's agent loop, decoded by a BPE tokenizer. Our worker has limits, retries and
-  records enabled. Rounds of both workers alternate in one process, and the maximum of each is reported: other load only
-  adds time.
+  answers to GSM8K in the format of verl's agent loop, decoded by a BPE tokenizer. Our worker has limits and retries
+  enabled; it is measured without records, and with records of all samples in full. Rounds of all workers alternate in
+  one process, and the maximum of each is reported: other load only adds time.
 - Efficiency of worker processes for CPU-bound functions (see ``_processes.py``).
 - Eight worker processes that share one limit: the maximum number of calls in flight and the maximum number of requests
   in any window, both counted by the judge, and the utilization of the limits. The window is 60 s, with ``--quick`` 4 s.
@@ -115,8 +115,8 @@ def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
     return rows
 
 
-def configuration(folder: Path, name: str) -> Any:
-    """Return the settings of a run with limits, retries and records."""
+def configuration(folder: Path, name: str, with_records: bool) -> Any:
+    """Return the settings of a run with limits and retries, and with or without records."""
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
@@ -129,7 +129,7 @@ def configuration(folder: Path, name: str) -> Any:
         f"custom_reward_function.name={name}",
         "+reward_loop.limits.default.max_concurrent=4096",
         "+reward_loop.limits.default.requests_per_minute=100000000",
-        f"reward_loop.log_dir={folder}/records",
+        f"reward_loop.log_dir={folder}/records" if with_records else "reward_loop.log_dir=null",
     ]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("reward_loop_trainer", overrides)
@@ -137,7 +137,10 @@ def configuration(folder: Path, name: str) -> Any:
 
 
 def throughput(folder: Path, rounds: int) -> dict[str, float]:
-    """Return the samples per second of both workers: the maximum over ``rounds`` rounds."""
+    """Return the samples per second of verl's worker and of ours, without (``bare``) and with records.
+
+    Each is the maximum over ``rounds`` rounds.
+    """
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.records import records
@@ -166,12 +169,13 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         best: dict[str, float] = {}
         workers = {}
         for name in ("asynchronous", "sync"):
-            settings = configuration(folder, name)
+            settings = configuration(folder, name, with_records=True)
             workers[f"verl {name}"] = RewardLoopWorker(settings.config)
             workers[f"ours {name}"] = RewardWorker(settings, None)
+            workers[f"bare {name}"] = RewardWorker(configuration(folder, name, with_records=False), None)
         for _ in range(rounds):
             for name, worker in workers.items():
-                best[name] = max(best.get(name, 0.0), await score(worker.compute_score, name.startswith("ours")))
+                best[name] = max(best.get(name, 0.0), await score(worker.compute_score, not name.startswith("verl")))
         return best
 
     best = asyncio.run(measure())
@@ -332,9 +336,12 @@ def main() -> None:
     print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}")
     line: dict[str, Any] = {}
     for name, key in (("asynchronous", "async"), ("sync", "sync")):
-        verl, ours = speed[f"verl {name}"], speed[f"ours {name}"]
-        print(f"{name:46}{verl:>9,.0f}{ours:>9,.0f}{ours / verl:>7.1f}", flush=True)
+        verl = speed[f"verl {name}"]
+        for worker, label in (("bare", "without records"), ("ours", "with records")):
+            ours = speed[f"{worker} {name}"]
+            print(f"{f'{name}, {label}':46}{verl:>9,.0f}{ours:>9,.0f}{ours / verl:>7.1f}", flush=True)
         line |= {f"vs_verl_{key}": round(ours / verl, 2), f"samples_per_s_{key}": round(ours)}
+        line[f"vs_verl_{key}_without_records"] = round(speed[f"bare {name}"] / verl, 2)
     processes = measure_process_efficiency(options.quick)
     print(f"{'process efficiency':46}{processes['process_efficiency']:>25.1%}", flush=True)
     limits = asyncio.run(keep_limits(*((4.0, 3.0) if options.quick else (60.0, 30.0))))

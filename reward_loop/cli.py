@@ -20,7 +20,9 @@ from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.offline.command import score
+from reward_loop.offline.compare_command import compare
 from reward_loop.records.command import stuck
+from reward_loop.records.report_command import report
 from reward_loop.router.command import route
 
 __all__ = ["app", "main"]
@@ -90,6 +92,8 @@ def _root(
 app.command("check")(check)
 app.command()(score)
 app.command()(route)
+app.command()(report)
+app.command()(compare)
 app.command()(stuck)
 app.command()(limits)
 app.command()(simulate)

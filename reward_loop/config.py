@@ -20,6 +20,7 @@ __all__ = [
     "GroupConfig",
     "LimitConfig",
     "Policy",
+    "RecordConfig",
     "RetryConfig",
     "RewardLoopConfig",
     "RewardModelConfig",
@@ -131,6 +132,18 @@ class GroupConfig(Config):
     timeout: float = Field(default=600.0, gt=0)
     """Seconds from the first sample of a group to the last. After that, an incomplete group fails. It must be longer
     than the slowest rollout of a prompt."""
+
+
+class RecordConfig(Config):
+    """What the records in ``log_dir`` contain, and how much disk space they take."""
+
+    full: float = Field(default=1.0, ge=0, le=1)
+    """The share of samples, or of whole groups, that are recorded with their texts: prompt, response, and the
+    exchanges with judges. Samples without a score always are. All samples have a summary row."""
+
+    max_bytes: int = Field(default=4 * 2**30, ge=2**20)
+    """The largest size in bytes of all files in ``log_dir``. Above it, the oldest texts are deleted, first those of
+    exchanges with judges. Summary rows are kept."""
 
 
 class ComponentConfig(Config):
@@ -260,7 +273,11 @@ class RewardLoopConfig(Config):
     ``null`` disables it. Each manager of a process may have its own value."""
 
     log_dir: str | None = None
-    """Directory in which every process writes a JSONL file with a record of each sample; ``null`` for no records."""
+    """Directory in which every process records its samples, see docs/records.md; ``null`` for no records. The default
+    in a verl run is ``rewards`` in verl's ``trainer.default_local_dir``."""
+
+    record: RecordConfig = Field(default_factory=RecordConfig)
+    """What the records contain."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

@@ -68,6 +68,10 @@ class RewardSample:
     """Id of the group: all samples for the same prompt. Managers that compare samples compare them within a group."""
     group_size: int | None = None
     """Number of samples in the group."""
+    prompt: Any = None
+    """The prompt, as text or as chat messages, for the sample's record. Functions do not receive it."""
+    step: int | None = None
+    """The training step that the sample was generated for; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from reward_loop.config import (
     Config,
     GroupConfig,
     LimitConfig,
+    RecordConfig,
     RetryConfig,
     RewardLoopConfig,
     RewardModelConfig,
@@ -272,6 +273,7 @@ def test_the_options_are_those_of_the_code() -> None:
     functions = "docs/reward-functions.md"
     assert between(functions, "options reward_loop.batch") == options(BatchConfig, "reward_loop.batch")
     assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
+    assert between("docs/records.md", "options reward_loop.record") == options(RecordConfig, "reward_loop.record")
     component = "reward_loop.components.NAME"
     assert between(functions, f"options {component}") == options(ComponentConfig, component)
     groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}

@@ -8,12 +8,13 @@ from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.client.bounds import MAX_REPLY_BYTES
+from reward_loop.client.exchange import Exchange
 from reward_loop.client.http import post
-from reward_loop.errors import ConfigError, RequestError
+from reward_loop.errors import ConfigError
 from reward_loop.limits.lease import book_tokens
 from reward_loop.records import current
 
-__all__ = ["Reply", "Usage", "chat_complete", "messages_of"]
+__all__ = ["Reply", "Usage", "book_usage", "chat_complete", "complete", "messages_of"]
 
 _CUT_OFF = frozenset({"length", "content_filter", "abort"})
 
@@ -87,18 +88,29 @@ async def chat_complete(
         RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
         ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
+    options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+    reply, _ = await complete(address, prompt, model, options, request)
+    return reply
+
+
+async def complete(
+    address: str | None,
+    prompt: Prompt,
+    model: str | None,
+    options: Mapping[str, Any],
+    request: Mapping[str, Any],
+) -> tuple[Reply, Exchange]:
+    """Does what `chat_complete` does, and also returns the recorded exchange.
+
+    Args:
+        address, prompt, model, request: see `chat_complete`.
+        options: the other arguments of `post`.
+    """
     if request.get("stream") or request.get("n", 1) != 1:
         raise ConfigError("chat_complete returns one complete reply: remove `stream` and `n`")
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
-    answer = await post(
-        address,
-        "/v1/chat/completions",
-        body,
-        timeout=timeout,
-        api_key_env=api_key_env,
-        max_reply_bytes=max_reply_bytes,
-    )
-    usage = book_usage(answer)
+    answer, exchange = await post(address, "/v1/chat/completions", body, **options)
+    usage = book_usage(answer, exchange)
     try:
         choice = answer["choices"][0]
         message = choice["message"]
@@ -112,10 +124,11 @@ async def chat_complete(
             body=answer,
         )
     except _NotTextError as error:
-        raise RequestError(f"{address} sent an answer whose {error}", status=200) from None
+        raise exchange.failed(f"{address} sent an answer whose {error}") from None
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise RequestError(f"{address} sent an answer without a reply: {shorten(answer, 500)}", status=200) from None
-    return reply
+        raise exchange.failed(f"{address} sent an answer without a reply: {shorten(answer, 500)}") from None
+    exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
+    return reply, exchange
 
 
 class _NotTextError(Exception):
@@ -134,11 +147,12 @@ def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def book_usage(answer: Any, field: str = "usage") -> Usage:
+def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
     """Returns the token usage that an answer reports, and adds it to the sample, the held limits and the budget.
 
     Args:
         answer: the decoded JSON answer.
+        exchange: the exchange, which gets the usage, too.
         field: the field of the answer with the token counts.
     """
     counts = answer.get(field) if isinstance(answer, Mapping) else None
@@ -148,6 +162,7 @@ def book_usage(answer: Any, field: str = "usage") -> Usage:
     prompt = _tokens(counts.get("prompt_tokens")) or max(0, _tokens(counts.get("total_tokens")) - completion)
     usage = Usage(prompt, completion)
     book_tokens(usage.total_tokens)
+    exchange.use(prompt, completion)
     if (call := current()) is not None:
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens

@@ -9,7 +9,6 @@ from reward_loop._util.text import shorten
 from reward_loop.client.bounds import MAX_REPLY_BYTES
 from reward_loop.client.chat import book_usage
 from reward_loop.client.http import post
-from reward_loop.errors import RequestError
 
 __all__ = ["classify", "score"]
 
@@ -44,18 +43,19 @@ async def classify(
     # returns logits. Each ignores the fields of the other.
     given = {"input": text, "text": text} if isinstance(text, str) else {"messages": list(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
-    answer = await post(
+    answer, exchange = await post(
         address, "/classify", body, timeout=timeout, api_key_env=api_key_env, max_reply_bytes=max_reply_bytes
     )
-    book_usage(answer)
-    book_usage(answer, "meta_info")  # SGLang
+    book_usage(answer, exchange)
+    book_usage(answer, exchange, "meta_info")  # SGLang
     try:
         logits = answer["data"][0]["probs"] if "data" in answer else answer["embedding"]
         logits = [float(logit) for logit in logits]
         if not logits:
             raise ValueError("no logits")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise RequestError(f"{address} sent an answer without logits: {shorten(answer, 500)}", status=200) from None
+        raise exchange.failed(f"{address} sent an answer without logits: {shorten(answer, 500)}") from None
+    exchange.update(verdict=logits, score=logits[0] if len(logits) == 1 else None)
     return logits[0] if len(logits) == 1 else logits
 
 
@@ -92,22 +92,24 @@ async def score(
         ConfigError: the address is missing or invalid, or the API key is not set.
     """
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
-    answer = await post(
+    answer, exchange = await post(
         address, "/v1/rerank", body, timeout=timeout, api_key_env=api_key_env, max_reply_bytes=max_reply_bytes
     )
-    book_usage(answer)
+    book_usage(answer, exchange)
     try:
         # vLLM, Jina and Cohere send a mapping with `results`; SGLang sends a list of results, each with token counts.
         results = answer["results"] if isinstance(answer, Mapping) else answer
         if not isinstance(answer, Mapping):
             for result in results:
-                book_usage(result, "meta_info")
+                book_usage(result, exchange, "meta_info")
         scores = {
             int(result["index"]): float(result["relevance_score" if "relevance_score" in result else "score"])
             for result in results
         }
-        return [scores[index] for index in range(len(documents))]
+        ordered = [scores[index] for index in range(len(documents))]
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise RequestError(
-            f"{address} sent an answer without a score for each document: {shorten(answer, 500)}", status=200
+        raise exchange.failed(
+            f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"
         ) from None
+    exchange.update(verdict=ordered, score=ordered[0] if len(ordered) == 1 else None)
+    return ordered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from ipaddress import ip_address
 from typing import Any
@@ -17,11 +18,12 @@ import orjson
 from reward_loop._util.json import encode
 from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.client.bounds import MAX_REPLY_BYTES, ReplyTooLongError, max_connections, read, with_descriptor
+from reward_loop.client.exchange import Exchange
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.lease import report_answer
-from reward_loop.records import current
+from reward_loop.records import current, hide
 
-__all__ = ["post", "shared_session", "url_of"]
+__all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]
 
 _SHOWN = 500
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
@@ -29,6 +31,10 @@ _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connect
 _sessions: dict[
     asyncio.AbstractEventLoop, tuple[AsyncGenerator[aiohttp.ClientSession, None], aiohttp.ClientSession]
 ] = {}
+
+
+BACKEND_HEADER = "x-reward-loop-backend"
+"""The header in which the router names the server that answered."""
 
 
 async def post(
@@ -39,8 +45,8 @@ async def post(
     timeout: float | None = 300.0,
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
-) -> Any:
-    """Sends a JSON body with POST, and returns the decoded JSON answer.
+) -> tuple[Any, Exchange]:
+    """Sends a JSON body with POST, and returns the decoded JSON answer, and the recorded exchange.
 
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
@@ -59,23 +65,51 @@ async def post(
         RequestError: the request failed or timed out, its status is not 200, or the answer is too long or not JSON.
         ConfigError: the address is missing or invalid, or the environment variable for the API key is not set.
     """
+    url = url_of(address, path)
+    headers = {"content-type": "application/json", **_authorization(api_key_env)}
+    exchange = _begin(url, body, api_key_env)
+    started = time.perf_counter()
     try:
-        return await _post(address, path, body, timeout, api_key_env, max_reply_bytes)
-    except RequestError as error:
-        report_answer(error)
+        answer = await _post(exchange, url, "://" in (address or ""), headers, body, timeout, max_reply_bytes)
+    except BaseException as error:
+        exchange.update(seconds=time.perf_counter() - started, error=_cause(error))
+        if isinstance(error, RequestError):
+            report_answer(error)
         raise
+    exchange.update(seconds=time.perf_counter() - started)
+    return answer, exchange
+
+
+def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
+    parts = urlsplit(url)
+    for secret in (api_key_env and os.environ.get(api_key_env, "").strip(), parts.password):
+        if secret:
+            hide(secret)
+    return Exchange(
+        time=time.time(),
+        url=parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl(),
+        model=body.get("model"),
+        messages=body.get("messages"),
+        request={name: value for name, value in body.items() if name != "messages"},
+        api_key_env=api_key_env,
+    )
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled before the answer was complete, for example at the deadline of the function"
+    return str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
 
 
 async def _post(
-    address: str | None,
-    path: str,
+    exchange: Exchange,
+    url: str,
+    may_use_proxy: bool,
+    headers: Mapping[str, str],
     body: Mapping[str, Any],
     timeout: float | None,
-    api_key_env: str | None,
     max_reply_bytes: int,
 ) -> Any:
-    url = url_of(address, path)
-    headers = {"content-type": "application/json", **_authorization(api_key_env)}
     what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")
     call = current()
     if call is not None:
@@ -87,10 +121,11 @@ async def _post(
             url,
             data=encode(body),
             headers=headers,
-            proxy=_proxy(url) if "://" in (address or "") else None,  # No proxy for `host:port`: it is in the cluster.
+            proxy=_proxy(url) if may_use_proxy else None,  # No proxy for `host:port`: it is in the cluster.
             timeout=aiohttp.ClientTimeout(total=None),
         )
         async with asyncio.timeout(timeout), await with_descriptor(send) as response:
+            exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
             data = await read(response, max_reply_bytes)
     except ReplyTooLongError:
         raise RequestError(
@@ -109,16 +144,20 @@ async def _post(
     finally:
         if call is not None:
             call.answered(what)
+    try:
+        answer = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        answer = None
+    exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
     if response.status != 200:
         raise RequestError(
             f"{what} was answered with status {response.status}: {_start(data)}",
             status=response.status,
             retry_after=retry_after_seconds(response.headers.get("Retry-After")),
         )
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200) from None
+    if answer is None and data.strip() != b"null":
+        raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200)
+    return answer
 
 
 def url_of(address: str | None, path: str) -> str:

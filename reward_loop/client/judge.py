@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import string
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from reward_loop._util.text import listing
 from reward_loop.client.bounds import MAX_REPLY_BYTES
-from reward_loop.client.chat import Reply, chat_complete
+from reward_loop.client.chat import Reply, complete
 from reward_loop.client.verdicts import NoVerdictError, Verdict
-from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import current
+from reward_loop.errors import ConfigError
 
 __all__ = ["Judge", "Judgement"]
 
@@ -62,7 +60,7 @@ class Judge:
             judgement = await judge(reward_router_address, question=extra_info["question"], answer=solution_str)
             return judgement.reward()
 
-    Prompts and replies are also stored in the sample's record (``reward_loop.log_dir``).
+    Prompts, replies and verdicts are also stored in the sample's record (``reward_loop.log_dir``).
     """
 
     def __init__(
@@ -93,15 +91,9 @@ class Judge:
         self._fields = set(self._template.get_identifiers())
         self._verdict = verdict
         self._system = system
-        self._request: dict[str, Any] = {
-            "model": model,
-            "timeout": timeout,
-            "api_key_env": api_key_env,
-            "max_reply_bytes": max_reply_bytes,
-            "temperature": 0.0,
-            **verdict.request,
-            **request,
-        }
+        self._model = model
+        self._options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
+        self._request: dict[str, Any] = {"temperature": 0.0, **verdict.request, **request}
 
     def render(self, **fields: Any) -> str:
         """Returns the prompt: the template with its placeholders replaced.
@@ -138,26 +130,9 @@ class Judge:
         messages = [{"role": "user", "content": prompt}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        transcript: dict[str, Any] = {"messages": messages}
-        if (call := current()) is not None:
-            call.transcripts = [*call.transcripts, transcript]
-        started = time.perf_counter()
-        try:
-            reply = await chat_complete(address, messages, **self._request)
-        except RequestError as error:
-            transcript["error"] = str(error)
-            raise
-        finally:
-            transcript["seconds"] = time.perf_counter() - started
+        reply, exchange = await complete(address, messages, self._model, self._options, self._request)
         judgement = self._judge(prompt, reply)
-        transcript |= {
-            "model": reply.model,
-            "reply": reply.text,
-            "finish_reason": reply.finish_reason,
-            "verdict": judgement.verdict,
-            "score": judgement.score,
-            "unscored": judgement.unscored,
-        }
+        exchange.update(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
         return judgement
 
     def _judge(self, prompt: str, reply: Reply) -> Judgement:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import orjson
 
 from reward_loop._util.framing import frame, read_frame, receive_frame
 from reward_loop.config import RewardLoopConfig
@@ -24,8 +26,11 @@ from reward_loop.limits.protocol import (
     proof,
     receive,
 )
+from reward_loop.records import TEXT_FIELDS, encode_record
 
 __all__ = ["CallConnection", "ProcessCall", "RemoteLimits", "open_limits"]
+
+_MAX_EXCHANGE = MAX_LENGTH // 2
 
 _ERRORS = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
 
@@ -237,11 +242,13 @@ class ProcessCall:
     Args:
         address: the local socket of the process that made the call.
         token: the token of the call.
+        is_recorded: whether the sample has a record.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, is_recorded: bool = False) -> None:
         self._address = address
         self._token = token
+        self.is_recorded = is_recorded
 
     async def enter(self, name: str, tokens: float) -> tuple[CallConnection, Permit]:
         """Wait for a permit, on the function's own event loop.
@@ -270,6 +277,17 @@ class ProcessCall:
     def answer(self, accepted: bool | None, retry_after: float | None) -> None:
         """Report how the service responded to a request outside of permits, with the arguments of `Permit.leave`."""
         self._report("answer", accepted, retry_after)
+
+    def exchange(self, fields: Mapping[str, Any]) -> None:
+        """Report an exchange with a model server, or further fields of it, for the record of the sample.
+
+        The texts of an exchange above `_MAX_EXCHANGE` bytes are left out.
+        """
+        content = encode_record(fields)
+        if len(content) > _MAX_EXCHANGE:
+            small = {name: value for name, value in fields.items() if name not in TEXT_FIELDS}
+            content = encode_record({**small, "record_error": f"{len(content)} bytes are too long for a record"})
+        self._report("exchange", orjson.Fragment(content))
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""

@@ -18,7 +18,7 @@ from reward_loop.limits.permit import ABANDONED, DEFAULT, ENDED, RETRY, WAITING,
 from reward_loop.processes import worker
 from reward_loop.records import current
 
-__all__ = ["CallScope", "Lease", "book_tokens", "current_scope", "limit", "report_answer"]
+__all__ = ["CallScope", "Lease", "book_tokens", "current_call", "current_scope", "limit", "report_answer"]
 
 _PRUNE_AFTER = 16
 
@@ -31,20 +31,25 @@ class CallScope:
         traffic_class: ``train`` or ``validate``.
         loop: the event loop that uses ``limits``.
         permit: the permit of the whole call, if any. The call's tokens are counted there, too.
+        attempt: 1 for the first call of the function for the sample, 2 for the first retry, and so on.
     """
 
-    __slots__ = ("_depth", "_permits", "_sample", "_since", "_tokens", "_total", "_verdict", "abandoned", "limits",
-                 "loop", "permit", "traffic_class")  # fmt: skip
+    __slots__ = ("_depth", "_permits", "_since", "_tokens", "_total", "_verdict", "abandoned", "attempt", "limits",
+                 "loop", "permit", "sample", "traffic_class")  # fmt: skip
 
     def __init__(
-        self, limits: Limits, traffic_class: str, loop: asyncio.AbstractEventLoop, permit: Permit | None = None
+        self,
+        limits: Limits,
+        traffic_class: str,
+        loop: asyncio.AbstractEventLoop,
+        permit: Permit | None = None,
+        attempt: int = 1,
     ) -> None:
-        self.limits = limits
+        self.limits, self.loop = limits, loop
         self.traffic_class = traffic_class
-        self.loop = loop
         self.permit = permit
-        self.abandoned = False
-        self._sample = current()
+        self.attempt, self.abandoned = attempt, False
+        self.sample = current()
         self._permits: list[Permit] | None = None  # most calls have none
         self._depth = 0
         self._since = self._total = self._tokens = 0.0
@@ -71,8 +76,8 @@ class CallScope:
 
         def stops_waiting(permit: Permit) -> None:
             if waits:
-                if self._sample is not None:
-                    self._sample.answered(f"limit {name!r}")
+                if self.sample is not None:
+                    self.sample.answered(f"limit {name!r}")
                 self._depth -= 1
                 if not self._depth:
                     self._total += time.monotonic() - self._since
@@ -82,8 +87,8 @@ class CallScope:
         permit = self.limits.open(name, tokens, self.traffic_class, stops_waiting)
         if permit.state == WAITING:
             waits = True
-            if self._sample is not None:
-                self._sample.ask(f"limit {name!r}")
+            if self.sample is not None:
+                self.sample.ask(f"limit {name!r}")
             if not self._depth:
                 self._since = time.monotonic()
             self._depth += 1
@@ -177,7 +182,8 @@ current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("re
 """The innermost lease that the current code holds."""
 
 
-def _current_call() -> CallScope | ProcessCall | None:
+def current_call() -> CallScope | ProcessCall | None:
+    """Return the reward function call that the current code belongs to, also in a worker process."""
     if worker.is_worker:
         return None if worker.context is None else ProcessCall(*worker.context)
     return current_scope.get()
@@ -300,7 +306,7 @@ class limit:
         self._leases: dict[Lease, None] = {}
 
     async def __aenter__(self) -> Lease:
-        call = _current_call()
+        call = current_call()
         if call is None:
             return self._hold(Lease(opened_by=self))
         holder, permit = await call.enter(self._name, self._tokens)
@@ -316,7 +322,7 @@ class limit:
     def __enter__(self) -> Lease:
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("in an async function, write `async with reward_loop.limit(...)`")
-        call = _current_call()
+        call = current_call()
         if call is None:
             return self._hold(Lease(opened_by=self))
         holder, permit = call.enter_in_thread(self._name, self._tokens)
@@ -353,7 +359,7 @@ def book_tokens(tokens: float) -> None:
     """Count the tokens of one request of the current code, once in each limit that it holds and in the budget."""
     if (lease := current_lease.get()) is not None:
         lease.add(tokens)
-    elif tokens and (call := _current_call()) is not None:
+    elif tokens and (call := current_call()) is not None:
         call.run(call.spend, 0.0, tokens)
 
 
@@ -364,7 +370,7 @@ def report_answer(error: BaseException | None) -> None:
         return
     if (lease := current_lease.get()) is not None:
         lease.answer(*answer)
-    if (call := _current_call()) is not None:
+    if (call := current_call()) is not None:
         call.answer(*answer)
 
 

@@ -23,6 +23,7 @@ When a connection ends, its permits end too; their requests and tokens stay coun
 
     functions in worker processes only:
     ["answer", accepted, retry_after]
+    ["exchange", fields]                            an exchange with a model server, for the record of the sample
     ["close"]                                       processes all earlier messages, then closes the connection
 """
 

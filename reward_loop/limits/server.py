@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.permit import ENDED, GRANTED, Permit
 from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
+from reward_loop.records import hide
 
 if TYPE_CHECKING:
     from reward_loop.limits.lease import CallScope
@@ -222,8 +224,21 @@ class _JobConnection(_Connection):
         self.messages.send("answer", request, self._limits.snapshot())
 
 
+def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
+    """Add an exchange of a function in a worker process, or further fields of it, to the record of its sample."""
+    if call.sample is None:
+        return
+    if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
+        hide(key.strip())
+    known = call.sample.exchanges.get(fields["id"], {})
+    for name in ("prompt_tokens", "completion_tokens"):
+        more = fields.get(name, known.get(name, 0)) - known.get(name, 0)
+        setattr(call.sample, name, getattr(call.sample, name) + more)
+    call.sample.exchange({**fields, "attempt": call.attempt})
+
+
 class CallServer:
-    """Serves the limits to functions in worker processes, over a local socket.
+    """Serves the limits to functions in worker processes, over a local socket, and takes what they record.
 
     Listens from the first call on an event loop until that event loop shuts down.
     """
@@ -233,12 +248,12 @@ class CallServer:
         self._listener: tuple[asyncio.AbstractEventLoop, AsyncGenerator[str, None], str] | None = None
 
     @contextlib.asynccontextmanager
-    async def serve(self, call: CallScope) -> AsyncIterator[tuple[str, str]]:
+    async def serve(self, call: CallScope) -> AsyncIterator[tuple[str, str, bool]]:
         """Serve a call during the context; yield the arguments of `ProcessCall` in its worker process."""
         address, token = await self._address(), secrets.token_hex(16)
         self._calls[token] = call
         try:
-            yield address, token
+            yield address, token, call.sample is not None and call.sample.is_recorded
         finally:
             del self._calls[token]
 
@@ -274,6 +289,7 @@ class CallServer:
                     call = self._calls[token]
                     connection = _Connection(call, writer)
                     connection.handlers["answer"] = call.answer
+                    connection.handlers["exchange"] = partial(_record_exchange, call)
                     await connection.run(reader, messages)
 
 

@@ -12,13 +12,14 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.decoding import ResponseDecoder
-from reward_loop.managers.policy import apply_policy
-from reward_loop.records import ActiveSample, record, records, watch
+from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.recording import open_records, record_sample
+from reward_loop.records import ActiveSample, watch
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "uid_of", "verl_options"]
+__all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "step_of", "uid_of", "verl_options"]
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -82,7 +83,7 @@ class RewardLoopManagerBase:
         self.function: Any = None
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
-        self.records = records(self.options.log_dir) if self.options.log_dir else None
+        self.records = open_records(self.options)
         self.failures = failure_bound(self.options, self.limits)
 
     @classmethod
@@ -166,15 +167,18 @@ class RewardLoopManagerBase:
             group=row.get("uid"),
             group_size=row.get("group_size"),
             validate=bool(row.get("__validate__", False)),
+            prompt=row.get("raw_prompt"),
+            step=step_of(row),
         )
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, validate the result, and write its record."""
         watch()
-        with ActiveSample(sample, self.name, self.options.watchdog_s) as active:
+        with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
             result = check_result(sample, await self.score_one(sample))
             if self.records is not None:
-                self.records.write(record(active, result))
+                reward, masked = reward_after_policy(result, self.options)
+                record_sample(self.records, active, result, reward, masked, self.options.record.full)
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:
@@ -328,6 +332,12 @@ def _response(responses: Any, batch: Any, length: int | None) -> Any:
     if ids.ndim == 2:
         ids = ids[-1]
     return ids if length == width else ids[: int(length)]
+
+
+def step_of(row: Mapping[str, Any]) -> int | None:
+    """Return the training step for which a row of verl's batch was generated, or ``None``."""
+    step = row.get("global_steps")
+    return None if step is None else int(step)
 
 
 def uid_of(row: Mapping[str, Any]) -> str | None:

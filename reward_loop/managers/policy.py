@@ -5,10 +5,10 @@ from __future__ import annotations
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
 from reward_loop.limits.failures import FailureBound, SharedFailureBound
-from reward_loop.records import ActiveSample, record, records
+from reward_loop.managers.recording import record_revision
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
-__all__ = ["apply_policy", "fail_reward"]
+__all__ = ["apply_policy", "fail_reward", "policy_of", "reward_after_policy"]
 
 
 def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
@@ -23,9 +23,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     """
     score, masked, extra_info = result.score, False, dict(result.extra_info)
     if score is None:
-        policy: str = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-        if isinstance(result.exception, BudgetSpentError):
-            policy = options.budget.at_cap
+        policy = policy_of(result, options)
         if policy in ("raise", "stop"):
             raise result.exception or _error_of(result)
         masked = policy == "mask"
@@ -47,6 +45,21 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     }
 
 
+def policy_of(result: RewardResult, options: RewardLoopConfig) -> str:
+    """Return what happens to a result without a score: ``raise``, ``stop``, ``default`` or ``mask``."""
+    if isinstance(result.exception, BudgetSpentError):
+        return options.budget.at_cap
+    return result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
+
+
+def reward_after_policy(result: RewardResult, options: RewardLoopConfig) -> tuple[float | None, bool]:
+    """Return the reward, ``None`` if the sample is masked or stops the run, and whether the sample is masked."""
+    if result.score is not None:
+        return result.score, False
+    policy = policy_of(result, options)
+    return (options.default_score if policy == "default" else None), policy == "mask"
+
+
 def _error_of(result: RewardResult) -> ScoringError:
     """Return an error for a result that the manager created without an exception."""
     if result.outcome is Outcome.UNSCORED:
@@ -59,7 +72,7 @@ def fail_reward(
 ) -> Reward:
     """Return the reward of a failed sample, for a sample that failed after its function had returned.
 
-    The sample gets a second record, which says *failed*.
+    The sample's record gets a revision, whose outcome is *failed*.
 
     Args:
         reward: the reward that ``run_single`` returned.
@@ -83,10 +96,16 @@ def fail_reward(
         queue_seconds=info.get("reward_queue_seconds", 0.0),
         exception=failure,
     )
-    if options.log_dir:
-        sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
-        # The first record has the call's attempts and times, so that sums over records count them once.
-        failed = RewardResult(Outcome.FAILED, None, error=result.error, attempts=0)
-        records(options.log_dir).write(record(ActiveSample(sample, failure.function or ""), failed))
+    sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
+    after, masked = reward_after_policy(result, options)
+    record_revision(
+        options,
+        sample,
+        failure.function or "",
+        outcome=Outcome.FAILED,
+        error=result.error,
+        reward=after,
+        masked=masked,
+    )
     failures.count(result)
     return apply_policy(result, options)

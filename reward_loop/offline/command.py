@@ -18,6 +18,7 @@ from reward_loop._util.text import duration
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
 from reward_loop.offline.run import partial_of
+from reward_loop.records.show import outcomes_of, show_details, slowest_of
 
 if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
@@ -28,7 +29,6 @@ __all__ = ["score"]
 _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_unscored", "default_score"}
 """The options of a component that affect a score."""
 
-_SHOWN_CAUSES = 5
 _STDOUT = Path("-")
 
 _err = Console(stderr=True, soft_wrap=True)
@@ -80,6 +80,10 @@ def score(
     max_failed_share: Annotated[
         float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Record every row with its exchanges with judges in this folder.", show_default=False),
+    ] = None,
     option: cli_options.MoreOptions = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an interrupted run and an existing output.")
@@ -124,6 +128,7 @@ def score(
         "on_unscored": on_unscored,
         "default_score": default_score,
         "max_failed_share": max_failed_share,
+        "log_dir": None if log_dir is None else str(log_dir),
         **more,
     }
     # Imported here to keep the start of the other commands fast.
@@ -166,12 +171,12 @@ def score(
                         "score the failed rows again."
                     )
                 raise
-        _show(summary, target, _err if target is None else Console(file=stdout, soft_wrap=True))
+        _show(summary, target, config.log_dir, _err if target is None else Console(file=stdout, soft_wrap=True))
     failed = summary.outcomes["failed"]
     if not summary.rows:
         _err.print(f"note: {escape(str(file))} has no rows", highlight=False)
     elif not summary.outcomes["scored"]:
-        _err.print(f"[bold red]error:[/] no row was scored: {_outcomes(summary)}", highlight=False)
+        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}", highlight=False)
     if failed and target is not None:
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
@@ -226,29 +231,17 @@ def _identity(
     return identity
 
 
-def _outcomes(summary: Summary) -> str:
-    return ", ".join(f"{summary.outcomes[name]} {name}" for name in sorted(summary.outcomes)) or "none"
-
-
-def _show(summary: Summary, output: Path | None, out: Console) -> None:
+def _show(summary: Summary, output: Path | None, log_dir: str | None, out: Console) -> None:
     table = Table.grid(padding=(0, 2))
     mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
     resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
     table.add_row("rows", f"{summary.rows}{resumed}")
     table.add_row("mean score", mean)
-    table.add_row("outcomes", _outcomes(summary))
+    table.add_row("outcomes", outcomes_of(summary.report))
     table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {duration(summary.seconds)} in all")
-    table.add_row("slowest", ", ".join(f"{name} {duration(seconds)}" for seconds, name in summary.slowest) or "none")
+    table.add_row("slowest", slowest_of(summary.report))
     table.add_row("output", "stdout" if output is None else escape(str(output)))
+    if log_dir is not None:
+        table.add_row("records", f"{escape(str(log_dir))}; summary: reward-loop report {escape(str(log_dir))}")
     out.print(table, highlight=False)
-    causes = summary.causes
-    if causes:
-        out.print(f"\n{summary.outcomes['failed']} failed, of {_count(len(causes), 'cause')}:", highlight=False)
-        for count, example in causes.most_common(_SHOWN_CAUSES):
-            out.print(f"- {_count(count, 'time')}, first: {escape(example)}", highlight=False)
-        if len(causes) > _SHOWN_CAUSES:
-            out.print(f"- and {_count(len(causes) - _SHOWN_CAUSES, 'other cause')}", highlight=False)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    show_details(summary.report, out)

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,18 +26,18 @@ from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
 from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet, read_rows
-from reward_loop.types import Outcome, Reward
+from reward_loop.records.report import Report
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 
 __all__ = ["Summary", "partial_of", "score_file"]
-
-_KEPT = 5
 
 
 @dataclass(slots=True)
 class Summary:
     """Summary of a run."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
+    report: Report = field(default_factory=Report)
+    """The summary of the rows, as of records."""
     total: float = 0.0
     """Sum of all scores, including the default scores under the policy ``default``."""
     scores: int = 0
@@ -46,10 +45,21 @@ class Summary:
     """Number of rows whose results come from an earlier run."""
     seconds: float = 0.0
     """Wall-clock time of this run, in seconds."""
-    slowest: list[tuple[float, str]] = field(default_factory=list)
-    """Seconds and name of each of the slowest rows, the slowest first."""
-    causes: Causes = field(default_factory=Causes)
-    """Errors counted by cause, with the first example of each cause."""
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """The number of rows with each outcome."""
+        return self.report.outcomes
+
+    @property
+    def slowest(self) -> list[tuple[float, str]]:
+        """Seconds and name of each of the slowest rows, the slowest first."""
+        return self.report.slowest
+
+    @property
+    def causes(self) -> Causes:
+        """Errors counted by cause, with the first example of each cause."""
+        return self.report.causes
 
     @property
     def rows(self) -> int:
@@ -68,15 +78,23 @@ class Summary:
 
     def add(self, row: Row, record: Mapping[str, Any]) -> None:
         """Add the record of one row."""
-        self.outcomes[record["outcome"]] += 1
+        info = record["reward_extra_info"]
         if record["score"] is not None:
             self.total += record["score"]
             self.scores += 1
-        if record["error"]:
-            self.causes.add(record["error"])
-        heapq.heappush(self.slowest, (record["reward_extra_info"].get("reward_seconds", 0.0), row.name))
-        if len(self.slowest) > _KEPT:
-            heapq.heappop(self.slowest)
+        scored = record["score"] if record["outcome"] == Outcome.SCORED else None
+        self.report.add(
+            {
+                "uid": row.name,
+                "outcome": record["outcome"],
+                "score": scored,
+                "reward": record["score"],
+                "error": record["error"],
+                "masked": info.get("reward_masked", False),
+                "components": {name: value for name, value in info.items() if name not in RESERVED_KEYS},
+                "work_s": info.get("reward_seconds", 0.0),
+            }
+        )
 
 
 def partial_of(source: Path, output: Path | IO[bytes]) -> Path:
@@ -175,7 +193,6 @@ def score_file(
             else:
                 finished.forget()
         results.delete()
-    summary.slowest.sort(reverse=True)
     return summary
 
 

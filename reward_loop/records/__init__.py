@@ -1,20 +1,28 @@
-"""The active samples, the watchdog that logs slow ones, and a record of every sample."""
+"""The active samples, the watchdog that logs slow ones, and the records of samples."""
 
 from __future__ import annotations
 
 from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
+from reward_loop.records.encoding import encode_record, hide
+from reward_loop.records.rows import TEXT_FIELDS, exchanges_of, revision_row, sample_row, text_row
 from reward_loop.records.watchdog import answers, watch
-from reward_loop.records.writer import Records, record, records
+from reward_loop.records.writer import Records, records
 
 __all__ = [
+    "TEXT_FIELDS",
     "ActiveBatch",
     "ActiveSample",
     "Records",
     "active_samples",
     "answers",
     "current",
-    "record",
+    "encode_record",
+    "exchanges_of",
+    "hide",
     "records",
+    "revision_row",
+    "sample_row",
+    "text_row",
     "waiting_for",
     "watch",
 ]

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 from reward_loop.types import RewardSample
@@ -16,8 +16,8 @@ __all__ = ["ActiveBatch", "ActiveSample", "active_samples", "current", "waiting_
 
 
 MAX_COPIES = 256
-"""Maximum number of transcript copies (samples x transcripts) of one batch call. Up to this number, each sample of the
-batch gets all transcripts; above it, only the first sample gets them, since the copies would fill the disk."""
+"""Maximum number of copies of exchanges (samples x exchanges) of one batch call. Up to this number, each sample of the
+batch gets all exchanges; above it, only the first sample gets them, since the copies would fill the disk."""
 
 
 class Queued(Protocol):
@@ -37,6 +37,7 @@ class ActiveSample:
         sample: the sample.
         function: name and file of the function.
         watchdog_s: seconds after which the watchdog logs the sample; ``None`` to never log it.
+        is_recorded: whether to collect the calls of the function and the exchanges with model servers for a record.
     """
 
     # Class attributes as defaults, so that a sample without requests takes little memory.
@@ -46,8 +47,10 @@ class ActiveSample:
     """The calls that an executor has accepted, each with what it waits for until it starts."""
     batching: str = ""
     """What the sample waits for until its batch call starts; empty if it is not part of one."""
-    transcripts: Sequence[Mapping[str, Any]] = ()
-    """The prompts sent to judges, with the replies."""
+    exchanges: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """The requests to model servers with their replies, by the ID of the exchange."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """The calls of the function, in the order of their ends."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     batch: ActiveBatch | None = None
@@ -55,10 +58,13 @@ class ActiveSample:
     batch_s: float = 0.0
     """Seconds from the start of the sample to the start of its batch call: the wait for the other samples."""
 
-    def __init__(self, sample: RewardSample, function: str, watchdog_s: float | None = None) -> None:
+    def __init__(
+        self, sample: RewardSample, function: str, watchdog_s: float | None = None, is_recorded: bool = True
+    ) -> None:
         self.sample = sample
         self.function = function
         self.watchdog_s = watchdog_s
+        self.is_recorded = is_recorded
         self.started = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -88,6 +94,31 @@ class ActiveSample:
         left.remove(request)
         self.asking = left
 
+    def exchange(self, fields: Mapping[str, Any]) -> None:
+        """Add an exchange with a model server, or further fields of the exchange with the same ``id``."""
+        exchanges: dict[str, dict[str, Any]] = self.__dict__.setdefault("exchanges", {})
+        exchanges.setdefault(fields["id"], {}).update(fields)
+
+    def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
+        """Add a call of the function that has just ended.
+
+        Args:
+            function: the function's name and file.
+            seconds: how long the function ran.
+            queued: how long the call waited for a free thread or process, in seconds.
+            waited: how long the call waited for limits, in seconds.
+            error: the exception that the function raised, or why there is no result.
+        """
+        call = {
+            "function": function,
+            "start_s": max(0.0, self.seconds - seconds - waited),
+            "queue_s": queued,
+            "wait_s": waited,
+            "work_s": seconds,
+            "error": None if error is None else type(error).__name__,
+        }
+        self.calls = [*self.calls, call]
+
     def queue(self, what: str, call: Queued) -> None:
         """Record that a call waits for something, such as a free thread, until its ``started`` is set."""
         self.queued = [*self.queued, (what, call)]
@@ -114,12 +145,13 @@ class ActiveBatch(ActiveSample):
     """One batch call: a call of a function of lists for several samples. Within ``with``, `current` returns the batch.
 
     Requests of a function of lists cannot be assigned to a single sample. At the end of the call, each sample gets an
-    equal share of the tokens and all transcripts. Above `MAX_COPIES`, only the first sample gets the transcripts.
+    equal share of the tokens and all exchanges. Above `MAX_COPIES`, only the first sample gets the exchanges.
     """
 
     def __init__(self, members: Sequence[ActiveSample]) -> None:
         names = ", ".join(str(member.sample.uid) for member in members)
-        super().__init__(RewardSample("", uid=names), members[0].function)
+        is_recorded = any(member.is_recorded for member in members)
+        super().__init__(RewardSample("", uid=names), members[0].function, is_recorded=is_recorded)
         self.members = members
         self.id = secrets.token_hex(6)
 
@@ -136,10 +168,12 @@ class ActiveBatch(ActiveSample):
         with contextlib.suppress(ValueError):  # as in `ActiveSample`
             _current.reset(self._token)
         count = len(self.members)
-        is_small = count * len(self.transcripts) <= MAX_COPIES
+        is_small = count * len(self.exchanges) <= MAX_COPIES
         for i, member in enumerate(self.members):
-            if is_small or i == 0:
-                member.transcripts = [*member.transcripts, *self.transcripts]
+            if self.exchanges and (is_small or i == 0):
+                member.exchanges = {**member.exchanges, **self.exchanges}
+            calls = ({**call, "start_s": call["start_s"] + member.batch_s} for call in self.calls)
+            member.calls = [*member.calls, *calls]
             member.prompt_tokens += _share(self.prompt_tokens, i, count)
             member.completion_tokens += _share(self.completion_tokens, i, count)
         self.members = ()  # breaks the reference cycle with the members

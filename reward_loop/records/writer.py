@@ -1,26 +1,28 @@
-"""Writes one record per sample to a JSONL file, in a background thread."""
+"""Writes the records of one process in a background thread."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import itertools
 import logging
 import os
-import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reward_loop._util.json import encode
-from reward_loop.records.active import ActiveSample
-from reward_loop.types import RewardResult
+from reward_loop.records.encoding import encode_record
+from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
+from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
-__all__ = ["Records", "record", "records"]
+__all__ = ["Records", "records"]
 
 logger = logging.getLogger(__name__)
+
+MAX_BYTES = 4 * 2**30
+"""The default of ``reward_loop.record.max_bytes``."""
 
 CLOSING_S = 10.0
 """Maximum time in seconds that the process waits at exit until all records are written."""
@@ -29,25 +31,77 @@ GATHERING_S = 0.05
 """Seconds for which records are collected before they are written. Waking the thread for each record would take
 Python's global lock from the event loop each time."""
 
+MAX_WAITING = 256 * 2**20
+"""The largest size in characters of the texts that wait to be written. A file system that hangs would otherwise fill
+the memory; further records are dropped."""
+
+_CHUNK = 256
+"""The largest number of records that are encoded and written together."""
+
+_ROW_SIZE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    row: Mapping[str, Any]
+    text: Mapping[str, Any] | None
+    exchanges: Sequence[Mapping[str, Any]]
+    size: int
+
 
 class Records:
-    """The file of the records of one process, ``DIRECTORY/HOST-PID.jsonl``.
+    """The records that one process writes into a folder.
 
-    A thread encodes and writes the records; it starts with the first record. If the disk is full or the directory not
-    writable, the records are dropped and scoring continues; a warning is logged once until writing succeeds again.
+    A thread encodes and writes the records; it starts with the first record. If the disk is full, the folder not
+    writable or the file system too slow, records are dropped and scoring continues; a warning is logged once until
+    writing succeeds again.
+
+    Args:
+        directory: the records folder.
+        max_bytes: the largest size of the folder in bytes.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.path = Path(directory).absolute() / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        self._waiting: deque[Mapping[str, Any] | threading.Event] = deque()
+    def __init__(self, directory: str | Path, max_bytes: int = MAX_BYTES) -> None:
+        self._files = RecordFiles(Path(directory).absolute(), max_bytes)
+        self._numbers = itertools.count()
+        self._waiting: deque[_Record | threading.Event] = deque()
+        self._waiting_size = 0
+        self._size_lock = threading.Lock()
+        self._drops = False
         self._has_records = threading.Event()
         self._write_now = threading.Event()
-        self._failed = False
         self._started = False
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Queue a record for writing. The caller must not change it afterwards."""
-        self._waiting.append(record)
+    @property
+    def path(self) -> Path:
+        """The file of rows."""
+        return self._files.path
+
+    def write(
+        self,
+        row: Mapping[str, Any],
+        text: Mapping[str, Any] | None = None,
+        exchanges: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Queue a record for writing. The caller must not change the arguments afterwards.
+
+        Args:
+            row: the summary row.
+            text: the large fields of the sample; ``None`` to record none.
+            exchanges: its exchanges with model servers; their large fields are written only if there is a `text`.
+        """
+        size = _ROW_SIZE + (0 if text is None else len(text.get("response") or ""))
+        size += sum(_ROW_SIZE + len(exchange.get("reply") or "") for exchange in exchanges)
+        with self._size_lock:
+            drops = self._waiting_size + size > MAX_WAITING
+            if not drops:
+                self._waiting_size += size
+        if drops:
+            if not self._drops:
+                logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
+            self._drops = True
+            return
+        self._waiting.append(_Record(row, text, exchanges, size))
         if not self._started:
             self._start()
         if not self._has_records.is_set():
@@ -78,80 +132,75 @@ class Records:
             self._write_now.clear()
             self._has_records.clear()
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            lines = [_line(item) for item in items if not isinstance(item, threading.Event)]
-            if lines:
-                self._append(b"".join(lines))
+            found = [item for item in items if isinstance(item, _Record)]
+            for start in range(0, len(found), _CHUNK):
+                self._write_chunk(found[start : start + _CHUNK])
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _append(self, data: bytes) -> None:
+    def _write_chunk(self, found: Sequence[_Record]) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                start = file.tell()
-                try:
-                    left = memoryview(data)
-                    while left:
-                        left = left[file.write(left) :]
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        file.truncate(start)  # removes an incomplete line, which readers could not parse
-                    raise
-        except OSError as error:
-            if not self._failed:
-                logger.warning("records of samples are lost: cannot write %s: %s", self.path, error)
-            self._failed = True
-        else:
-            self._failed = False
+            self._write(found)
+        except Exception:  # a bug must not end the thread
+            logger.exception("records of samples are lost")
+        with self._size_lock:
+            self._waiting_size -= sum(record.size for record in found)
+        self._drops = False
+
+    def _write(self, found: Sequence[_Record]) -> None:
+        names = [f"{self.path.stem}-{next(self._numbers)}" for _ in found]
+        texts, exchanges = [], []
+        for name, record in zip(names, found, strict=True):
+            texts.append(b"" if record.text is None else _line({**record.text, "id": name}))
+            is_full = record.text is not None
+            lines = [_exchange_line(name, record, exchange) for exchange in record.exchanges] if is_full else []
+            exchanges.append(b"".join(lines))
+        text_places = self._files.add_texts(TEXTS, texts)
+        exchange_places = self._files.add_texts(EXCHANGES, exchanges)
+        self._files.add_rows(
+            [
+                _line(
+                    {
+                        **record.row,
+                        "id": name,
+                        "judges": [_small(exchange) for exchange in record.exchanges],
+                        **_place("text", text_place),
+                        **_place("exchange", exchange_place),
+                    }
+                )
+                for name, record, text_place, exchange_place in zip(
+                    names, found, text_places, exchange_places, strict=True
+                )
+            ]
+        )
 
 
 _writers: dict[tuple[str, int], Records] = {}
 _lock = threading.Lock()
 
 
-def records(directory: str | Path) -> Records:
-    """Return this process's writer for a directory."""
+def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
+    """Return this process's writer for a directory. The first call for a directory decides on `max_bytes`."""
     key = (os.path.abspath(directory), os.getpid())
     with _lock:
         if key not in _writers:
-            _writers[key] = Records(directory)
+            _writers[key] = Records(directory, max_bytes)
         return _writers[key]
 
 
-def record(active: ActiveSample, result: RewardResult) -> dict[str, Any]:
-    """Return the record of a sample. All times are in seconds.
+def _small(exchange: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in exchange.items() if name not in TEXT_FIELDS}
 
-    - ``time``: when the sample ended, as Unix time.
-    - ``batch_s``: wait for the other samples of the batch call.
-    - ``queue_s``: wait for a free thread or process.
-    - ``wait_s``: wait for limits and between attempts.
-    - ``work_s``: run time of the function itself.
-    """
-    return {
-        "time": time.time(),
-        "uid": active.sample.uid,
-        "data_source": active.sample.data_source,
-        "function": active.function,
-        "batch": None if active.batch is None else active.batch.id,
-        "outcome": str(result.outcome),
-        "score": result.score,
-        "error": result.error,
-        "components": result.extra_info,
-        "batch_s": active.batch_s,
-        "queue_s": result.queue_seconds,
-        "wait_s": result.wait_seconds,
-        "work_s": result.seconds,
-        "attempts": result.attempts,
-        "prompt_tokens": active.prompt_tokens,
-        "completion_tokens": active.completion_tokens,
-        "judges": active.transcripts,
-    }
+
+def _exchange_line(name: str, record: _Record, exchange: Mapping[str, Any]) -> bytes:
+    return _line({"version": VERSION, "sample": name, "uid": record.row.get("uid"), **exchange})
+
+
+def _place(kind: str, place: Place | None) -> dict[str, Any]:
+    file, offset, size = place or (None, None, None)
+    return {f"{kind}_file": file, f"{kind}_offset": offset, f"{kind}_bytes": size}
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    try:
-        return encode(record) + b"\n"
-    except Exception as error:  # a value whose str() raises, or a value that contains itself
-        kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
-        return encode({**kept, "record_error": f"{type(error).__name__}: {error}"}) + b"\n"
+    return encode_record(record) + b"\n"

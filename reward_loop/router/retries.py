@@ -10,7 +10,7 @@ from reward_loop._util.retry_after import retry_after_seconds
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import find
+from reward_loop.router.headers import BACKEND, find
 from reward_loop.router.http_connection import NO_BODY, Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
@@ -106,6 +106,7 @@ class Forwarder:
                     retry = False
                     if backend.failures or backend.state is not BackendState.UP:
                         pool.succeeded(backend)
+                answer.headers.append((BACKEND, backend.url.encode()))
                 if retry:
                     answer.close()
                 elif answer.complete:

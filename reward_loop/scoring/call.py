@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -268,14 +269,17 @@ class ScoringFunction:
         outcome = await self._call_once(arguments, traffic_class)
         if self._retry.applies_to(outcome):
             # Not a lambda: its variables would be cells, which take memory in every call in flight.
-            again = functools.partial(self._call_again, arguments, traffic_class)
+            again = functools.partial(self._call_again, arguments, traffic_class, itertools.count(2))
             outcome = await self._retry.again(outcome, again, started)
         return outcome
 
-    async def _call_again(self, arguments: dict[str, Any], traffic_class: str, last: CallOutcome) -> CallOutcome:
+    async def _call_again(
+        self, arguments: dict[str, Any], traffic_class: str, numbers: Iterator[int], last: CallOutcome
+    ) -> CallOutcome:
         """Call the function once more, under the limit for retries if one is configured."""
+        attempt = next(numbers)
         if RETRY not in self.limits.max_waits:
-            return await self._call_once(arguments, traffic_class)
+            return await self._call_once(arguments, traffic_class, attempt)
         try:
             with waiting_for(current(), f"limit {RETRY!r}"):
                 permit = await self.limits.enter(RETRY, 0, traffic_class)
@@ -284,14 +288,16 @@ class ScoringFunction:
             why = describe_exception(last.exception)
             return CallOutcome.without_call(LimitError(f"was not called again: {error}. It had raised {why}"))
         try:
-            return await self._call_once(arguments, traffic_class)
+            return await self._call_once(arguments, traffic_class, attempt)
         finally:
             permit.leave()
 
-    def _call_once(self, arguments: dict[str, Any], traffic_class: str) -> Coroutine[Any, Any, CallOutcome]:
+    def _call_once(
+        self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1
+    ) -> Coroutine[Any, Any, CallOutcome]:
         """Return the coroutine of one call, under the function's limit if one is configured."""
         self.limits.bind()
-        scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop())
+        scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop(), attempt=attempt)
         # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
         if self.limits.spent is None and self._limit not in self.limits.max_waits:
             return self._run(arguments, scope)
@@ -360,6 +366,9 @@ class ScoringFunction:
             outcome.waited = waited
             if not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are already the deadline
                 outcome.seconds = max(0.0, outcome.seconds - waited)
+        if (active := scope.sample) is not None and active.is_recorded:
+            problem = outcome.exception or outcome.error
+            active.called(self._target.name, outcome.seconds, outcome.queued, outcome.waited, problem)
         return outcome
 
     async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:

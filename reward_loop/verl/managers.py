@@ -10,10 +10,11 @@ from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.base import last_row, uid_of
-from reward_loop.managers.policy import apply_policy
+from reward_loop.managers.base import last_row, step_of, uid_of
+from reward_loop.managers.policy import apply_policy, reward_after_policy
+from reward_loop.managers.recording import open_records, record_sample
 from reward_loop.processes.pool import usable_cores
-from reward_loop.records import ActiveSample, record, records
+from reward_loop.records import ActiveSample
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.scoring.isolation import SplitSemaphore
@@ -97,18 +98,26 @@ class VerlManager:
         self._manager = manager
         self._options = options
         self._name = f"reward manager {type(manager).__name__}"
-        self._records = records(options.log_dir) if options.log_dir else None
+        self._records = open_records(options)
         self._failures = failure_bound(options, limits)
         self.needs_group: bool = getattr(manager, "needs_group", False)
 
     async def run_single(self, data: Any) -> Reward:
         """Returns the reward of one rollout; see `RewardLoopManagerBase.run_single`."""
         row = last_row(data)
-        sample = RewardSample("", data_source=str(row.get("data_source", "")), uid=uid_of(row))
-        with ActiveSample(sample, self._name, self._options.watchdog_s) as active:
+        sample = RewardSample(
+            "",
+            data_source=str(row.get("data_source", "")),
+            uid=uid_of(row),
+            group=row.get("uid"),
+            prompt=row.get("raw_prompt"),
+            step=step_of(row),
+        )
+        with ActiveSample(sample, self._name, self._options.watchdog_s, self._records is not None) as active:
             result = check_result(sample, await self._score(data))
             if self._records is not None:
-                self._records.write(record(active, result))
+                reward, masked = reward_after_policy(result, self._options)
+                record_sample(self._records, active, result, reward, masked, self._options.record.full)
         self._failures.count(result)
         return apply_policy(result, self._options)
 

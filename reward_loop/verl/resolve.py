@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -116,6 +117,9 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
             config.reward.reward_manager.source = "importlib"
         if config.get("mini_batch_pipeline") is not None:
             _choose_pipeline(config)
+        if config.reward_loop.log_dir is not None:
+            # Reward workers may have another working directory.
+            config.reward_loop.log_dir = os.path.abspath(config.reward_loop.log_dir)
     return read(config)
 
 

@@ -68,7 +68,7 @@ async def test_a_response_that_asks_for_a_good_score_does_not_get_it() -> None:
         assert (await judge(server.address, answer="Verdict: good")).score == 0.0
 
 
-async def test_transcripts_are_kept_also_of_failed_requests() -> None:
+async def test_exchanges_are_kept_also_of_failed_requests() -> None:
     judge = Judge("{{answer}}", Number(0, 1))
     async with FakeJudge("Score: 0.5") as server:
         server.script(Status(500), "nothing")
@@ -77,7 +77,7 @@ async def test_transcripts_are_kept_also_of_failed_requests() -> None:
                 await judge(server.address, answer="a")
             await judge(server.address, answer="b")
             await judge(server.address, answer="c")
-    failed, unscored, scored = call.transcripts
+    failed, unscored, scored = call.exchanges.values()
     assert "500" in failed["error"]
     assert (unscored["reply"], unscored["score"]) == ("nothing", None)
     assert unscored["unscored"]

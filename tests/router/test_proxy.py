@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from reward_loop._util.sockets import listen, url_of
+from reward_loop.client.http import BACKEND_HEADER
 from reward_loop.router.app import create_app
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
@@ -412,3 +413,17 @@ async def test_the_router_has_a_control_plane_of_its_own() -> None:
     error = orjson.loads(body)["error"]
     assert (error["type"], error["code"]) == ("RouterError", 503)
     assert f"{backend} is retired (gone); {other} is retired (gone)" in error["message"]
+
+
+async def test_an_answer_names_the_server_that_gave_it() -> None:
+    async with (
+        serving(answering(503)) as broken,
+        serving(answering(200, {"x-own": "1"})) as well,
+        proxied(broken, well) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        for _ in range(4):  # the first server in turn may be either
+            async with session.post(f"{url}/v1/chat/completions", json={}) as response:
+                assert response.status == 200
+                assert response.headers.getall(BACKEND_HEADER) == [well]
+                assert response.headers["x-own"] == "1"

@@ -32,6 +32,9 @@ def answer(status: int, **headers: str) -> Answer:
     return whole
 
 
+OF_THE_FIRST = b"x-reward-loop-backend: http://0:1\r\n"
+
+
 class Scripted:
     """Stands for a server: gives what it was told to, in turn, and the last thing for ever."""
 
@@ -162,14 +165,16 @@ async def test_an_answer_of_unknown_length_is_streamed_but_to_http_1_0_sent_at_o
         given.add(b"b")
         given.complete = True
         given.wake()
-        assert await asking == b"HTTP/1.1 200 OK\r\nx-own: 1\r\n" + rest
+        assert await asking == b"HTTP/1.1 200 OK\r\nx-own: 1\r\n" + OF_THE_FIRST + rest
 
 
 async def test_a_complete_answer_of_unknown_length_gets_its_length() -> None:
     given = unfinished(b"ab")
     given.complete = True
     async with calling(Scripted(given)) as caller:
-        assert await caller.answer() == b"HTTP/1.1 200 OK\r\nx-own: 1\r\ncontent-length: 2\r\n\r\nab"
+        assert (
+            await caller.answer() == b"HTTP/1.1 200 OK\r\nx-own: 1\r\n" + OF_THE_FIRST + b"content-length: 2\r\n\r\nab"
+        )
 
 
 @pytest.mark.parametrize("status", [204, 304])

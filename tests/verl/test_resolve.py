@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -43,7 +44,12 @@ def test_the_job_is_part_of_new_settings_and_of_their_configuration() -> None:
 
 
 def test_the_yaml_defaults_are_those_of_the_options() -> None:
-    assert resolved().options == RewardLoopConfig()
+    settings = resolved("trainer.default_local_dir=checkpoints/a")
+    assert settings.options == RewardLoopConfig(log_dir=str(Path.cwd() / "checkpoints/a/rewards"))
+
+
+def test_records_are_off_without_log_dir() -> None:
+    assert resolved("reward_loop.log_dir=null").options == RewardLoopConfig()
 
 
 @pytest.mark.parametrize(

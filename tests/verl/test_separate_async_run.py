@@ -117,5 +117,5 @@ def queue_figures(run: Run, step: int) -> dict[str, float]:
 
 
 def records(run: Run) -> list[dict[str, Any]]:
-    files = (run.directory / "records").iterdir()
+    files = (run.directory / "records").glob("*.jsonl")
     return [json.loads(line) for path in files for line in path.read_text().split("\n") if line]

@@ -40,7 +40,6 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
     return train(
         directory,
         tiny_generative_model,
-        f"reward_loop.log_dir={directory}/samples",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.test_freq=3",
@@ -96,7 +95,8 @@ def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
 
 
 def test_every_sample_has_a_record(mixed_run: Run) -> None:
-    files = list((mixed_run.directory / "samples").iterdir())
+    folder = mixed_run.directory / "checkpoints" / "rewards"  # the default
+    files = list(folder.glob("*.jsonl"))
     assert len(files) == 2, "one for each reward worker"
     written = pd.concat([pd.read_json(file, lines=True) for file in files])
     assert written.uid.is_unique
@@ -106,6 +106,16 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
         sorted(call["score"] for call in mixed_run.calls if call["outcome"] == "scored")
     )
     assert (written.work_s >= 0).all()
+    texts = pd.concat([pd.read_json(file, lines=True) for file in (folder / "texts").glob("*.jsonl")])
+    records = written.merge(texts, on=["id", "uid", "version"]).set_index("uid")
+    assert len(records) == len(written)
+    assert records[~records.validate].step.value_counts().to_dict() == {1: 32, 2: 32, 3: 32}
+    for step in (1, 2, 3):
+        for rollout in mixed_run.rollouts(step):
+            record = records.loc[rollout["uid"].rsplit("_", 1)[0]]
+            assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], int(rollout["gts"]))
+            assert record.prompt[0]["content"] in rollout["input"]
+            assert record.group == rollout["uid"].split("_")[0]
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:

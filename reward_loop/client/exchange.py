@@ -1,0 +1,60 @@
+"""Records the requests of a reward function to model servers, in the record of the sample."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reward_loop.errors import RequestError
+from reward_loop.limits.client import ProcessCall
+from reward_loop.limits.lease import current_call, current_scope
+from reward_loop.records import current
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """One request to a model server, with its reply.
+
+    It is added to the record of the sample as soon as it begins, so that a request that never ends is recorded, too.
+    Outside of a recorded sample, it has no effect.
+
+    Args:
+        fields: what is known of it; docs/records.md has the names.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self._id = secrets.token_hex(4)
+        self._send = _destination()
+        self._tokens = (0, 0)
+        self.update(**fields)
+
+    def update(self, **fields: Any) -> None:
+        """Add fields."""
+        if self._send is not None:
+            self._send({"id": self._id, **fields})
+
+    def use(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add tokens."""
+        if prompt_tokens or completion_tokens:
+            self._tokens = (self._tokens[0] + prompt_tokens, self._tokens[1] + completion_tokens)
+            self.update(prompt_tokens=self._tokens[0], completion_tokens=self._tokens[1])
+
+    def failed(self, problem: str) -> RequestError:
+        """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
+        self.update(error=problem)
+        return RequestError(problem, status=200)
+
+
+def _destination() -> Callable[[Mapping[str, Any]], None] | None:
+    """Return the function that takes the fields of an exchange; ``None`` if the calling code has no recorded sample."""
+    sample = current()
+    if sample is not None:
+        if not sample.is_recorded:
+            return None
+        scope = current_scope.get()
+        attempt = 1 if scope is None else scope.attempt
+        return lambda fields: sample.exchange({**fields, "attempt": attempt})
+    call = current_call()
+    return call.exchange if isinstance(call, ProcessCall) and call.is_recorded else None

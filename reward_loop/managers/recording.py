@@ -1,0 +1,63 @@
+"""Records of the samples that managers score, in the folder ``reward_loop.log_dir``."""
+
+from __future__ import annotations
+
+import zlib
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.records import (
+    ActiveSample,
+    Records,
+    exchanges_of,
+    records,
+    revision_row,
+    sample_row,
+    text_row,
+)
+from reward_loop.types import Outcome, RewardResult, RewardSample
+
+__all__ = ["open_records", "record_revision", "record_sample"]
+
+
+def open_records(options: RewardLoopConfig) -> Records | None:
+    """Return this process's writer for ``log_dir``; ``None`` if there is no such folder."""
+    return records(options.log_dir, options.record.max_bytes) if options.log_dir else None
+
+
+def record_sample(
+    writer: Records, active: ActiveSample, result: RewardResult, reward: float | None, masked: bool, full: float
+) -> None:
+    """Record a sample that has been scored.
+
+    Args:
+        writer: the writer of the folder.
+        active: the sample, with what it measured.
+        result: the result of the function.
+        reward: the score after the policy; ``None`` if the sample is masked or stops the run.
+        masked: whether the sample is excluded from training.
+        full: the share of samples, or of groups, that are recorded with their texts.
+    """
+    is_full = full >= 1 or result.outcome is not Outcome.SCORED or _lot(active.sample) < full
+    text = text_row(active.sample, result) if is_full else None
+    writer.write(sample_row(active, result, reward, masked), text, exchanges_of(active) if active.exchanges else ())
+
+
+def record_revision(
+    options: RewardLoopConfig,
+    sample: RewardSample,
+    function: str,
+    *,
+    outcome: Outcome | None = None,
+    error: str | None = None,
+    reward: float | None = None,
+    masked: bool = False,
+) -> None:
+    """Record that the reward of a recorded sample has changed; see `revision_row` for the arguments."""
+    if (writer := open_records(options)) is not None:
+        writer.write(revision_row(sample, function, outcome=outcome, error=error, reward=reward, masked=masked))
+
+
+def _lot(sample: RewardSample) -> float:
+    """Return a number from 0 to 1, the same for all samples of a group, and in all processes and runs."""
+    name = sample.group or sample.uid or sample.solution_str
+    return zlib.crc32(name.encode("utf-8", "backslashreplace")) / 2**32

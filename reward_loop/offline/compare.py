@@ -1,0 +1,185 @@
+"""Compares two scorings of the same samples."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reward_loop._util.text import did_you_mean, listing, shorten
+from reward_loop.errors import ConfigError
+from reward_loop.offline.agreement import Agreement, Pair, agreement
+from reward_loop.offline.rows import check_input, read_rows
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import MISSING, look_up
+from reward_loop.types import Outcome
+
+__all__ = ["Comparison", "Scoring", "compare", "read_scoring"]
+
+
+@dataclass(slots=True)
+class Scoring:
+    """The scores of one scoring, by the key of the sample."""
+
+    path: Path
+    key: str
+    """The field of the keys."""
+    outcomes: dict[Any, str] = field(default_factory=dict)
+    scores: dict[Any, float] = field(default_factory=dict)
+    """The scores of the scored samples."""
+    labels: dict[Any, float] = field(default_factory=dict)
+    duplicates: int = 0
+    """Rows whose key an earlier row has, too. The last row counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two scorings, ``a`` and ``b``, differ."""
+
+    both: int
+    """Samples in both."""
+    only_a: int
+    only_b: int
+    changed: int
+    """Samples in both whose outcome or score differs."""
+    outcomes: dict[tuple[str, str], int]
+    """The number of samples with each pair of outcomes."""
+    mean_a: float | None
+    mean_b: float | None
+    """The mean scores of the samples that were scored in both."""
+    agreement: Agreement
+    label_a: Agreement | None
+    """The agreement of ``a`` with the label; ``None`` without a label."""
+    label_b: Agreement | None
+    largest: list[tuple[Any, float, float]]
+    """Key and both scores of the samples whose scores differ most, the largest difference first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as values of JSON."""
+        found = asdict(self)
+        found["outcomes"] = [{"a": a, "b": b, "samples": n} for (a, b), n in self.outcomes.items()]
+        found["largest"] = [{"sample": key, "a": a, "b": b} for key, a, b in self.largest]
+        return found
+
+
+def read_scoring(path: Path, *, on: str | None = None, label: str | None = None) -> Scoring:
+    """Read a scoring: a folder of records, or a file of rows with scores, such as the output of `reward-loop score`.
+
+    Args:
+        path: the folder or the file.
+        on: the field that names a sample in both scorings; by default ``uid`` in records, and ``row`` in files.
+        label: a field with a number to compare the scores with, such as ``extra_info.label``.
+
+    Raises:
+        ConfigError: there are no such records or rows, the field `on` is missing, or a label is not a number.
+    """
+    rows = _records(path, label) if path.is_dir() else _file(path)
+    scoring = Scoring(path, on or ("uid" if path.is_dir() else "row"))
+    fields: set[str] = set()
+    keyless = 0
+    for row in rows:
+        fields |= row.keys()
+        key = look_up(row, scoring.key)
+        if key is MISSING or key is None or isinstance(key, dict | list):
+            keyless += 1
+            continue
+        scoring.duplicates += key in scoring.outcomes
+        _add(scoring, key, row, None if label is None else look_up(row, label), label)
+    if keyless:
+        raise ConfigError(
+            f"{path}: {keyless} rows have no field {scoring.key!r}{did_you_mean(scoring.key, fields) or '.'} Their "
+            f"fields are {listing(fields)}: name the one that identifies a sample in both by --on"
+        )
+    return scoring
+
+
+def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> Comparison:
+    """Compare two scorings.
+
+    Args:
+        a: a scoring.
+        b: another scoring of the same samples.
+        threshold: for the agreement, see `agreement`.
+        largest: how many samples `Comparison.largest` has.
+
+    Raises:
+        ConfigError: no sample is in both.
+    """
+    keys = [key for key in a.outcomes if key in b.outcomes]
+    if not keys:
+        raise ConfigError(
+            f"{a.path} and {b.path} have no sample in common: the first has {a.key}={_example(a)}, the second "
+            f"{b.key}={_example(b)}. Name a field with the same values in both by --on"
+        )
+    pairs = {key: (a.scores[key], b.scores[key]) for key in keys if key in a.scores and key in b.scores}
+    labels = {**b.labels, **a.labels}
+    different = ((abs(x - y), key) for key, (x, y) in pairs.items() if x != y)
+    top = heapq.nlargest(largest, different, key=lambda found: found[0])
+    return Comparison(
+        both=len(keys),
+        only_a=len(a.outcomes) - len(keys),
+        only_b=len(b.outcomes) - len(keys),
+        changed=sum((a.outcomes[key], a.scores.get(key)) != (b.outcomes[key], b.scores.get(key)) for key in keys),
+        outcomes=dict(Counter((a.outcomes[key], b.outcomes[key]) for key in keys)),
+        mean_a=_mean([x for x, _ in pairs.values()]),
+        mean_b=_mean([y for _, y in pairs.values()]),
+        agreement=agreement(list(pairs.values()), threshold),
+        label_a=agreement(_labelled(a, labels), threshold) if labels else None,
+        label_b=agreement(_labelled(b, labels), threshold) if labels else None,
+        largest=[(key, *pairs[key]) for _, key in top],
+    )
+
+
+def _records(path: Path, label: str | None) -> Iterator[Mapping[str, Any]]:
+    reader = RecordsReader(path)
+    for row in reader.rows():
+        yield row if label is None or look_up(row, label) is not MISSING else {**(reader.text(row) or {}), **row}
+
+
+def _file(path: Path) -> Iterator[Mapping[str, Any]]:
+    check_input(path)
+    for row in read_rows(path):
+        if row.error is not None:
+            raise ConfigError(f"{path}, {row.name}: {row.error}")
+        if "score" not in row.columns:
+            raise ConfigError(
+                f"{path}, {row.name}: it has no field 'score'. Compare folders of records, or outputs of "
+                "`reward-loop score`"
+            )
+        yield row.columns
+
+
+def _add(scoring: Scoring, key: Any, row: Mapping[str, Any], label: Any, name: str | None) -> None:
+    score = row.get("score")
+    scoring.outcomes[key] = row.get("outcome") or str(Outcome.UNSCORED if score is None else Outcome.SCORED)
+    scoring.scores.pop(key, None)
+    if score is not None and scoring.outcomes[key] == Outcome.SCORED:
+        if not isinstance(score, int | float):
+            raise ConfigError(f"{scoring.path}: the score of sample {key} is {shorten(score)}, which is not a number")
+        scoring.scores[key] = float(score)
+    if label is not MISSING and label is not None:
+        try:
+            number = float(label)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(
+                f"{scoring.path}: the label {name!r} of sample {key} is {shorten(label)}, which is not a number"
+            )
+        scoring.labels[key] = number
+
+
+def _labelled(scoring: Scoring, labels: Mapping[Any, float]) -> list[Pair]:
+    return [(score, labels[key]) for key, score in scoring.scores.items() if key in labels]
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _example(scoring: Scoring) -> str:
+    return shorten(next(iter(scoring.outcomes), None), 60)

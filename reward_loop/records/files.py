@@ -1,0 +1,145 @@
+"""The files of a records folder.
+
+Invariants:
+
+- A file has one writer in its lifetime: its name contains the host, the process ID and a random part. So only its last
+  line can be incomplete.
+- Texts are in numbered segments. Whole segments are deleted, the oldest first, when the folder is too large.
+- A row names the segment, the offset and the length of its texts. It is written after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["EXCHANGES", "TEXTS", "Place", "RecordFiles"]
+
+logger = logging.getLogger(__name__)
+
+TEXTS, EXCHANGES = "texts", "exchanges"
+"""The sub-folders of texts: those of samples, and those of their exchanges with model servers."""
+
+SEGMENTS = 512
+"""A segment ends when it is larger than this part of the folder's maximum size."""
+
+
+class Place(NamedTuple):
+    """Where the texts of a sample are."""
+
+    file: str
+    """The path of the segment, relative to the folder."""
+    offset: int
+    bytes: int
+
+
+class RecordFiles:
+    """The files that one process writes into a records folder.
+
+    An error of the file system loses records; a warning is logged once until writing succeeds again.
+
+    Args:
+        folder: the records folder; it is created.
+        max_bytes: the largest size of all files in it, also those of other processes.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.path = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        self._max_bytes = max_bytes
+        self._numbers = {TEXTS: 0, EXCHANGES: 0}
+        self._failed = False
+
+    def add_rows(self, lines: Sequence[bytes]) -> None:
+        """Append lines to the file of rows."""
+        self._append(self.path, b"".join(lines))
+
+    def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[Place | None]:
+        """Append texts to the current segment.
+
+        Args:
+            kind: `TEXTS` or `EXCHANGES`.
+            samples: the lines of each sample; empty for a sample without texts.
+
+        Returns:
+            the place of each sample's texts; ``None`` if they are empty or could not be written.
+        """
+        content = b"".join(samples)
+        if not content:
+            return [None] * len(samples)
+        segment = self._segment(kind)
+        offset = self._append(segment, content)
+        if offset is None:
+            return [None] * len(samples)
+        places: list[Place | None] = []
+        name = f"{kind}/{segment.name}"
+        for lines in samples:
+            places.append(Place(name, offset, len(lines)) if lines else None)
+            offset += len(lines)
+        if offset > self._max_bytes // SEGMENTS:
+            self._numbers[kind] += 1
+            self._delete_oldest()
+        return places
+
+    def _segment(self, kind: str) -> Path:
+        return self.folder / kind / f"{self.path.stem}.{self._numbers[kind]:06}.jsonl"
+
+    def _append(self, path: Path, data: bytes) -> int | None:
+        """Append to a file. Return the offset of the data; ``None`` if it could not be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                start = file.tell()
+                try:
+                    left = memoryview(data)
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(start)  # removes an incomplete line, which readers could not parse
+                    raise
+        except OSError as error:
+            if not self._failed:
+                logger.warning("records of samples are lost: cannot write %s: %s", path, error)
+            self._failed = True
+            return None
+        self._failed = False
+        return start
+
+    def _delete_oldest(self) -> None:
+        """Delete the oldest segments while the folder is larger than its maximum.
+
+        Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
+        """
+        try:
+            rows = sum(size for _, size, _ in _files(self.folder))
+            left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
+        except OSError:
+            return  # `_append` reports a file system that does not work
+        sizes = {kind: sum(size for _, size, _ in files) for kind, files in left.items()}
+        room = max(0, self._max_bytes - rows)
+        while sum(sizes.values()) > room:
+            is_first = sizes[EXCHANGES] > room // 2 or not left[TEXTS]
+            kind = EXCHANGES if left[EXCHANGES] and is_first else TEXTS
+            _, size, path = left[kind].pop(0)
+            with contextlib.suppress(OSError):  # another process has deleted it
+                os.unlink(path)
+            sizes[kind] -= size
+
+
+def _files(folder: Path) -> list[tuple[int, int, str]]:
+    """Return time of the last change, size and path of the files in a folder; nothing if there is no such folder."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                if entry.name.endswith(".jsonl"):
+                    status = entry.stat()
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+    return found

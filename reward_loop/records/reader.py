@@ -1,0 +1,148 @@
+"""Reads a records folder, also while processes write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from reward_loop.errors import ConfigError
+from reward_loop.records.rows import REVISION, SAMPLE, VERSION
+
+__all__ = ["RecordsReader"]
+
+_REVISED = ("outcome", "error")
+
+
+class RecordsReader:
+    """The records in a folder.
+
+    Args:
+        folder: the records folder.
+
+    Raises:
+        ConfigError: there is no such folder, it contains no records, or a newer version has written them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.incomplete = 0
+        """Lines that could not be read in the last pass over the rows: of processes that were killed, or are writing
+        them."""
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder of records: " + ("it is a file" if folder.exists() else
+                "there is no such folder"))  # fmt: skip
+        if not any(True for _ in self._lines()):
+            raise ConfigError(
+                f"{folder} contains no records. A verl run writes them to trainer.default_local_dir/rewards, other "
+                "runs to the folder in reward_loop.log_dir"
+            )
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of all samples, with their revisions applied.
+
+        A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true.
+        """
+        revisions, last = self._revisions()
+        self.incomplete = 0
+        for row in self._lines():
+            if row.get("kind", SAMPLE) != SAMPLE:
+                continue
+            uid = row.get("uid")
+            if uid in revisions and row.get("id") == last.get(uid):
+                row = _revised(row, revisions[uid])
+            yield row
+
+    def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
+
+        Args:
+            row: the row of the sample.
+
+        Returns:
+            ``None`` if they were not recorded, or have been deleted.
+        """
+        lines = self._read(row, "text")
+        return lines[0] if lines and lines[0].get("id") == row.get("id") else None
+
+    def exchanges(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the exchanges of a sample with model servers; without their texts if these have been deleted.
+
+        Args:
+            row: the row of the sample.
+        """
+        lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
+        return lines or list(row.get("judges") or ())
+
+    def _revisions(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the last revision of each uid, and the ID of the last row of each of these uids."""
+        revisions: dict[str, dict[str, Any]] = {}
+        for row in self._lines(only=REVISION.encode()):
+            uid = row.get("uid")
+            if row.get("kind") != REVISION or uid is None:
+                continue
+            if uid not in revisions or row["time"] >= revisions[uid]["time"]:
+                revisions[uid] = row
+        last: dict[str, tuple[float, str]] = {}
+        for row in self._lines() if revisions else ():
+            uid = row.get("uid")
+            if uid in revisions and row.get("kind", SAMPLE) == SAMPLE:
+                last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
+        return revisions, {uid: name for uid, (_, name) in last.items()}
+
+    def _lines(self, only: bytes | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the rows in all files; with `only`, those whose beginning contains it."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with path.open("rb") as lines:
+                for line in lines:
+                    if only is not None and only not in line[:64]:
+                        continue
+                    row = _parse(line)
+                    if row is None:
+                        self.incomplete += 1
+                        continue
+                    if row.get("version", VERSION) > VERSION:
+                        raise ConfigError(
+                            f"{path} has records of version {row['version']}, and this version of reward_loop reads "
+                            f"version {VERSION}: use the reward_loop that wrote them, or a newer one"
+                        )
+                    if "outcome" in row:
+                        yield row
+
+    def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+        name = row.get(f"{kind}_file")
+        if name is None:
+            return []
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            return []  # not written by this library
+        try:
+            with path.open("rb") as file:
+                file.seek(row[f"{kind}_offset"])
+                content = file.read(row[f"{kind}_bytes"])
+        except OSError:
+            return []
+        parsed = (_parse(line) for line in content.splitlines(keepends=True))
+        return [line for line in parsed if line is not None]
+
+
+def _revised(row: dict[str, Any], revision: Mapping[str, Any]) -> dict[str, Any]:
+    changes = {name: revision[name] for name in _REVISED if revision.get(name) is not None}
+    return {**row, **changes, "reward": revision.get("reward"), "masked": revision.get("masked"), "revised": True}
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; ``None`` if the line is incomplete."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+    return found if isinstance(found, dict) else None

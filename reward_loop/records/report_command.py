@@ -1,0 +1,63 @@
+"""The command ``reward-loop report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from reward_loop._util.json import encode
+from reward_loop._util.text import did_you_mean, listing
+from reward_loop.errors import ConfigError
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import Report
+from reward_loop.records.show import counted, show_report
+
+__all__ = ["report"]
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
+    ],
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Also count by the values of a field of the rows, e.g. [cyan]data_source[/], [cyan]step[/] or "
+            "[cyan]components.acc[/].",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Summarise the records of a run, also while it runs.
+
+    Shows the outcomes with the causes of failures, the scores, the components,
+    the groups whose rewards are all equal or missing, the latency and the
+    failures of judges, and the slowest and the costliest samples.
+    docs/records.md describes the records.
+    """
+    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
+    for row in reader.rows():
+        found.add(row)
+        if group_by is not None and not found.parts:
+            fields |= row.keys() | {f"components.{name}" for name in row.get("components") or ()}
+    if group_by is not None and found.samples and not found.parts:
+        raise ConfigError(
+            f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
+            f"{listing(fields)}"
+        )
+    if as_json:
+        print(encode(found.to_dict()).decode())
+    else:
+        show_report(found, out)
+    if reader.incomplete:
+        err.print(
+            f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "
+            "are writing",
+            highlight=False,
+        )

@@ -1,0 +1,157 @@
+"""The rows of records; docs/records.md describes their fields."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+from reward_loop._util.text import cut
+from reward_loop.records.active import ActiveSample
+from reward_loop.types import Outcome, RewardResult, RewardSample
+
+__all__ = ["REVISION", "SAMPLE", "TEXT_FIELDS", "VERSION", "exchanges_of", "revision_row", "sample_row", "text_row"]
+
+VERSION = 1
+"""The version of the format. A reader rejects higher versions."""
+
+SAMPLE, REVISION = "sample", "revision"
+"""The kinds of rows. A revision changes an earlier row of the same ``uid``."""
+
+TEXT_FIELDS = frozenset({"messages", "request", "response", "reply"})
+"""The large fields of an exchange. They are in the files of exchanges, the others in the row of the sample, too."""
+
+MAX_TEXT, MAX_ITEMS = 256, 64
+"""The largest numbers of characters and of items of a component in a summary row."""
+
+_SCALARS = (int, float, NoneType)
+
+UNFINISHED = "no answer when the sample ended"
+
+
+def sample_row(active: ActiveSample, result: RewardResult, reward: float | None, masked: bool) -> dict[str, Any]:
+    """Return the summary row of a sample.
+
+    Args:
+        active: the sample, with what it measured.
+        result: the result of the function.
+        reward: the score after the policy; ``None`` if the sample is masked or stops the run.
+        masked: whether the sample is excluded from training.
+    """
+    sample = active.sample
+    return {
+        "version": VERSION,
+        "kind": SAMPLE,
+        "time": time.time(),
+        "uid": sample.uid,
+        "group": sample.group,
+        "step": sample.step,
+        "validate": sample.validate,
+        "data_source": sample.data_source,
+        "function": active.function,
+        "batch": None if active.batch is None else active.batch.id,
+        "outcome": str(result.outcome),
+        "score": result.score,
+        "reward": reward,
+        "masked": masked,
+        "error": result.error,
+        "components": small_components(result.extra_info),
+        "response_length": sample.response_length,
+        "total_s": active.seconds,
+        "batch_s": active.batch_s,
+        "queue_s": result.queue_seconds,
+        "wait_s": result.wait_seconds,
+        "work_s": result.seconds,
+        "attempts": result.attempts,
+        "calls": active.calls,
+        "prompt_tokens": active.prompt_tokens,
+        "completion_tokens": active.completion_tokens,
+    }
+
+
+def small_components(components: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the components with long texts cut, and long lists replaced by ``None``."""
+    if not (large := large_components(components)):
+        return components
+    return {**components, **{name: _cut(value) for name, value in large.items()}}
+
+
+def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the components that are too large for a summary row."""
+    return {
+        name: value
+        for name, value in components.items()
+        if not isinstance(value, _SCALARS) and _length(value) > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS)
+    }
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError:
+        return 0
+
+
+def _cut(value: Any) -> str | None:
+    return cut(value, MAX_TEXT) if isinstance(value, str) else None
+
+
+def text_row(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
+    """Return the large fields of a sample."""
+    return {
+        "version": VERSION,
+        "uid": sample.uid,
+        "prompt": sample.prompt,
+        "response": sample.solution_str,
+        "ground_truth": sample.ground_truth,
+        "extra_info": sample.extra_info,
+        "components": large_components(result.extra_info),
+    }
+
+
+def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
+    """Return copies of the exchanges of a sample: a thread past its deadline may still change the originals."""
+    now = time.time()
+    found = [dict(exchange) for exchange in list(active.exchanges.values())]
+    for exchange in found:
+        if "seconds" not in exchange:
+            exchange |= {"seconds": now - exchange.get("time", now), "error": UNFINISHED}
+    return found
+
+
+def revision_row(
+    sample: RewardSample,
+    function: str,
+    *,
+    outcome: Outcome | None = None,
+    error: str | None = None,
+    reward: float | None = None,
+    masked: bool = False,
+) -> dict[str, Any]:
+    """Return a row that changes an earlier row: after ``post_process_scores``, or for dense rewards that do not fit.
+
+    Args:
+        sample: names the sample; its ``uid`` is that of the earlier row.
+        function: the function's name and file.
+        outcome: the new outcome; ``None`` if it did not change.
+        error: the error of a sample that failed.
+        reward: the new reward.
+        masked: whether the sample is now excluded from training.
+    """
+    return {
+        "version": VERSION,
+        "kind": REVISION,
+        "time": time.time(),
+        "uid": sample.uid,
+        "data_source": sample.data_source,
+        "function": function,
+        "outcome": None if outcome is None else str(outcome),
+        "score": None,
+        "reward": reward,
+        "masked": masked,
+        "error": error,
+        # The first row has the calls, so that sums over all rows count them once.
+        "work_s": 0.0,
+        "attempts": 0,
+    }

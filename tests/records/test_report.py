@@ -1,0 +1,220 @@
+"""The summary of records, with expected numbers that were computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import cli
+from reward_loop.errors import ConfigError
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.report import Report, Spread, look_up
+
+
+def sample(uid: str, **fields: Any) -> dict[str, Any]:
+    row = {"version": 1, "kind": "sample", "time": 1.0, "id": f"id-{uid}", "uid": uid, "outcome": "scored"}
+    return {**row, "reward": fields.get("score"), **fields}
+
+
+def exchange(seconds: float, **fields: Any) -> dict[str, Any]:
+    return {"id": f"{seconds}", "model": "judge-7b", "status": 200, "seconds": seconds, **fields}
+
+
+ROWS = [
+    sample("a1", group="a", step=1, score=1.0, components={"acc": True, "len": 4}, total_s=1.0),
+    sample("a2", group="a", step=1, score=1.0, components={"acc": True, "len": 8}, total_s=9.0, prompt_tokens=70),
+    sample(
+        "b1",
+        group="b",
+        step=1,
+        score=0.0,
+        components={"acc": False, "text": "x"},
+        total_s=3.0,
+        prompt_tokens=10,
+        completion_tokens=50,
+        judges=[exchange(0.5, prompt_tokens=10, completion_tokens=50), exchange(1.5, unscored="no 'Score:'")],
+    ),
+    sample("b2", group="b", step=1, score=None, outcome="failed", masked=True, error="sample b2: f raised: no"),
+    sample("c1", group="c", step=2, score=None, outcome="failed", masked=True, error="sample c1: f raised: no"),
+    sample("c2", group="c", step=2, score=None, outcome="unscored", masked=True),
+    sample("d1", group="d", step=2, score=4.0, validate=True, judges=[exchange(4.0, status=None, error="late")]),
+]
+
+
+def write(folder: Path, *rows: dict[str, Any], name: str = "host-1-a.jsonl", end: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return folder
+
+
+def report(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.app, ["report", *args])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def summary(*args: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(report(*args, "--json"))
+    return found
+
+
+def test_the_summary_of_a_folder(tmp_path: Path) -> None:
+    found = summary(str(write(tmp_path / "r", *ROWS)))
+    assert (found["samples"], found["validation"], found["masked"]) == (7, 1, 3)
+    assert found["outcomes"] == {"scored": 4, "unscored": 1, "failed": 2}
+    assert found["causes"] == [{"count": 2, "example": "sample b2: f raised: no"}]
+    score = found["score"]  # 0, 1, 1, 4: the squared distances from 1.5 are 2.25, 0.25, 0.25, 6.25
+    assert (score["count"], score["mean"], score["min"], score["max"]) == (4, 1.5, 0.0, 4.0)
+    assert score["std"] == pytest.approx(1.5)  # the root of 9 / 4
+    assert (score["p50"], score["p95"]) == (1.0, pytest.approx(1 + 3 * 0.85))  # position 2.85 of 0..3
+    assert found["components"]["acc"]["mean"] == pytest.approx(2 / 3)
+    assert found["components"]["len"]["mean"] == 6.0
+    assert set(found["components"]) == {"acc", "len"}
+    # Group a has equal rewards, b one reward and a failure, c none; d has one sample only.
+    counts = [found[name] for name in ("groups", "zero_variance", "all_failed", "partly_failed")]
+    assert counts == [3, 1, 1, 1]
+    assert found["slowest"][0] == {"seconds": 9.0, "sample": "a2"}
+    assert found["costliest"] == [{"tokens": 70, "sample": "a2"}, {"tokens": 60, "sample": "b1"}]
+    judge = found["judges"]["judge-7b"]
+    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (3, 1, 1)
+    assert judge["statuses"] == {"200": 2, "no answer": 1}
+    assert (judge["seconds"]["p50"], judge["seconds"]["max"]) == (1.5, 4.0)
+    assert (judge["prompt_tokens"], judge["completion_tokens"]) == (10, 50)
+
+
+def test_the_summary_is_printed(tmp_path: Path) -> None:
+    shown = " ".join(report(str(write(tmp_path / "r", *ROWS)), "--group-by", "step").split())
+    for part in (
+        "samples 7, 1 of them in validation",
+        "2 failed, 4 scored, 1 unscored",
+        "score mean 1.5, std 1.5, min 0, p50 1, p95 3.55, max 4, of 4",
+        "2 failed, of 1 cause: - 2 times, first: sample b2: f raised: no",
+        "3 groups: 1 with equal rewards, 1 without a reward, 1 with a reward for some samples only",
+        "judge-7b 3 1 1 1.5 3.75 4 60",
+        "most tokens: a2 70, b1 60",
+        "slowest a2 9 s, b1 3 s, a1 1 s",
+    ):
+        assert part in shown
+
+
+def test_samples_are_counted_by_a_field(tmp_path: Path) -> None:
+    folder = str(write(tmp_path / "r", *ROWS))
+    first, second = summary(folder, "--group-by", "step")["parts"]
+    assert (first["value"], first["samples"], first["outcomes"]) == (1, 4, {"scored": 3, "failed": 1})
+    assert first["score"]["mean"] == pytest.approx(2 / 3)
+    assert (second["value"], second["score"]["mean"]) == (2, 4.0)
+    parts = summary(folder, "--group-by", "components.acc")["parts"]
+    assert {part["value"]: part["samples"] for part in parts} == {False: 1, True: 2}
+
+
+def test_an_unknown_field_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
+    shown = report(str(write(tmp_path / "r", *ROWS)), "--group-by", "stp", code=2)
+    assert "no row has a field 'stp'; did you mean 'step'?" in shown
+    assert "components.acc" in shown
+
+
+def test_revisions_change_the_outcome_and_the_reward_but_not_the_score(tmp_path: Path) -> None:
+    revisions = [
+        {"version": 1, "kind": "revision", "time": 2.0, "uid": "a1", "outcome": None, "reward": -0.5, "masked": False},
+        {"version": 1, "kind": "revision", "time": 2.0, "uid": "a2", "outcome": "failed", "reward": None}
+        | {"masked": True, "error": "sample a2: post_process_scores: no"},
+    ]
+    folder = write(tmp_path / "r", *ROWS)
+    write(folder, *revisions, name="other-host-2-b.jsonl")
+    rows = {row["uid"]: row for row in RecordsReader(folder).rows()}
+    assert len(rows) == 7
+    changed = [(rows[uid]["outcome"], rows[uid]["score"], rows[uid]["reward"]) for uid in ("a1", "a2", "b1")]
+    assert changed == [("scored", 1.0, -0.5), ("failed", 1.0, None), ("scored", 0.0, 0.0)]
+    found = summary(str(folder))
+    assert (found["revised"], found["masked"]) == (2, 4)
+    assert found["outcomes"] == {"scored": 3, "unscored": 1, "failed": 3}
+    assert found["reward"]["mean"] == pytest.approx((-0.5 + 0.0 + 4.0) / 3)
+
+
+def test_a_revision_changes_the_last_row_of_its_uid(tmp_path: Path) -> None:
+    first, second = sample("a", score=1.0, time=1.0, id="1"), sample("a", score=2.0, time=2.0, id="2")
+    revision = {"version": 1, "kind": "revision", "time": 3.0, "uid": "a", "outcome": None, "reward": 9.0}
+    folder = write(tmp_path / "r", second, first, revision)
+    assert [row["reward"] for row in RecordsReader(folder).rows()] == [9.0, 1.0]
+
+
+def test_exchanges_of_a_batch_call_are_counted_once(tmp_path: Path) -> None:
+    shared = [exchange(1.0), exchange(2.0)]
+    rows = [sample(uid, score=1.0, batch="b7", judges=shared) for uid in "abc"]
+    assert summary(str(write(tmp_path / "r", *rows)))["judges"]["judge-7b"]["requests"] == 2
+
+
+def test_incomplete_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
+    folder = write(tmp_path / "r", *ROWS, end='{"version": 1, "kind": "samp')
+    shown = report(str(folder))
+    assert "samples" in shown
+    assert "1 incomplete line left out" in shown
+    assert summary_of(folder)["samples"] == 7
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found = Report()
+    for row in RecordsReader(folder).rows():
+        found.add(row)
+    return found.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: None, "there is no such folder"),
+        (lambda path: path.write_text("x"), "it is a file"),
+        (lambda path: path.mkdir(), "contains no records"),
+        (lambda path: write(path, end='{"version": 1'), "contains no records"),
+        (lambda path: write(path, {"uid": "somebody else's"}), "contains no records"),
+        (lambda path: write(path, sample("a", version=2)), "has records of version 2"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, prepare: Any, message: str) -> None:
+    prepare(tmp_path / "r")
+    shown = " ".join(report(str(tmp_path / "r"), code=2).split())
+    assert message in shown
+
+
+def test_texts_that_were_deleted_or_replaced_are_none(tmp_path: Path) -> None:
+    place = {"text_file": "texts/a.jsonl", "text_offset": 0, "text_bytes": 18}
+    row = sample("a", score=1.0, **place)
+    reader = RecordsReader(write(tmp_path / "r", row))
+    assert reader.text(row) is None
+    write(tmp_path / "r" / "texts", {"id": "id-b", "response": "of another sample"}, name="a.jsonl")
+    assert reader.text({**row, "text_bytes": 10_000}) is None
+    write(tmp_path / "r" / "texts", {"id": "id-a", "response": "its own"}, name="a.jsonl")
+    assert reader.text({**row, "text_bytes": 10_000}) == {"id": "id-a", "response": "its own"}
+    assert reader.exchanges({**row, "judges": [exchange(1.0)]}) == [exchange(1.0)]
+    (tmp_path / "secret.jsonl").write_text('{"id": "id-a"}\n')
+    assert reader.text({**row, "text_file": "../secret.jsonl"}) is None
+
+
+def test_hostile_texts_do_not_reach_the_terminal_as_markup(tmp_path: Path) -> None:
+    rows = [sample("[red]x[/]", score=None, outcome="failed", error="sample x: [bold]f[/] raised", total_s=2.0)]
+    shown = report(str(write(tmp_path / "r", *rows)))
+    assert "[red]x[/] 2 s" in shown
+    assert "[bold]f[/] raised" in shown
+
+
+def test_numbers_without_a_spread() -> None:
+    spread = Spread()
+    assert spread.to_dict()["mean"] is None
+    spread.add(float("nan"))
+    spread.add(2.0)
+    assert spread.to_dict() == {"count": 1, "mean": 2.0, "std": 0.0, "min": 2.0, "p50": 2.0, "p95": 2.0, "max": 2.0}
+
+
+def test_fields_are_found_by_their_dotted_path() -> None:
+    row = {"a": {"b": 1, "c.d": 2}, "a.x": 3}
+    assert [look_up(row, path) for path in ("a.b", "a.c.d", "a.x")] == [1, 2, 3]
+    assert look_up({"a": 1}, "a.b") is look_up({}, "a")
+
+
+def test_the_reader_is_robust_against_unreadable_places(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        RecordsReader(tmp_path / "none")

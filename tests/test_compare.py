@@ -1,0 +1,151 @@
+"""Comparing two scorings, with expected numbers that were computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import cli
+from reward_loop.offline.agreement import agreement, cohens_kappa, pearson, spearman
+
+# Of five pairs, four are equal: p_o = 0.8. A has 3 ones of 5, B has 2: p_e = (3*2 + 2*3) / 25 = 0.48.
+BINARY = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
+
+
+def compare(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.app, ["compare", *args])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def scored(path: Path, scores: list[float | None], **columns: list[Any]) -> str:
+    rows = [
+        {
+            "row": i,
+            "score": score,
+            "outcome": "failed" if score is None else "scored",
+            **{name: values[i] for name, values in columns.items()},
+        }
+        for i, score in enumerate(scores)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_kappa_is_the_agreement_beyond_chance() -> None:
+    assert cohens_kappa(BINARY) == pytest.approx((0.8 - 0.48) / 0.52)
+    assert cohens_kappa([(1.0, 0.0), (0.0, 1.0)]) == pytest.approx(-1.0)
+    assert cohens_kappa([(1.0, 1.0)] * 3) is None
+    assert cohens_kappa([]) is None
+    assert cohens_kappa([(float(i), float(i)) for i in range(21)]) is None
+    assert cohens_kappa([(float(i), float(i)) for i in range(20)]) == pytest.approx(1.0)
+
+
+def test_correlations() -> None:
+    # Deviations of 1, 2, 3 are -1, 0, 1; of 1, 4, 1 they are -1, 2, -1: the products add up to 0.
+    assert pearson([(1, 1), (2, 4), (3, 1)]) == pytest.approx(0.0)
+    assert pearson([(1, 2), (2, 4), (3, 6)]) == pytest.approx(1.0)
+    assert spearman([(1, 1), (2, 8), (3, 27)]) == pytest.approx(1.0)
+    # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: covariance 4.5, variances 4.5 and 5.
+    assert spearman([(1, 1), (2, 2), (2, 3), (3, 4)]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert pearson([(1, 1), (1, 2)]) is None
+    assert pearson([(1, 1)]) is None
+
+
+def test_a_threshold_makes_two_categories() -> None:
+    pairs = [(0.9, 0.7), (0.8, 0.2), (0.1, 0.3), (0.2, 0.0), (0.6, 0.5)]
+    found = agreement(pairs, threshold=0.5)
+    assert (found.pairs, found.equal) == (5, 0.8)
+    assert found.kappa == pytest.approx((0.8 - 0.48) / 0.52)
+    assert agreement(pairs).equal == 0.0
+
+
+def test_two_outputs_are_compared_by_row(tmp_path: Path) -> None:
+    labels = [1, 1, 0, True, "0.0", 1, None]
+    a = scored(tmp_path / "a.jsonl", [1.0, 1.0, 0.0, 0.0, 1.0, None, 1.0], label=labels)
+    b = scored(tmp_path / "b.jsonl", [1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    found = json.loads(compare(a, b, "--label", "label", "--json"))
+    assert (found["both"], found["only_a"], found["only_b"], found["changed"]) == (6, 1, 0, 2)
+    assert {"a": "failed", "b": "scored", "samples": 1} in found["outcomes"]
+    assert (found["mean_a"], found["mean_b"]) == (0.6, 0.4)
+    assert found["agreement"]["pairs"] == 5
+    assert found["agreement"]["kappa"] == pytest.approx((0.8 - 0.48) / 0.52)
+    # A: rows 0 to 4 have the labels 1, 1, 0, 1, 0 and the scores 1, 1, 0, 0, 1: three of five are equal.
+    # p_e = (3*3 + 2*2) / 25 = 0.52.
+    assert (found["label_a"]["pairs"], found["label_a"]["equal"]) == (5, 0.6)
+    assert found["label_a"]["kappa"] == pytest.approx((0.6 - 0.52) / 0.48)
+    # B: scores 1, 0, 0, 0, 1, 1 and labels 1, 1, 0, 1, 0, 1: three of six.
+    assert (found["label_b"]["pairs"], found["label_b"]["equal"]) == (6, 0.5)
+    assert found["largest"] == [{"sample": 1, "a": 1.0, "b": 0.0}]
+
+
+def test_the_comparison_is_printed(tmp_path: Path) -> None:
+    a = scored(tmp_path / "a.jsonl", [1.0, 1.0, 0.0, 0.0, 1.0, None], name=list("uvwxyz"))
+    b = scored(tmp_path / "b.jsonl", [1.0, 0.25, 0.0, 0.0, 0.0, 1.0], name=list("uvwxyz"))
+    shown = compare(a, b, "--on", "name", "--largest", "1", "--threshold", "0.2")
+    for part in (
+        "samples 6 in both, 0 only in A, 0 only in B",
+        "changed 3 of 6 1 failed in A, scored in B",
+        "mean score A 0.6, B 0.25",
+        "A and B 5 80.0% 0.6154",
+        "largest differences A B y 1 0",
+    ):
+        assert part in shown
+    assert "v 1 0.25" not in shown
+
+
+def record(uid: str, score: float, **fields: Any) -> dict[str, Any]:
+    row = {"version": 1, "kind": "sample", "time": 1.0, "id": uid, "uid": uid, "outcome": "scored", "score": score}
+    return {**row, "reward": score, **fields}
+
+
+def records(folder: Path, *rows: dict[str, Any], texts: list[dict[str, Any]] = ()) -> str:  # type: ignore[assignment]
+    folder.mkdir()
+    (folder / "host-1-a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return str(folder)
+
+
+def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:
+    text = {"id": "q1", "ground_truth": "3", "extra_info": {"label": 1}}
+    place = {"text_file": "texts/a.jsonl", "text_offset": 0, "text_bytes": len(json.dumps(text)) + 1}
+    a = records(tmp_path / "a", record("q1", 0.0, **place), record("q2", 1.0), record("q1", 1.0, **place), texts=[text])
+    b = records(tmp_path / "b", record("q2", 1.0), record("q1", 0.0), record("q3", 0.0))
+    shown = compare(a, b, "--label", "extra_info.label")
+    assert "samples 2 in both, 0 only in A, 1 only in B" in shown
+    assert "changed 1 of 2" in shown
+    assert "A and extra_info.label 1 100.0%" in shown
+    assert "has 1 row with the uid of an earlier row: the last one counts" in shown
+    assert "There is no kappa for scores that are all equal" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.jsonl", "none.jsonl"], "no such file: none.jsonl"),
+        (["a.jsonl", "plain.jsonl"], "plain.jsonl, line 1: it has no field 'score'"),
+        (["a.jsonl", "torn.jsonl"], "torn.jsonl, line 2: not JSON"),
+        (["a.jsonl", "a.jsonl", "--on", "rwo"], "have no field 'rwo'; did you mean 'row'?"),
+        (["a.jsonl", "a.jsonl", "--label", "lab"], "neither a.jsonl nor a.jsonl has a field 'lab'"),
+        (["a.jsonl", "a.jsonl", "--label", "word"], "the label 'word' of sample 0 is 'good', which is not a number"),
+        (["a.jsonl", "text.jsonl"], "the score of sample 0 is 'high', which is not a number"),
+        (["records", "a.jsonl"], "have no sample in common: the first has uid='q1', the second row=0"),
+        (["empty", "a.jsonl"], "empty contains no records"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scored(Path("a.jsonl"), [1.0, 0.0], word=["good", "bad"])
+    Path("plain.jsonl").write_text('{"solution_str": "4"}\n')
+    Path("torn.jsonl").write_text('{"row": 0, "score": 1}\n{"row"')
+    Path("text.jsonl").write_text('{"row": 0, "score": "high"}\n')
+    records(Path("records"), record("q1", 1.0))
+    Path("empty").mkdir()
+    assert message in compare(*arguments, code=2)
