@@ -13,8 +13,8 @@ _ENOUGH = 65_536
 def raise_descriptor_limit() -> None:
     """Raises this process's limit on open files to 65,536, or to the hard limit if that is lower.
 
-    Servers call it because each connection is an open file. It never lowers the limit, and raises no error if the limit
-    cannot be changed.
+    Servers and reward workers call it because each connection is an open file. It never lowers the limit, and raises no
+    error if the limit cannot be changed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)

@@ -297,7 +297,7 @@ class _Batch:
         """Wait for ``count`` groups, or for all that are left. A cancelled call takes none."""
         first = len(self.entry.handed_out)
         await self.pending.wait(first + count)
-        groups = self.pending.complete_groups(first)[:count]
+        groups = self.pending.complete_groups(first, first + count)
         if len(groups) == self.left:
             await self.pending
         return groups

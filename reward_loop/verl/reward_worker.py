@@ -6,6 +6,7 @@ import contextlib
 import gc
 from typing import Any
 
+from reward_loop._util.descriptors import raise_descriptor_limit
 from reward_loop.errors import InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
@@ -45,6 +46,7 @@ class RewardWorker:
     """
 
     def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
+        raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
         self._limits = open_limits(self._options)
         self._open = contextlib.ExitStack()

@@ -13,6 +13,7 @@ pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
 from reward_loop.agent.journal import Journal
+from reward_loop.agent.pending import PendingRewards
 from reward_loop.agent.ray_agent import MAX_STARTS, AsyncRewardAgent, _DurableAgent
 from tests.agent.judges import Gate, numbered
 
@@ -32,6 +33,17 @@ async def test_chunks_of_groups_in_order_of_completion():
     assert (await within(agent.get(4)))[0] == [0, 1, 2, 3]
     with pytest.raises(RewardLoopError, match="nothing to get"):
         await agent.get(2)
+
+
+async def test_get_builds_only_the_groups_that_it_hands_out(monkeypatch):
+    built = []
+    group = PendingRewards._group
+    monkeypatch.setattr(PendingRewards, "_group", lambda self, index: built.append(index) or group(self, index))
+    agent = AsyncRewardAgent(lambda solution_str: 1.0)
+    await agent.compute_reward_pipeline(numbered(20), group_size=2)
+    for _ in range(10):
+        await within(agent.get(2))
+    assert sorted(built) == list(range(10))
 
 
 async def test_a_batch_can_be_submitted_while_another_is_in_flight():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -589,6 +590,16 @@ async def look_until_told(workers: RewardWorkers) -> None:
         while True:
             workers.look_for_fatal_error()
             await asyncio.sleep(0.05)
+
+
+def test_a_reward_worker_raises_its_limit_on_open_files(policy: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        RewardWorker(settled(policy), None)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_samples_are_dealt_out_in_turn(policy: str) -> None:
