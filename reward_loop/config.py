@@ -303,6 +303,11 @@ class ServedModelConfig(Config):
     """The program that runs the model. ``transformers`` is the embedded server: on the CPU, in float32, for small
     models. ``external`` starts nothing: `urls` are servers that already run."""
 
+    python: str | None = None
+    """For vLLM and SGLang: the Python interpreter that runs the engine, such as ``/envs/sglang/bin/python``, if the
+    engine has its own environment. Every node with servers needs it at the same path. By default the interpreter of
+    this library."""
+
     kind: Literal["auto", "generative", "discriminative"] = "auto"
     """Whether the model generates text or returns logits; ``auto`` reads it from the model's ``config.json``."""
 

@@ -7,6 +7,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig
 from reward_loop.serving.checkpoint import model_kind
 from reward_loop.serving.engines.engine import Engine
+from reward_loop.serving.engines.interpreter import absolute
 from reward_loop.serving.engines.sglang import Sglang
 from reward_loop.serving.engines.transformers import Transformers
 from reward_loop.serving.engines.vllm import Vllm
@@ -75,7 +76,13 @@ def _settled(model: ServedModelConfig, where: str) -> ServedModelConfig:
     kind = model_kind(model.model_path, f"{where}model_path")
     if model.kind not in ("auto", kind):
         raise ConfigError(f"{where}kind={model.kind!r}: the model in {model.model_path!r} is {kind}")
-    settled = model.model_copy(update={"kind": kind, "served_model_name": model.served_model_name or model.model_path})
+    settled = model.model_copy(
+        update={
+            "kind": kind,
+            "served_model_name": model.served_model_name or model.model_path,
+            "python": model.python and absolute(model.python),
+        }
+    )
     try:
         ENGINES[model.engine].check(settled)
     except ConfigError as error:

@@ -170,7 +170,9 @@ class _Host:
             options["env"] = held.environment(context.get_accelerator_ids()[held.resource]) | options["env"]
         bound = self._stack.enter_context(listen(_HOST) if inherits_socket else reserve(_HOST))
         host, port = bound.getsockname()[:2]
-        process = ServerProcess(f"{name} on {address}", command(host, port), bound=bound, log_path=log_path, **options)
+        # For vLLM with the option `python`, this starts that interpreter to ask for the version.
+        line = await asyncio.to_thread(command, host, port)
+        process = ServerProcess(f"{name} on {address}", line, bound=bound, log_path=log_path, **options)
         self._process = await self._stack.enter_async_context(process)
         exit_address = None
         if context.get_node_id() != users_node:

@@ -102,4 +102,5 @@ def test_help_names_the_options_that_are_ours_and_not_all_of_verls() -> None:
     done = run_main("--help")
     assert done.returncode == 0, done.stderr
     assert "custom_reward_function.path=FILE" in done.stdout
+    assert "+reward_model.server.python=FILE" in done.stdout
     assert len(done.stdout.splitlines()) < 40

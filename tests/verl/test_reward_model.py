@@ -112,6 +112,13 @@ def test_sglang_gets_its_own_names() -> None:
     }
 
 
+def test_the_interpreter_of_the_engine_is_an_option_of_the_server() -> None:
+    overrides = ["reward_model.rollout.name=sglang", "+reward_model.server.python=/envs/sglang/bin/python"]
+    options = resolved(*VLLM, *POOL, *overrides).model
+    assert options is not None
+    assert options.python == "/envs/sglang/bin/python"
+
+
 def test_a_model_with_code_of_its_own_is_trusted_where_the_user_says_so() -> None:
     options = resolved(*VLLM, *POOL, "reward_model.model.trust_remote_code=True").model
     assert options is not None

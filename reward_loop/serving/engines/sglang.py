@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Any
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines.engine import Engine, flags, normalised
+from reward_loop.serving.engines.interpreter import has_module, interpreter, origin
 
 __all__ = ["Sglang"]
 
@@ -22,13 +21,16 @@ class Sglang(Engine):
     wake_path = "/resume_memory_occupation"
 
     def check(self, model: ServedModelConfig) -> None:
-        if importlib.util.find_spec("sglang") is None:
-            raise ConfigError("engine='sglang': SGLang is not installed for this Python: pip install sglang")
+        if not has_module("sglang", model):
+            raise ConfigError(
+                f"engine='sglang': SGLang is not installed for {origin(model)}: pip install sglang, or set python to "
+                "an interpreter that has it"
+            )
         self._flags(model)
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model.model_path)),
+            *(interpreter(model), "-m", "sglang.launch_server", "--model-path", str(model.model_path)),
             *("--host", host, "--port", str(port)),
             *("--served-model-name", str(model.served_model_name)),
             *self._flags(model),

@@ -11,6 +11,7 @@ from reward_loop.serving.engines.engine import Engine
 __all__ = ["Transformers"]
 
 _NOT_HERE = (
+    "python",
     "tensor_parallel_size",
     "data_parallel_size",
     "trust_remote_code",

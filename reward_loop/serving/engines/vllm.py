@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
 from typing import Any
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines.engine import Engine, flags
+from reward_loop.serving.engines.interpreter import interpreter, origin, version
 
 __all__ = ["Vllm"]
 
@@ -25,12 +24,12 @@ class Vllm(Engine):
     wake_path = "/wake_up"
 
     def check(self, model: ServedModelConfig) -> None:
-        self._on_cpu()
+        self._on_cpu(model)
         self._flags(model)
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)),
+            *(interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)),
             *("--host", host, "--port", str(port)),
             *("--served-model-name", str(model.served_model_name)),
             *self._flags(model),
@@ -38,7 +37,7 @@ class Vllm(Engine):
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-        if self._on_cpu():
+        if self._on_cpu(model):
             environment |= {
                 # By default, every vLLM server pins its threads to the same first cores.
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -50,7 +49,7 @@ class Vllm(Engine):
         return environment | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
-        return 0 if self._on_cpu() else model.tensor_parallel_size * model.data_parallel_size
+        return 0 if self._on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {
@@ -66,23 +65,23 @@ class Vllm(Engine):
                 options[name] = size
         if model.kind == "discriminative":
             options |= {"runner": "pooling", "convert": "classify"}
-        if self._on_cpu():
+        if self._on_cpu(model):
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
         # On a CPU, vLLM rejects the flag, and the sleep endpoints work without it.
         elif model.enable_sleep_mode:
             options["enable_sleep_mode"] = True
         return flags(model, options, _RESERVED)
 
-    def _on_cpu(self) -> bool:
+    def _on_cpu(self, model: ServedModelConfig) -> bool:
         """Returns whether the installed vLLM runs on the CPU. vLLM selects its platform by the same version string.
 
         Raises:
-            ConfigError: vLLM is not installed.
+            ConfigError: vLLM is not installed, or the interpreter does not work.
         """
-        try:
-            return "cpu" in importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError:
+        installed = version("vllm", model)
+        if installed is None:
             raise ConfigError(
-                "engine='vllm': vLLM is not installed for this Python. Install vllm, or see docs/reward-models.md for "
-                "vLLM on a CPU"
-            ) from None
+                f"engine='vllm': vLLM is not installed for {origin(model)}. Install vllm, set python to an interpreter "
+                "that has it, or see docs/reward-models.md for vLLM on a CPU"
+            )
+        return "cpu" in installed
