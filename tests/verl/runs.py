@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,16 @@ REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    # Ray's workers import the agent loops.
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-}
-"""The environment variables of all runs that are read when modules are imported."""
+
+def module_environment(verl: Path | None = None) -> dict[str, str]:
+    """The environment variables of a run that are read when modules are imported.
+
+    Args:
+        verl: a folder with another release of verl, which comes before the installed one.
+    """
+    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
+    path = (REPOSITORY, verl, os.environ.get("PYTHONPATH"))
+    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 
 def agent_loop(name: str) -> tuple[str, ...]:
@@ -102,6 +106,8 @@ def train(
     policy: Path,
     *overrides: str,
     function: str,
+    entry: Sequence[str] = ("reward_loop.verl.main_ppo", "--config-name", "cpu"),
+    verl: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
@@ -111,14 +117,15 @@ def train(
         policy: the directory of the model.
         *overrides: options, as on the command line.
         function: the name of the reward function in ``rewards.py``.
+        entry: the module of the command that trains, and its first arguments.
+        verl: a folder with another release of verl.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "train.parquet").exists():
         write_data(directory)
     command = [
-        sys.executable,
-        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
+        *(sys.executable, "-m", *entry),
         f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={directory}/train.parquet",
         f"data.val_files={directory}/val.parquet",
@@ -135,14 +142,14 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python(verl)!r}",
         *overrides,
     ]
     environment = {
         **os.environ,
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
-        **ENVIRONMENT,
+        **module_environment(verl),
         **(environment or {}),
     }
     log = directory / "output.log"
@@ -170,12 +177,12 @@ atexit.register(_open.close)
 
 
 @functools.cache
-def worker_python() -> str:
+def worker_python(verl: Path | None = None) -> str:
     """Ray's ``py_executable`` for all runs and clusters of this process: it forks workers from a fork server.
 
     By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CPU_ENVIRONMENT | ENVIRONMENT).items():
+        for name, value in (CPU_ENVIRONMENT | module_environment(verl)).items():
             patch.setenv(name, value)
         return _open.enter_context(preloaded())

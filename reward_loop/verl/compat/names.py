@@ -26,10 +26,7 @@ COMMAND: Names = {
         "TaskRunnerV1": "base class of our task runner",
     },
     "verl.trainer.main_ppo:TaskRunnerV1": {
-        "init_agent_loop_manager()": "called by our `run`",
-        "config": "read by `init_agent_loop_manager`, set by our `run`",
-        "trainer": "read by `init_agent_loop_manager`, set by our `run`",
-        "agent_loop_manager": "passed to the trainer's `fit`",
+        "run(config)": "overridden: runs within the services of rewards",
     },
     "verl.trainer.ppo.utils": {
         "need_critic(config)": "argument of `validate_config`",
@@ -45,10 +42,7 @@ COMMAND: Names = {
 TRAINING: Names = {
     # task_runner
     "verl.trainer.ppo.v1": {"get_trainer_cls(name)": "the trainer of a mode, which `with_reward_loop` extends"},
-    "verl.utils.logging_utils": {"configure_verl_logging()": "called as verl's task runner does"},
     "transfer_queue": {
-        "init(conf)": "called as verl's task runner does",
-        "close()": "called as verl's task runner does",
         "kv_list(partition_id)": "the tags of prompts and trajectories",
         "kv_batch_get(keys, partition_id, select_fields)": "reads rewards and masks",
         "kv_batch_put(keys, partition_id, fields, tags)": "writes rewards, masks and tags; returns the field names",
@@ -120,7 +114,10 @@ TRAINING: Names = {
         "actor_rollout_wg": "advances the learning-rate schedule",
         "critic_wg": "advances the learning-rate schedule",
     },
-    "verl.trainer.ppo.v1.trainer_base": {"register_trainer(name)": "registers the mode reward_pipeline"},
+    "verl.trainer.ppo.v1.trainer_base": {
+        "register_trainer(name)": "registers the mode reward_pipeline",
+        "TRAINER_REGISTRY": "receives the trainer of the run's mode with our overrides: there is no function for that",
+    },
     "verl.trainer.ppo.v1.trainer_sync": {"PPOTrainerSync": "base class of the mode reward_pipeline"},
     "verl.trainer.ppo.v1.trainer_separate_async": {
         "PPOTrainerSeparateAsync": "base class of the mode separate_async with a queue",
