@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
+VERL ?=
+OLDEST_VERL := 0.9.0
 
 .PHONY: help demo test lint setup clean
 
@@ -13,12 +15,18 @@ help:  ## show this list
 	@echo 'make demo QUICK=1 is shorter; make demo ENGINE=vllm serves the reward model with vLLM;'
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
 	@echo 'make test ARGS="-m \"not integration\"" runs only the fast tests; ARGS="-n 0" uses one process.'
+	@echo 'make test VERL=$(OLDEST_VERL) runs the tests of the verl integration with that release of verl.'
 
 demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: lint  ## run all checks and tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL))  ## run all checks and tests
+	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
+
+# Another release of verl, for the same environment: its folder comes first on the path of modules.
+.venv/verl-%: | setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ verl==$*
 
 lint: setup  ## check style and types
 	@$(BIN)/ruff check --quiet

@@ -82,6 +82,7 @@ OURS = [(page, command) for page, command in COMMANDS if command[0] == "reward-l
 TRAINING = [
     (page, command) for page, command in COMMANDS if command[:3] == ["python", "-m", "reward_loop.verl.main_ppo"]
 ]
+STOCK = [command for _, command in COMMANDS if command[:3] == ["python", "-m", "verl.trainer.main_ppo"]]
 SCORING = [(page, command) for page, command in OURS if command[1] == "score"]
 CHECKING = [(page, command) for page, command in OURS if command[1] == "check"]
 LIMITS = [command for _, command in OURS if command[1] == "limits"]
@@ -116,7 +117,7 @@ def write_rollouts(page: str, folder: Path) -> None:
 
 
 def test_commands_and_code_are_found() -> None:
-    for found in (PYTHON, TRAINING, SCORING, CHECKING, LIMITS, SIMULATING, BENCHMARKS, MAKE):
+    for found in (PYTHON, TRAINING, STOCK, SCORING, CHECKING, LIMITS, SIMULATING, BENCHMARKS, MAKE):
         assert found
 
 
@@ -237,6 +238,23 @@ def test_training_commands_are_accepted(
         config = compose(name, [searchpath, *overrides])
     check_function(resolve(config))
     assert config.reward.custom_reward_function.path
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("command", STOCK)
+def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    from reward_loop.managers import RewardLoopManagerBase
+    from reward_loop.verl.defaults import verl_config_dir
+
+    with initialize_config_dir(str(verl_config_dir()), version_base=None):
+        config = compose("ppo_trainer", command[3:])
+    manager = resolve_reward_manager_cls(config)
+    assert issubclass(manager, RewardLoopManagerBase)
+    assert manager.read_options(config).on_failed == "default"
 
 
 def test_the_users_configuration_file_takes_effect(tmp_path: Path) -> None:

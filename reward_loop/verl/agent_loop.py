@@ -7,11 +7,10 @@ compute what needs no reward, while samples are judged.
 A training session has these parts, all within verl's task for the session (`_run_agent_loop`):
 
 1. verl generates the trajectory, and calls `_agent_loop_postprocess`.
-2. `_agent_loop_postprocess` starts a task that judges the trajectory: verl's own `_compute_score`.
-3. verl's `_agent_loop_postprocess` writes the trajectory, without a reward. It calls `_compute_score`, which returns at
-   once for a session that is being judged already.
-4. `_agent_loop_postprocess` waits for the reward, and stores it.
-5. The last session of a prompt writes the rewards of the group.
+2. verl's `_agent_loop_postprocess` calls `_compute_score`, which starts a task that judges the trajectory: verl's own
+   `_compute_score`. Then it writes the trajectory, without a reward.
+3. Our `_agent_loop_postprocess` waits for the reward, and stores it.
+4. The last session of a prompt writes the rewards of the group.
 
 A session ends only when its reward has arrived, so verl's own prompt statuses keep their meaning.
 """
@@ -119,50 +118,50 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             await self._end_judging(*session)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        outputs = output if isinstance(output, list) else [output]
         if validate:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
         session = (kwargs["uid"], kwargs["session_id"])
         self._end_generation(*session)
-        judging = self._start_judging(outputs, session, kwargs)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             await self._end_publishing(*session)
-            if judging is not None:
-                await self._take_reward(outputs, session, judging)
+            if session in self._judging:
+                await self._take_reward(output if isinstance(output, list) else [output], session)
         finally:
-            if judging is not None:
-                await self._stop_judging(session, judging)
+            if session in self._judging:
+                await self._stop_judging(session)
         return None
 
-    def _start_judging(self, outputs: list[Any], session: Session, kwargs: dict) -> asyncio.Task[None] | None:
-        """Starts to judge a session in a task. Returns ``None`` if there is nothing to judge.
+    async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+        """Starts to judge a training session in a task, and judges a validation sample.
 
-        That is the case if generation gave no output, if the agent loop itself has set a score, or if the trainer
-        sends the whole batch to the reward workers.
+        verl calls this method before it writes a trajectory. There is nothing to judge if the agent loop itself has set
+        a score, or if the trainer sends the whole batch to the reward workers.
+
+        Args:
+            outputs: the outputs of the session.
+            kwargs: the prompt's columns, uid and session.
+            options: further arguments of newer versions of verl, passed on.
         """
-        if not outputs or outputs[-1].reward_score is not None or self.reward_loop_worker_handles is None:
-            return None
-        judging = asyncio.create_task(super()._compute_score(outputs, kwargs))
-        self._judging[session] = judging
-        self._emit(("judging", _name(session)))
-        return judging
+        session = (kwargs["uid"], kwargs["session_id"])
+        if session[0] not in self._rewards:
+            # `__validate__` gives the sample the traffic class `validate` in the limits.
+            return await super()._compute_score(outputs, {**kwargs, "__validate__": True}, **options)
+        if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
+            # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
+            self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs, **options))
+            self._emit(("judging", _name(session)))
+        return None
 
-    async def _stop_judging(self, session: Session, judging: asyncio.Task[None]) -> None:
+    async def _stop_judging(self, session: Session) -> None:
         """Ends the task that judges a session. It still runs only if the trajectory could not be written."""
+        judging = self._judging[session]
         try:
             judging.cancel()  # no effect after the reward has arrived
             await asyncio.gather(judging, return_exceptions=True)
         finally:
             del self._judging[session]
             self._emit(("judged", _name(session)))
-
-    async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
-        """Scores validation samples. verl calls this method before it writes a trajectory."""
-        if (kwargs["uid"], kwargs["session_id"]) in self._judging:
-            return  # `_agent_loop_postprocess` waits for the reward after verl has written the trajectory.
-        # `__validate__` gives the sample the traffic class `validate` in the limits.
-        await super()._compute_score(outputs, {**kwargs, "__validate__": True})
 
     def _end_generation(self, uid: str, session_id: int) -> None:
         if _remove(self._generating, uid, session_id):
@@ -182,7 +181,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             fields = list_of_dict_to_tensordict(list(rewards.values()))
             await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
 
-    async def _take_reward(self, outputs: list[Any], session: Session, judging: asyncio.Task[None]) -> None:
+    async def _take_reward(self, outputs: list[Any], session: Session) -> None:
         """Waits for the reward of a session, and stores it.
 
         If judging raises, the session is masked: its trajectory has been published already, and the other samples of
@@ -190,7 +189,7 @@ class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         """
         final = outputs[-1]
         try:
-            await judging
+            await self._judging[session]
         except Exception as error:
             final.reward_score = 0.0
             final.extra_fields["reward_extra_info"] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.managers.rate_limited import RateLimitedConfig
+from reward_loop.verl.compat.releases import verl_folder
 
 __all__ = ["CONFIG_DIR", "defaults", "verl_config_dir"]
 
@@ -19,10 +19,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 def verl_config_dir() -> Path:
     """Returns the directory of verl's Hydra configuration, without importing verl."""
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "trainer" / "config"
+    return verl_folder() / "trainer" / "config"
 
 
 @functools.cache

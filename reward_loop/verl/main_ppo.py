@@ -241,7 +241,10 @@ def _stop(message: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Runs the command ``python -m reward_loop.verl.main_ppo``."""
-    compat.warn_of_version()
+    try:
+        compat.check_version()
+    except compat.VerlVersionError as error:
+        _stop(str(error), 1)
     searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
     # Insert it directly before the first override: Hydra accepts flags before or after the overrides, not between.
     first = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))

@@ -11,12 +11,15 @@ from typing import Any
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC, ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
 
 __all__ = ["RewardReplayBuffer", "extend"]
+
+REWARD_METRIC = "reward"
+"""The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
 
 NAMED_PROMPTS = 5
 """The largest number of prompts that an error message names."""
@@ -111,7 +114,7 @@ class RewardReplayBuffer(ReplayBuffer):
         keys = [key for key in partition if key.split("_")[0] in new]
         if not keys:
             return
-        by_reward = metric == FILTER_GROUPS_REWARD_METRIC
+        by_reward = metric == REWARD_METRIC
         batch = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys])
         if self._check_parts is not None:
             self._check_parts(batch)

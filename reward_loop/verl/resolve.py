@@ -1,6 +1,6 @@
 """Turns verl's configuration into the settings of rewards: moves old keys, checks the options, and reads them once.
 
-verl 0.9.1 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
+verl 0.9 accepts ``reward_model.*``, ``custom_reward_function.*`` and ``sandbox_fusion.*`` and ignores them. Here they
 take effect: each moves to its successor under ``reward.*``. An unknown option, or one that contradicts its successor,
 is an error.
 """

@@ -94,13 +94,14 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             self._failure = f"{kwargs['uid']}_{kwargs['session_id']}: {type(error).__name__}: {error}"
             raise
 
-    async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
+    async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+        # `options`: further arguments of newer versions of verl.
         reservation = self._reservations.get(kwargs["uid"])
         if reservation is None:
             # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
-            return await super()._compute_score(outputs, {**kwargs, "__validate__": True})
+            return await super()._compute_score(outputs, {**kwargs, "__validate__": True}, **options)
         if outputs[-1].reward_score is not None:
-            return await super()._compute_score(outputs, kwargs)
+            return await super()._compute_score(outputs, kwargs, **options)
         async with self._queue.turn(reservation, step=_version(outputs, kwargs)):
             # A manager that waits for all rollouts of a prompt must receive either all of them or none.
             partly_judged = self._by_group and reservation.judged
@@ -108,7 +109,7 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
                 _leave_unscored(outputs[-1])
             else:
                 reservation.judged = True
-                await super()._compute_score(outputs, kwargs)
+                await super()._compute_score(outputs, kwargs, **options)
         return None
 
     def _will_be_evicted(self, prompt_step: int) -> bool:

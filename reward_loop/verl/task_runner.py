@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,36 +22,32 @@ class TaskRunner(TaskRunnerV1.__ray_actor_class__):
     """verl's V1 task runner, with the reward loop and the reward model."""
 
     def run(self, config: DictConfig) -> None:
-        """Starts the services of rewards, trains, and stops the services, also after an error."""
+        """Starts the services of rewards, trains as verl's task runner does, and stops the services.
+
+        The services stop also after an error.
+        """
         # The imports below need names that another version of verl may lack.
         compat.check(compat.TRAINING, *([compat.CPU] if config.trainer.device == "cpu" else []))
-        import transfer_queue as tq
-        from verl.utils.logging_utils import configure_verl_logging
+        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
         from reward_loop.verl.services import reward_services
         from reward_loop.verl.trainer import with_reward_loop
 
-        configure_verl_logging()
         logging.getLogger("reward_loop").setLevel(logging.INFO)
-        config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        self.config = config
-        with ExitStack() as stack:
-            tq.init(config.transfer_queue)
-            stack.callback(tq.close)
-            rewards = stack.enter_context(reward_services(config))
-            trainer = with_reward_loop(_trainer_class(config, rewards.settings.mode))(config, rewards)
-            self.trainer = trainer
-            succeeded = False
-            try:
-                trainer.init()
-                self.init_agent_loop_manager()
-                trainer.fit(self.agent_loop_manager)
-                succeeded = True
-            finally:
-                tracking = getattr(trainer, "logger", None)
-                if tracking is not None:
-                    tracking.finish(exit_code=0 if succeeded else 1)
+        with reward_services(config) as rewards:
+            mode = rewards.settings.mode
+            trainer = with_reward_loop(_trainer_class(config, mode))
+            # verl looks the trainer up by the mode, in this process only, and calls it with the configuration.
+            TRAINER_REGISTRY[mode.name] = partial(trainer, rewards=rewards)
+            super().run(_without_secret(config))
+
+
+def _without_secret(config: DictConfig) -> DictConfig:
+    """Returns a copy of the configuration without the address of the limiter service: verl prints it."""
+    config = deepcopy(config)
+    config.reward_loop.job = None
+    return config
 
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:

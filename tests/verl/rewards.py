@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 
 from reward_loop.client import classify
+from reward_loop.errors import TransientError
 
 
 def _log(**row: Any) -> None:
@@ -53,6 +55,32 @@ class Mixed:
 
     def post_process_scores(self, scores: list[float]) -> list[float]:
         return halve_all_but_the_best(scores)
+
+
+def flaky(solution_str: str, ground_truth: str, extra_info: dict, factor: float) -> dict[str, float]:
+    """Fails at the first attempt for each response, and always for some. Logs its times and its process."""
+    value = number(solution_str)
+    began = time.monotonic()
+    time.sleep(0.02)
+    score = factor * (value % 100) / 100
+    times = {"began": began, "ended": time.monotonic()}  # the clock of the machine
+    ray = sys.modules.get("ray")
+    in_ray = ray is not None and ray.is_initialized()
+    _log(output=solution_str, gts=ground_truth, score=score, split=extra_info["split"], in_ray=in_ray, **times)
+    if value % 7 == 1:
+        raise ValueError(f"no score for {value}")
+    if _is_first(f"{extra_info['split']}-{extra_info['index']}-{value}"):
+        raise TransientError("try again")
+    return {"score": score, "digit": value % 10}
+
+
+class Located(Mixed):
+    """As :class:`Mixed`. The file ``verl.txt`` names the verl of the reward worker."""
+
+    def __init__(self) -> None:
+        import verl  # the command that trains loads this module, too, before it sets verl's environment
+
+        _beside_the_log("verl.txt").write_text(str(verl.__file__))
 
 
 LOST = range(3)

@@ -6,19 +6,23 @@ import atexit
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from reward_loop.verl.cpu.preload import preloaded
+from reward_loop.verl.cpu.preload import MODULES, preloaded
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.nodes import Node
 
@@ -27,12 +31,16 @@ REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    # Ray's workers import the agent loops.
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-}
-"""The environment variables of all runs that are read when modules are imported."""
+
+def module_environment(verl: Path | None = None) -> dict[str, str]:
+    """The environment variables of a run that are read when modules are imported.
+
+    Args:
+        verl: a folder with another release of verl, which comes before the installed one.
+    """
+    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
+    path = (REPOSITORY, verl, os.environ.get("PYTHONPATH"))
+    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 
 def agent_loop(name: str) -> tuple[str, ...]:
@@ -103,6 +111,8 @@ def train(
     policy: Path,
     *overrides: str,
     function: str,
+    entry: Sequence[str] = ("reward_loop.verl.main_ppo", "--config-name", "cpu"),
+    verl: Path | None = None,
     environment: Mapping[str, str] | None = None,
     node: Node | None = None,
     python: str | None = None,
@@ -114,6 +124,8 @@ def train(
         policy: the directory of the model.
         *overrides: options, as on the command line.
         function: the name of the reward function in ``rewards.py``.
+        entry: the module of the command that trains, and its first arguments.
+        verl: a folder with another release of verl.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs. By default, it starts a Ray of its own here.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
@@ -122,8 +134,7 @@ def train(
     if not (directory / "train.parquet").exists():
         write_data(directory)
     command = [
-        sys.executable,
-        *("-m", "reward_loop.verl.main_ppo", "--config-name", "cpu"),
+        *(sys.executable, "-m", *entry),
         f"actor_rollout_ref.model.path={policy}",
         f"data.train_files={directory}/train.parquet",
         f"data.val_files={directory}/val.parquet",
@@ -140,29 +151,79 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python(verl)!r}",
         *overrides,
     ]
     files = {"REWARD_LOG": str(directory / "calls.jsonl"), "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl")}
-    environment = {**os.environ, **files, **ENVIRONMENT, **(environment or {})}
+    environment = {**os.environ, **files, **module_environment(verl), **(environment or {})}
+    log = directory / "output.log"
+    if node is None and verl is None:
+        return Run(_fork(command[2:], environment, directory, log), _text(log), directory)
     if node is not None:
         # A running Ray does not have the environment of the command.
         command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={value}" for name, value in files.items()]
         command = node.command(*command, directory=directory)
-    log = directory / "output.log"
+    return Run(_spawn(command, environment, directory, log), _text(log), directory)
+
+
+def _spawn(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
         )
     try:
-        returncode = process.wait(TIMEOUT_S)
+        return process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Run(returncode, _text(log), directory)
+
+
+def _fork(arguments: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
+    process = _trainers().Process(target=_main, args=(arguments, environment, directory, log))
+    process.start()
+    try:
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}")
+        return process.exitcode
+    finally:
+        if process.exitcode is None and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+@functools.cache
+def _trainers() -> ForkServerContext:
+    """Forks trainers from a process with preloaded modules: importing them takes a trainer some 10 s of CPU time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(MODULES))
+    with _modules_environment():
+        ensure_running()
+    return context
+
+
+def _main(arguments: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> None:
+    """Runs ``python -m`` with these arguments as the leader of a session, with its output in a file."""
+    os.setsid()
+    with log.open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    module, *sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+@contextlib.contextmanager
+def _modules_environment(verl: Path | None = None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (CPU_ENVIRONMENT | module_environment(verl)).items():
+            patch.setenv(name, value)
+        yield
 
 
 def _text(path: Path) -> str:
@@ -174,12 +235,10 @@ atexit.register(_open.close)
 
 
 @functools.cache
-def worker_python() -> str:
+def worker_python(verl: Path | None = None) -> str:
     """Ray's ``py_executable`` for all runs and clusters of this process: it forks workers from a fork server.
 
     By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CPU_ENVIRONMENT | ENVIRONMENT).items():
-            patch.setenv(name, value)
+    with _modules_environment(verl):
         return _open.enter_context(preloaded())

@@ -75,15 +75,18 @@ class Output(SimpleNamespace):
 
 @pytest.fixture
 async def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with one session of a prompt, whose judge waits for `reward`, and verl's write of the trajectory."""
+    """A worker with one session of a prompt, whose judge waits for `reward`, and verl's write of the trajectory.
+
+    `options` are further arguments of verl's call of `_compute_score`."""
 
     async def write(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
         outputs = output if isinstance(output, list) else [output]
-        await self._compute_score(outputs, kwargs)
+        await self._compute_score(outputs, kwargs=kwargs, **self.options)
         self.written.append([one.reward_score for one in outputs])
 
-    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         self.calls.append(kwargs)
+        assert options == self.options
         outputs[-1].reward_score = await self.reward
         outputs[-1].extra_fields["reward_extra_info"] = {"reward_outcome": "scored"}
 
@@ -99,7 +102,7 @@ async def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker._judging, worker._rewards = {}, {"a": {}}
     worker._events, worker._has_events = [], asyncio.Event()
     worker.reward_loop_worker_handles = ["the client"]
-    worker.written, worker.calls, worker.reward = [], [], asyncio.Future()
+    worker.written, worker.calls, worker.reward, worker.options = [], [], asyncio.Future(), {}
     return worker
 
 
@@ -175,3 +178,14 @@ async def test_a_validation_sample_is_judged_before_it_is_published(judged: Any)
     assert judged.written == [[1.0]]
     assert judged.calls[0]["__validate__"] is True
     assert judged._events == []
+
+
+@pytest.mark.parametrize(("uid", "validate"), [("a", False), ("v", True)])
+async def test_verl_may_pass_the_argument_validate(judged: Any, uid: str, validate: bool) -> None:
+    """A change to verl that is not released adds this argument, and requires it."""
+    judged.reward.set_result(1.0)
+    judged.options = {"validate": validate}
+    output = Output(reward_score=None, extra_fields={})
+    await judged._agent_loop_postprocess(output, validate, uid=uid, session_id=0)
+    assert [call["uid"] for call in judged.calls] == [uid]
+    assert output.reward_score == 1.0

@@ -1,8 +1,11 @@
-"""The check that verl has all names that the reward loop relies on."""
+"""The check of the installed verl: its version, and the names that the reward loop uses."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from reward_loop.verl import compat
+from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -30,7 +34,7 @@ def test_a_removed_method_is_an_error_that_names_the_versions(monkeypatch: pytes
     with pytest.raises(compat.VerlVersionError) as caught:
         compat.check(compat.TRAINING)
     message = str(caught.value)
-    assert "installed verl 0.9.1; supported: 0.9.1" in message
+    assert f"installed verl {compat.installed_version()}; supported: 0.9.0, 0.9.1" in message
     assert "verl.trainer.ppo.v1.trainer_base:PPOTrainer._step_once is missing (overridden: skips an update" in message
 
 
@@ -58,6 +62,8 @@ def test_all_differences_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("verl.protocol:DataProto", {"nonesuch": "a reason"}, "DataProto.nonesuch is missing (a reason)"),
         ("verl.trainer.main_ppo", {"run_ppo(config)": "a reason"}, "run_ppo has the parameters"),
         ("verl.trainer.main_ppo", {"run_ppo(task_runner_class, config)": "a reason"}, "run_ppo has the parameters"),
+        ("verl.trainer.main_ppo", {"run_ppo(config, more)": "a reason"}, "run_ppo has the parameters"),
+        ("verl.utils", {"hf_tokenizer(name_or_path)": "overridden: a reason"}, "hf_tokenizer has the parameters"),
     ],
 )
 def test_names_that_differ(owner: str, names: dict[str, str], problem: str) -> None:
@@ -70,15 +76,61 @@ def test_attributes_that_a_constructor_sets_count_as_present() -> None:
     compat.check({"verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": {"pending_keys": "set in the constructor"}})
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("run_ppo(config, task_runner_class, later?)", "a parameter that this version lacks"),
+        ("run_ppo(config, task_runner_class?)", "a parameter that this version has"),
+        ("run_ppo(config, **)", "overridden, with further parameters"),
+    ],
+)
+def test_parameters_of_some_versions_and_further_ones_may_be_there(name: str, why: str) -> None:
+    compat.check({"verl.trainer.main_ppo": {name: why}})
+
+
+def install(folder: Path, version: str) -> None:
+    """Makes a package verl of a version, which must not be imported."""
+    (folder / "verl" / "version").mkdir(parents=True)
+    (folder / "verl" / "version" / "version").write_text(f"{version}\n")
+    (folder / "verl" / "__init__.py").write_text("raise ImportError('verl was imported')\n")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    spec = ModuleSpec("verl", None, origin=str(folder / "verl" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.10.0.dev", "1.0", "an unusual version"])
 def test_another_version_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
 ) -> None:
-    compat.warn_of_version()
+    compat.check_version()
     assert capsys.readouterr().err == ""
-    (tmp_path / "version").mkdir()
-    (tmp_path / "version" / "version").write_text("0.10.0\n")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
+    install(tmp_path, version)
+    use(monkeypatch, tmp_path)
+    compat.check_version()
+    assert f"verl {version} is installed. reward_loop is tested with verl 0.9.0, 0.9.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.9.0.dev0"])
+def test_an_older_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(tmp_path, version)
+    use(monkeypatch, tmp_path)
+    with pytest.raises(compat.VerlVersionError, match=f"verl {version} is installed.*needs verl 0.9.0 or later"):
+        compat.check_version()
+
+
+def test_an_older_version_stops_the_command_before_verl_is_imported(tmp_path: Path) -> None:
+    install(tmp_path, "0.8.0")
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop.verl.main_ppo", "trainer.nnodes=1"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    compat.warn_of_version()
-    assert "verl 0.10.0 is installed, and reward_loop supports verl 0.9.1" in capsys.readouterr().err
+    assert done.returncode == 1
+    assert "verl 0.8.0 is installed, and reward_loop needs verl 0.9.0 or later: pip install verl==" in done.stderr
+    assert "Traceback" not in done.stderr

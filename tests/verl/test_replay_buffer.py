@@ -49,7 +49,7 @@ def buffer(cls: type[ReplayBuffer] = ReplayBuffer, metric: str | None = None, **
     plain = cls(
         trainer_mode="sync",
         trainer_config={},
-        max_off_policy_threshold=None,
+        max_off_policy_threshold=8,
         max_off_policy_strategy="wait",
         sampler_kwargs={},
         refill_fn=lambda count: None,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from reward_loop.verl import tq_batches, tq_rewards, trainer
+from reward_loop.verl.compat.adapters import with_missing_values
 from reward_loop.verl.reward_metrics import StepRewards, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
 from tests.verl.configs import resolved
@@ -143,6 +143,7 @@ class Run:
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
+        self.trainer._add_batch_to_generate = lambda: None  # verl 0.9.0 has no `prepare_step`
         self.trainer.reward_workers = SimpleNamespace(
             ask_for_fatal_error=lambda: None,
             post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],
@@ -376,12 +377,13 @@ def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:
     }
     numbers = only_numbers(columns)
     assert numbers["verdict"] == [1.0, None, None]
-    metrics = process_validation_metrics(["math"] * 3, ["u"] * 3, numbers)["math"]
-    assert metrics["judge"] == {"mean@1": 0.5}
-    assert "steps" not in metrics
-    assert "maj@3/mean" in metrics["reward"]
+    verls = object.__new__(PPOTrainerSeparateAsync)._val_metrics_update
+    metrics = with_missing_values(verls)(["math"] * 3, ["u"] * 3, numbers, ())
+    assert metrics["val-aux/math/judge/mean@1"] == 0.5
+    assert not [name for name in metrics if "steps" in name]
+    assert "val-core/math/reward/maj@3/mean" in metrics
     with pytest.raises((ValueError, TypeError)):
-        process_validation_metrics(["math"] * 3, ["u"] * 3, columns)
+        verls(["math"] * 3, ["u"] * 3, columns, ())
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error"])

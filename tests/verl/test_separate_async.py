@@ -37,8 +37,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
             *(self._compute_score([one], {**arguments, "session_id": i}) for i, one in enumerate(outputs))
         )
 
-    async def compute_score(self: Any, outputs: list[Any], kwargs: dict) -> None:
-        self.judging.append(kwargs)
+    async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+        self.judging.append({**kwargs, **options})
         await self.judged.wait()
 
     monkeypatch.setattr(VERL, "_run_prompt", run_prompt)
@@ -107,6 +107,16 @@ async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
     async with worker._queue.reserve(2) as worker._reservations["a"]:
         await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})
         assert worker._queue.metrics(4)["reward_queue/put"] == 0
+
+
+async def test_verl_may_pass_the_argument_validate(worker: Any) -> None:
+    """A change to verl that is not released adds this argument, and requires it."""
+    worker.judged.set()
+    async with worker._queue.reserve(2) as worker._reservations["a"]:
+        for uid, validate in {"a": False, "v": True}.items():
+            call = {"uid": uid, "global_steps": 4, "session_id": 0}
+            await worker._compute_score([output()], kwargs=call, validate=validate)
+    assert [(call["uid"], call["validate"]) for call in worker.judging] == [("a", False), ("v", True)]
 
 
 @pytest.mark.parametrize(

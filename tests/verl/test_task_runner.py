@@ -6,16 +6,18 @@ import socket
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
-from verl.trainer.ppo.v1 import PPOTrainerSync
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from reward_loop.verl import services
 from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 from reward_loop.verl.services import RewardServices, reward_services
-from reward_loop.verl.task_runner import _trainer_class
-from reward_loop.verl.trainer import with_reward_loop
+from reward_loop.verl.task_runner import TaskRunner, _trainer_class
+from reward_loop.verl.trainer import RewardLoopTrainer, with_reward_loop
 from tests.verl.configs import resolved, settled
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -56,6 +58,23 @@ def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(mode: str)
     assert trainer._poll_fatal_error in trainer.replay_buffer.checks
     # verl's own reward workers are off in its copy of the configuration.
     assert (trainer.config.reward.num_workers, settings.num_workers) == (0, 8)
+
+
+def test_verls_task_runner_gets_our_trainer_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = []
+
+    def run(self: Any, config: DictConfig) -> None:
+        trainers.append(get_trainer_cls(config.trainer.v1.trainer_mode)(config=config))
+        assert "s3cret" not in OmegaConf.to_yaml(config)  # verl prints it
+
+    monkeypatch.setattr(TaskRunnerV1.__ray_actor_class__, "run", run)
+    monkeypatch.setitem(TRAINER_REGISTRY, "sync", PPOTrainerSync)
+    config = settled("reward_loop.job='10.0.0.1:7:s3cret'")
+    TaskRunner.__ray_actor_class__().run(config)
+    (trainer,) = trainers
+    assert isinstance(trainer, RewardLoopTrainer)
+    assert isinstance(trainer, PPOTrainerSync)
+    assert trainer._settings.options.job == config.reward_loop.job == "10.0.0.1:7:s3cret"
 
 
 def test_an_agent_loop_manager_of_the_user_is_kept() -> None:

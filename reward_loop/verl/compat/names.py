@@ -1,39 +1,22 @@
-"""Every name of verl and TransferQueue that the reward loop relies on, and a check that these names still exist.
+"""The names of verl and TransferQueue that the reward loop uses. verl documents few of them.
 
-The overrides and calls themselves are in the modules named below. verl documents few of these names, so another
-version of verl may rename them or change their signatures.
+The keys of the tables are ``module``, ``module:Class`` or ``module:Class.attribute``. Their values say what is used,
+and why:
 
-The keys of the tables are ``module``, ``module:Class`` or ``module:Class.attribute``. Their values say what is used:
-a function with the parameters that the reward loop passes or overrides, such as ``step(metrics, timing_raw)``, or an
-attribute, such as ``poll_interval``; and why.
+- a function with the parameters that the reward loop passes or declares, such as ``step(metrics, timing_raw)``. A
+  parameter that only some versions of verl have ends with ``?``. ``**`` at the end stands for further parameters, which
+  an override accepts and passes on;
+- an attribute, such as ``poll_interval``.
+
+A reason that starts with ``overridden`` marks a method that the reward loop overrides. verl calls it, so it must list
+all its parameters.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from reward_loop.errors import RewardLoopError
-
-__all__ = [
-    "COMMAND",
-    "CPU",
-    "SUPPORTED",
-    "TRAINING",
-    "VerlVersionError",
-    "check",
-    "installed_version",
-    "warn_of_version",
-]
-
-SUPPORTED = ("0.9.1",)
-"""The supported and tested versions of verl."""
+__all__ = ["COMMAND", "CPU", "TRAINING", "Names"]
 
 Names = Mapping[str, Mapping[str, str]]
 
@@ -43,10 +26,7 @@ COMMAND: Names = {
         "TaskRunnerV1": "base class of our task runner",
     },
     "verl.trainer.main_ppo:TaskRunnerV1": {
-        "init_agent_loop_manager()": "called by our `run`",
-        "config": "read by `init_agent_loop_manager`, set by our `run`",
-        "trainer": "read by `init_agent_loop_manager`, set by our `run`",
-        "agent_loop_manager": "passed to the trainer's `fit`",
+        "run(config)": "overridden: runs within the services of rewards",
     },
     "verl.trainer.ppo.utils": {
         "need_critic(config)": "argument of `validate_config`",
@@ -62,10 +42,7 @@ COMMAND: Names = {
 TRAINING: Names = {
     # task_runner
     "verl.trainer.ppo.v1": {"get_trainer_cls(name)": "the trainer of a mode, which `with_reward_loop` extends"},
-    "verl.utils.logging_utils": {"configure_verl_logging()": "called as verl's task runner does"},
     "transfer_queue": {
-        "init(conf)": "called as verl's task runner does",
-        "close()": "called as verl's task runner does",
         "kv_list(partition_id)": "the tags of prompts and trajectories",
         "kv_batch_get(keys, partition_id, select_fields)": "reads rewards and masks",
         "kv_batch_put(keys, partition_id, fields, tags)": "writes rewards, masks and tags; returns the field names",
@@ -92,7 +69,7 @@ TRAINING: Names = {
         "step(metrics, timing_raw)": "overridden: metrics of rewards; raises the workers' fatal errors",
         "_step_once(metrics, timing_raw, sample_batch_size)": "overridden: skips an update without any score",
         "_validate()": "overridden: raises the workers' fatal errors",
-        "_val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts)": (
+        "_val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts?)": (
             "overridden: means without masked samples"
         ),
         "_dump_generations(inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path)": (
@@ -137,7 +114,10 @@ TRAINING: Names = {
         "actor_rollout_wg": "advances the learning-rate schedule",
         "critic_wg": "advances the learning-rate schedule",
     },
-    "verl.trainer.ppo.v1.trainer_base": {"register_trainer(name)": "registers the mode reward_pipeline"},
+    "verl.trainer.ppo.v1.trainer_base": {
+        "register_trainer(name)": "registers the mode reward_pipeline",
+        "TRAINER_REGISTRY": "receives the trainer of the run's mode with our overrides: there is no function for that",
+    },
     "verl.trainer.ppo.v1.trainer_sync": {"PPOTrainerSync": "base class of the mode reward_pipeline"},
     "verl.trainer.ppo.v1.trainer_separate_async": {
         "PPOTrainerSeparateAsync": "base class of the mode separate_async with a queue",
@@ -165,7 +145,6 @@ TRAINING: Names = {
     },
     # replay_buffer: overridden by `RewardReplayBuffer`
     "verl.trainer.ppo.v1.replay_buffer": {
-        "FILTER_GROUPS_REWARD_METRIC": "the metric `reward` of algorithm.filter_groups",
         "_accumulate_eviction_metrics(acc, new, stale_count)": "metrics of evicted groups, in the mode reward_pipeline",
     },
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": {
@@ -186,9 +165,9 @@ TRAINING: Names = {
     # agent_loop, separate_async: overridden in our agent loop workers
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": {
         "_run_prompt(prompt, sampling_params, trajectory, trace)": "overridden: the sessions of a prompt",
-        "_run_agent_loop(sampling_params, trajectory, agent_name)": "overridden: the end or failure of a session",
+        "_run_agent_loop(sampling_params, trajectory, **)": "overridden: the end or failure of a session",
         "_agent_loop_postprocess(output, validate)": "overridden: publishes the trajectory before its reward",
-        "_compute_score(outputs, kwargs)": "overridden: the start of judging",
+        "_compute_score(outputs, kwargs, **)": "overridden: the start of judging",
         "config": "verl's configuration",
         "reward_loop_worker_handles": "holds the reward client",
     },
@@ -279,93 +258,3 @@ CPU: Names = {
     "verl.checkpoint_engine.base:CheckpointEngineRegistry": {"register(backend)": "registers the backend `ray`"},
 }
 """Used in addition by a run on a CPU (`reward_loop.verl.cpu`)."""
-
-
-class VerlVersionError(RewardLoopError):
-    """The installed verl lacks names that the reward loop relies on."""
-
-
-def installed_version() -> str:
-    """Returns the version of the installed verl, without importing it."""
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None
-    assert spec.origin is not None
-    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
-
-
-def warn_of_version() -> None:
-    """Prints a warning if the installed verl is not one of `SUPPORTED`."""
-    version = installed_version()
-    if version not in SUPPORTED:
-        print(
-            f"warning: verl {version} is installed, and reward_loop supports verl {', '.join(SUPPORTED)}: other "
-            f"versions may fail. pip install verl=={SUPPORTED[-1]}",
-            file=sys.stderr,
-        )
-
-
-def check(*tables: Names) -> None:
-    """Checks that verl has all names of these tables, with the parameters that the reward loop uses.
-
-    Imports the modules of the tables.
-
-    Raises:
-        VerlVersionError: names are missing, or have other parameters; the message lists all of them.
-    """
-    problems = [
-        problem
-        for owner, names in chain.from_iterable(table.items() for table in tables)
-        for problem in _problems(owner, names)
-    ]
-    if problems:
-        listed = "\n  ".join(problems)
-        raise VerlVersionError(
-            f"reward_loop does not work with the installed verl {installed_version()}; supported: "
-            f"{', '.join(SUPPORTED)}. Install one of these: pip install verl=={SUPPORTED[-1]}. Differences:\n  {listed}"
-        )
-
-
-def _problems(owner: str, names: Mapping[str, str]) -> Iterator[str]:
-    module, _, path = owner.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        yield f"{module} cannot be imported ({error})"
-        return
-    if path:
-        if not hasattr(found, path):
-            yield f"{owner} is missing"
-            return
-        found = getattr(found, path)
-        found = getattr(found, "__ray_actor_class__", found)
-    for name, why in names.items():
-        if problem := _problem(found, name):
-            yield f"{owner}{'.' if path else ':'}{problem} ({why})"
-
-
-def _problem(owner: Any, name: str) -> str | None:
-    name, is_function, parameters = name.removesuffix(")").partition("(")
-    if not is_function:
-        return None if _has_attribute(owner, name) else f"{name} is missing"
-    function = getattr(owner, name, None)
-    if not callable(function):
-        return f"{name} is missing"
-    used = [word for word in parameters.split(", ") if word]
-    actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    required = {p.name for p in actual if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if [p.name for p in actual if p.name in used] == used and required <= set(used):
-        return None
-    return f"{name} has the parameters ({', '.join(map(str, actual))}) instead of ({', '.join(used)})"
-
-
-def _has_attribute(owner: Any, name: str) -> bool:
-    """Returns whether a module or class has an attribute, or a method of the class uses it on ``self``."""
-    if hasattr(owner, name):
-        return True
-    for cls in getattr(owner, "__mro__", ()):
-        if name in getattr(cls, "__annotations__", ()):
-            return True
-        methods = (inspect.unwrap(member) for member in vars(cls).values() if inspect.isfunction(member))
-        if any(name in method.__code__.co_names for method in methods):
-            return True
-    return False

@@ -1,0 +1,16 @@
+"""What the reward loop uses of verl, and where releases of verl differ.
+
+- `names`: every name of verl and TransferQueue in use, with its parameters, in three tables.
+- `check` compares a table with the installed verl; a run does so at its start.
+- `check_version` refuses a release that is too old.
+- `adapters`, which imports verl, hides the differences between releases from the rest of the package.
+
+``python -m reward_loop.verl.compat`` prints the tables, compared with the installed verl.
+"""
+
+from __future__ import annotations
+
+from reward_loop.verl.compat.names import COMMAND, CPU, TRAINING
+from reward_loop.verl.compat.releases import SUPPORTED, VerlVersionError, check, check_version, installed_version
+
+__all__ = ["COMMAND", "CPU", "SUPPORTED", "TRAINING", "VerlVersionError", "check", "check_version", "installed_version"]

@@ -1,0 +1,84 @@
+"""``python -m reward_loop.verl.compat``: compares the installed verl with all names that the reward loop uses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+
+from reward_loop._util.output import open_standard_streams
+from reward_loop.verl.compat.names import COMMAND, CPU, TRAINING
+from reward_loop.verl.compat.releases import SUPPORTED, installed_version, verl_folder
+from reward_loop.verl.compat.signatures import Finding, findings
+
+__all__ = ["main"]
+
+DESCRIPTION = """\
+Compares the installed verl with all names of verl and TransferQueue that reward_loop calls, overrides or reads, and
+prints each with "ok" or "NO". Run it before a training with another version of verl.
+
+The list contains the parameters that reward_loop uses. "?" marks a parameter that only some versions have; "**" stands
+for further ones. A method that reward_loop overrides must have no others.
+
+Exit status: 0 if all names fit, 1 if any is missing or has other parameters. A name that fits may still behave
+differently: the tests train with verl {supported}.
+
+The command imports verl's trainer, its workers and torch, which takes some 20 seconds of processor time. It starts
+neither Ray nor any other process, and needs no GPU. To compare a verl that is not installed, put its folder first on
+the path: PYTHONPATH=path/to/verl-checkout python -m reward_loop.verl.compat
+"""
+
+TABLES = {
+    "By the command, before Ray starts": COMMAND,
+    "By the task runner, the trainer and the workers": TRAINING,
+    "In addition, on a CPU": CPU,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the list; returns the exit status."""
+    open_standard_streams()
+    argparse.ArgumentParser(
+        prog="python -m reward_loop.verl.compat",
+        description=DESCRIPTION.format(supported=" and ".join(SUPPORTED)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
+    warnings.simplefilter("ignore")  # verl warns of engines that are not installed
+    print(f"verl {installed_version()} in {verl_folder()}; reward_loop supports {', '.join(SUPPORTED)}")
+    for package in ("TransferQueue", "ray", "torch"):
+        print(f"{package} {_version(package)}")
+    count, problems = 0, dict[str, None]()
+    for title, table in TABLES.items():
+        print(f"\n{title}", flush=True)
+        for owner, group in groupby(findings(table), key=lambda finding: finding.owner):
+            print(f"  {owner}")
+            for finding in group:
+                count += 1
+                print(f"    {_line(finding)}")
+                if finding.problem:
+                    problems[finding.problem] = None
+    if not problems:
+        print(f"\nAll {count} names fit.")
+        return 0
+    print(f"\nreward_loop does not work with verl {installed_version()}:")
+    for problem in problems:
+        print(f"  {problem}")
+    return 1
+
+
+def _line(finding: Finding) -> str:
+    return f"{'NO' if finding.problem else 'ok'}  {finding.name}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""``python -m reward_loop.verl.compat``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reward_loop.verl.compat import CPU, TRAINING, installed_version
+from reward_loop.verl.compat.__main__ import main
+from reward_loop.verl.compat.releases import verl_folder
+from tests.gsm8k import ROOT
+
+pytestmark = pytest.mark.integration  # imports verl
+
+
+def run_command(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command, with a folder first on the path of modules."""
+    return subprocess.run(
+        [sys.executable, "-m", "reward_loop.verl.compat", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*([str(folder)] if folder else []), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def test_every_name_is_listed_below_its_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"verl {installed_version()} in {verl_folder()};")
+    assert lines[1].startswith("TransferQueue 0.")
+    for table in (TRAINING, CPU):
+        for owner, names in table.items():
+            first = lines.index(f"  {owner}", lines.index("By the task runner, the trainer and the workers")) + 1
+            assert lines[first : first + len(names)] == [f"    ok  {name}" for name in names]
+    assert lines[-1].endswith("names fit.")
+
+
+def test_a_renamed_method_of_another_verl_is_named_and_the_status_is_1(tmp_path: Path) -> None:
+    shutil.copytree(verl_folder(), tmp_path / "verl")
+    trainer = tmp_path / "verl" / "trainer" / "ppo" / "v1" / "trainer_base.py"
+    source = trainer.read_text()
+    assert "def _compute_advantage(" in source
+    trainer.write_text(source.replace("_compute_advantage(", "_advantage("))
+    done = run_command(folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert f"in {tmp_path}/verl" in done.stdout
+    assert "    NO  _compute_advantage(batch, metrics)" in done.stdout
+    assert "    ok  _compute_values(batch, metrics)" in done.stdout
+    (problem,) = done.stdout[done.stdout.index("reward_loop does not work with verl") :].splitlines()[1:]
+    assert "trainer_base:PPOTrainer._compute_advantage is missing (overridden: excludes masked" in problem
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_what_is_imported_without_importing_it(tmp_path: Path) -> None:
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("raise ImportError('verl was imported')\n")
+    done = run_command("--help", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("Exit status: 0", "imports verl's trainer", "starts neither Ray", "PYTHONPATH="):
+        assert words in " ".join(done.stdout.split())
+
+
+def test_an_unknown_option_is_refused() -> None:
+    done = run_command("--nonesuch")
+    assert done.returncode == 2
+    assert "--nonesuch" in done.stderr

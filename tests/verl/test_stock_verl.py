@@ -1,0 +1,118 @@
+"""verl's own command, unchanged, with a reward manager of this library."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from reward_loop.verl.defaults import CONFIG_DIR
+from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from tests.verl import rewards
+from tests.verl.runs import Run, train
+
+pytestmark = pytest.mark.integration
+
+MANAGER = (
+    "reward.reward_manager.source=importlib",
+    "reward.reward_manager.module.path=pkg://reward_loop.managers",
+    "reward.reward_manager.name=NaiveRewardLoopManager",
+)
+MAX_CONCURRENT = 2
+DEFAULT_SCORE = -0.5
+
+
+def overrides(group: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The options of a mapping as Hydra's overrides."""
+    for key, value in group.items():
+        if isinstance(value, dict):
+            yield from overrides(value, f"{prefix}{key}.")
+        else:
+            yield f"++{prefix}{key}={json.dumps(value)}"
+
+
+def cpu_options() -> list[str]:
+    """What verl needs on a CPU, for its own configuration: the options of ``--config-name cpu``."""
+    options = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "cpu.yaml"))
+    assert isinstance(options, dict)
+    del options["defaults"]
+    return [*overrides(options), "++ray_kwargs.ray_init.num_gpus=1", "++ray_kwargs.ray_init.num_cpus=13"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+    """One step and one validation, as documented: no option, class or file of verl is replaced, but for the CPU."""
+    directory = tmp_path_factory.mktemp("stock")
+    return train(
+        directory,
+        tiny_generative_model,
+        *cpu_options(),
+        *MANAGER,
+        f"reward.custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
+        "reward.custom_reward_function.name=flaky",
+        "+reward.custom_reward_function.reward_kwargs.factor=0.5",
+        "+reward_loop.isolation=process",
+        "+reward_loop.on_failed=default",
+        f"+reward_loop.default_score={DEFAULT_SCORE}",
+        f"+reward_loop.limits.default.max_concurrent={MAX_CONCURRENT}",
+        "+reward_loop.retry.initial_wait=0.01",
+        f"+reward_loop.log_dir={directory}/records",
+        "trainer.logger=[console,file]",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+        function="ignored",
+        entry=("verl.trainer.main_ppo",),
+        environment=CPU_ENVIRONMENT,
+    )
+
+
+def fails(row: dict[str, Any]) -> bool:
+    return rewards.number(row["output"]) % 7 == 1
+
+
+def expected(row: dict[str, Any]) -> float:
+    return DEFAULT_SCORE if fails(row) else 0.5 * (rewards.number(row["output"]) % 100) / 100
+
+
+def test_the_scores_are_those_of_the_function_and_the_default_for_failures(run: Run) -> None:
+    assert run.returncode == 0, run.output[-5000:]
+    rows = run.rollouts(1)
+    assert len(rows) == 8 * 4
+    assert [row["score"] for row in rows] == pytest.approx([expected(row) for row in rows])
+    validated = run.validation(0)
+    assert [row["score"] for row in validated] == pytest.approx([expected(row) for row in validated])
+    mean = statistics.mean(expected(row) for row in validated)
+    assert run.steps[0]["val-core/sums/reward/mean@1"] == pytest.approx(mean)
+
+
+def test_a_transient_failure_is_retried(run: Run) -> None:
+    calls = Counter((call["split"], call["gts"], call["output"]) for call in run.calls)
+    rows = [("train", row) for row in run.rollouts(1)] + [("val", row) for row in run.validation(0)]
+    attempted = Counter((split, row["gts"], row["output"]) for split, row in rows)
+    for (split, gts, output), count in attempted.items():
+        retries = 0 if fails({"output": output}) else 1  # equal responses to a prompt share the first failure
+        assert calls[split, gts, output] == count + retries
+
+
+def test_the_limit_and_the_isolation_hold(run: Run) -> None:
+    moments = sorted([(call["began"], 1) for call in run.calls] + [(call["ended"], -1) for call in run.calls])
+    running = most = 0
+    for _, change in moments:
+        running += change
+        most = max(most, running)
+    assert 1 <= most <= MAX_CONCURRENT
+    assert not any(call["in_ray"] for call in run.calls)
+
+
+def test_every_sample_has_a_record(run: Run) -> None:
+    (file,) = (run.directory / "records").iterdir()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = run.rollouts(1) + run.validation(0)
+    failed = sum(fails(row) for row in rows)
+    assert Counter(record["outcome"] for record in records) == Counter(scored=len(rows) - failed, failed=failed)
