@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,9 @@ from reward_loop.limits.lease import report_answer
 from reward_loop.records import current
 
 __all__ = ["post", "shared_session", "url_of"]
+
+_MAX_RESENDS = 3
+"""How many times a request to ``host:port`` is sent again after its connection was lost."""
 
 _SHOWN = 500
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
@@ -45,6 +48,10 @@ async def post(
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
     requests wait for a connection.
+
+    If the connection to a ``host:port`` is lost before the answer is complete, for example because the router was
+    killed, the request is sent again, up to three times within the timeout. Requests to a base URL are not: a service
+    might compute, and charge for, the same request twice.
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
@@ -82,21 +89,22 @@ async def _post(
         call.ask(what)
     try:
         session = await shared_session()
+        is_base_url = "://" in (address or "")
         send = functools.partial(
             session.post,
             url,
             data=encode(body),
             headers=headers,
-            proxy=_proxy(url) if "://" in (address or "") else None,  # No proxy for `host:port`: it is in the cluster.
+            proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
             timeout=aiohttp.ClientTimeout(total=None),
         )
-        async with asyncio.timeout(timeout), await with_descriptor(send) as response:
-            data = await read(response, max_reply_bytes)
-    except ReplyTooLongError:
+        async with asyncio.timeout(timeout):
+            response, data = await _exchange(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+    except ReplyTooLongError as error:
         raise RequestError(
-            f"{what} was answered with status {response.status} and more than {max_reply_bytes} bytes after "
+            f"{what} was answered with status {error.status} and more than {max_reply_bytes} bytes after "
             "decompression; if such answers are expected, raise max_reply_bytes",
-            status=response.status,
+            status=error.status,
         ) from None
     except aiohttp.RedirectClientError as error:
         raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
@@ -119,6 +127,28 @@ async def _post(
         return orjson.loads(data)
     except orjson.JSONDecodeError:
         raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200) from None
+
+
+async def _exchange(
+    send: Callable[[], Awaitable[aiohttp.ClientResponse]], max_reply_bytes: int, resends: int
+) -> tuple[aiohttp.ClientResponse, bytes]:
+    """Sends a request and reads the body of the answer. Repeats both if the connection is lost.
+
+    Args:
+        send: opens the connection and sends the request.
+        max_reply_bytes: the longest answer.
+        resends: how many times the request may be sent again.
+    """
+    while True:
+        try:
+            async with await with_descriptor(send) as response:
+                return response, await read(response, max_reply_bytes)
+        except aiohttp.ClientConnectorError:  # there was no connection
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError):
+            if not resends:
+                raise
+            resends -= 1
 
 
 def url_of(address: str | None, path: str) -> str:
