@@ -32,7 +32,7 @@ __all__ = [
 class Config(BaseModel):
     """Base of all option groups: immutable, and a misspelt key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class LimitConfig(Config):

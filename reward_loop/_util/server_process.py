@@ -6,8 +6,6 @@ import argparse
 import socket
 from typing import Any
 
-import uvicorn
-
 from reward_loop._util.output import print_line
 from reward_loop._util.parent_death_pipe import follow
 from reward_loop._util.sockets import listen, url_of
@@ -63,6 +61,8 @@ def serve(app: Any, listener: socket.socket, name: str) -> None:
     Raises:
         SystemExit: the app failed to start; the log shows the cause.
     """
+    import uvicorn  # takes 0.2 s, and the router, which has its own server, must start fast
+
     print_line(f"{name} listens on {url_of(listener)}")
     config = uvicorn.Config(
         app,

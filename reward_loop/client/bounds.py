@@ -21,6 +21,10 @@ _RETRY_S = 0.1
 class ReplyTooLongError(Exception):
     """A reply is longer than the limit."""
 
+    def __init__(self, status: int) -> None:
+        self.status = status
+        """The status of the reply."""
+
 
 def max_connections() -> int:
     """Returns the maximum number of concurrent connections of an event loop; 0 for no limit.
@@ -67,6 +71,6 @@ async def read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         size += len(chunk)
         if size > max_bytes:
             response.close()
-            raise ReplyTooLongError
+            raise ReplyTooLongError(response.status)
         chunks.append(chunk)
     return b"".join(chunks)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,9 @@ from reward_loop.limits.lease import report_answer
 from reward_loop.records import current, hide
 
 __all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]
+
+_MAX_RESENDS = 3
+"""How many times a request to ``host:port`` is sent again after its connection was lost."""
 
 _SHOWN = 500
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
@@ -51,6 +54,10 @@ async def post(
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
     requests wait for a connection.
+
+    If the connection to a ``host:port`` is lost before the answer is complete, for example because the router was
+    killed, the request is sent again, up to three times within the timeout. Requests to a base URL are not: a service
+    might compute, and charge for, the same request twice.
 
     Args:
         address: ``host:port`` as in ``reward_router_address``, or the base URL of a service.
@@ -104,7 +111,7 @@ def _cause(error: BaseException) -> str:
 async def _post(
     exchange: Exchange,
     url: str,
-    may_use_proxy: bool,
+    is_base_url: bool,
     headers: Mapping[str, str],
     body: Mapping[str, Any],
     timeout: float | None,
@@ -121,17 +128,18 @@ async def _post(
             url,
             data=encode(body),
             headers=headers,
-            proxy=_proxy(url) if may_use_proxy else None,  # No proxy for `host:port`: it is in the cluster.
+            proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
             timeout=aiohttp.ClientTimeout(total=None),
         )
-        async with asyncio.timeout(timeout), await with_descriptor(send) as response:
-            exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
-            data = await read(response, max_reply_bytes)
-    except ReplyTooLongError:
+        async with asyncio.timeout(timeout):
+            response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+        exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
+    except ReplyTooLongError as error:
+        exchange.update(status=error.status)
         raise RequestError(
-            f"{what} was answered with status {response.status} and more than {max_reply_bytes} bytes after "
+            f"{what} was answered with status {error.status} and more than {max_reply_bytes} bytes after "
             "decompression; if such answers are expected, raise max_reply_bytes",
-            status=response.status,
+            status=error.status,
         ) from None
     except aiohttp.RedirectClientError as error:
         raise RequestError(f"{what} was redirected to {error}, which is not a valid URL") from error
@@ -158,6 +166,28 @@ async def _post(
     if answer is None and data.strip() != b"null":
         raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200)
     return answer
+
+
+async def _send_and_read(
+    send: Callable[[], Awaitable[aiohttp.ClientResponse]], max_reply_bytes: int, resends: int
+) -> tuple[aiohttp.ClientResponse, bytes]:
+    """Sends a request and reads the body of the answer. Repeats both if the connection is lost.
+
+    Args:
+        send: opens the connection and sends the request.
+        max_reply_bytes: the longest answer.
+        resends: how many times the request may be sent again.
+    """
+    while True:
+        try:
+            async with await with_descriptor(send) as response:
+                return response, await read(response, max_reply_bytes)
+        except aiohttp.ClientConnectorError:  # there was no connection
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError):
+            if not resends:
+                raise
+            resends -= 1
 
 
 def url_of(address: str | None, path: str) -> str:

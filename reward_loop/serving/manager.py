@@ -217,7 +217,10 @@ class RewardModelManager:
         async def close(_: str) -> None:
             listener.close()
 
-        self._router_run = self._supervise("router", new_process, starts=Starts(1), on_up=send_states, on_lost=close)
+        # Requests to all servers wait for the router, so it restarts at once.
+        self._router_run = self._supervise(
+            "router", new_process, starts=Starts(1), at_once=True, on_up=send_states, on_lost=close
+        )
         return self._supervisors["router"].started
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> asyncio.Task[None]:

@@ -102,12 +102,14 @@ class Supervisor:
     as before, restart limit reached      awaits ``on_lost(reason)``  `run` returns
     ====================================  ==========================  ==================================================
 
-    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s.
+    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s. With ``at_once``, the
+    first restart within the window has no pause.
 
     Args:
         new_process: creates the next run of the server.
         policy: the restart limit.
         starts: shared by the servers that must not all start at the same time.
+        at_once: whether the first restart within the window has no pause.
         on_up: awaited with the URL each time the server becomes ready.
         on_down: awaited with the reason each time the server has died and will be restarted.
         on_lost: awaited with the reason when the restart limit is reached.
@@ -119,6 +121,7 @@ class Supervisor:
         policy: RestartPolicy,
         *,
         starts: Starts,
+        at_once: bool = False,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
         on_lost: Callable[[str], Awaitable[None]] = _nothing,
@@ -128,6 +131,7 @@ class Supervisor:
         self._new_process = new_process
         self._policy = policy
         self._starts = starts
+        self._at_once = at_once
         self._on_up = on_up
         self._on_down = on_down
         self._on_lost = on_lost
@@ -159,6 +163,8 @@ class Supervisor:
                 await self._on_lost(_first_line(error))
                 return
             pause = min(_FIRST_PAUSE_S * 2 ** len(restarts), _LONGEST_PAUSE_S)
+            if self._at_once and not restarts:
+                pause = 0.0
             restarts.append(now)
             logger.warning("restarting in %.1f s: %s", pause, error)
             await self._on_down(_first_line(error))

@@ -22,19 +22,14 @@ import contextlib
 from collections import defaultdict
 from typing import Any
 
-import ray
 import transfer_queue as tq
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from reward_loop.types import Outcome
-from reward_loop.verl.progress import Event
+from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
+from reward_loop.verl.progress import GENERATED, Event
 
 __all__ = ["PipelineAgentLoopManager", "PipelineAgentLoopWorker"]
-
-GENERATED = "generated"
-"""The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
-because verl rejects unknown statuses."""
 
 EVENTS_S = 30.0
 """Seconds after which a call of `next_events` returns even if there is no event, so that no call stays open
@@ -44,7 +39,7 @@ Session = tuple[str, int]
 """A prompt's uid, and the index of the session."""
 
 
-class PipelineAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
     """An agent loop worker that publishes a training trajectory first, and its reward later. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -227,9 +222,7 @@ def _name(session: Session) -> str:
     return f"{session[0]}_{session[1]}"
 
 
-class PipelineAgentLoopManager(AgentLoopManagerTQ):
+class PipelineAgentLoopManager(ReplacingAgentLoopManager):
     """verl's agent loop manager, with :class:`PipelineAgentLoopWorker` as its workers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(PipelineAgentLoopWorker)
+    worker_class = PipelineAgentLoopWorker

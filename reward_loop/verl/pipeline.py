@@ -42,6 +42,9 @@ evicted    ``_evict`` of a complete group: it was    none                     no
            filtered, or failed without a trajectory
 ========== ============================================= ======================== =============================
 
+If the agent loop worker of a prompt dies, a prompt that is not published returns to the state generating; `Recovery`
+completes a published one.
+
 A session is judged as soon as it is generated, so judging overlaps with the first three states. A reward model on the
 trainer's GPUs is the exception: sessions end without rewards, and ``_finish_generation`` has the whole batch judged.
 """
@@ -66,14 +69,13 @@ from verl.utils.debug import marked_timer
 
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.agent_loop import GENERATED
 from reward_loop.verl.eviction import Eviction
 from reward_loop.verl.mode_options import PIPELINE_MODE, read_mode
 from reward_loop.verl.pipeline_schedule import make_schedule, mini_batch_groups
-from reward_loop.verl.progress import Progress, StepTimes
+from reward_loop.verl.progress import GENERATED, Progress, StepTimes
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch, uid_of
-from reward_loop.verl.tq_batches import MASKS, copy, read_tags, select, zero
+from reward_loop.verl.tq_batches import MASKS, copy, read_tags, read_trajectories, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
 from reward_loop.verl.worker_events import Listener
@@ -108,7 +110,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._batch: StepBatch | None = None
         self._seconds: dict[str, float] = {}
         # During validation, the trainer waits in verl's replay buffer and not in the listener.
-        self.replay_buffer.checks.append(lambda: self._listener.raise_error())
+        self.replay_buffer.checks.append(lambda: self._listener.check())
         self._filters = self.replay_buffer.filter_groups_metric is not None
         self._replaces = self._filters or self.replay_buffer.sync_refill_failed_groups
 
@@ -143,6 +145,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         listener = Listener(
             agent_loop_manager.agent_loop_workers,
             self._progress,
+            recover=lambda dead: self.recovery.recover(dead, self.global_steps),
             resync=self._resync,
             stall_timeout_s=self.options.stall_timeout_s,
             stall_option=f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s",
@@ -186,6 +189,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
                         break
         assert self._batch is not None
         return self._finish_step(self._batch, metrics)
+
+    def on_step_end(self) -> None:
+        """Sends new weights to the rollout engine, which wakes it, and then the prompts that a dead worker had."""
+        super().on_step_end()
+        self.agent_loop_manager.release()
 
     def _ready(self, step: int) -> int:
         """The number of mini-batches of the step that have all their rewards, including those already trained on."""
@@ -239,8 +247,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 self._submit_up_to(count)
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
         with self._timed("generation", timing_raw, "gen"):
+            # A prompt that is not published is generated again if its worker dies, so the engine must be awake.
+            self._listener.wait("rollouts", lambda: not generating and unpublished.isdisjoint(uids))
+            self.agent_loop_manager.hold()
             self.on_sample_end()
-            self._listener.wait("rollouts", lambda: unpublished.isdisjoint(uids))
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
@@ -345,9 +355,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
             self._seconds["judging"] += self._progress.judging_s()
-            metrics["reward_pipeline/rewards_pending"] = self._progress.pending
-            metrics["reward_pipeline/rewards_pending_max"] = self._progress.most_pending
-            metrics["reward_pipeline/oldest_reward_s"] = self._progress.oldest(time.monotonic())
+            metrics |= self._progress.metrics(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
         staleness = batch.staleness(self.global_steps)
@@ -363,15 +371,13 @@ class RewardPipelineTrainer(PPOTrainerSync):
         metrics.update(StepTimes(step, generation, waiting, training, self._seconds["judging"]).metrics())
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
-        wanted = set(uids)
-        _, trajectories = read_tags()
-        rows = {key: tag for key, tag in trajectories.items() if uid_of(key) in wanted}
-        if not rows:
+        trajectories = read_trajectories(set(uids))
+        if not trajectories.keys:
             raise RewardLoopError(
                 f"no rollout of the batch was generated. {self._last_failure()}. "
                 "trainer.v1.sampler.sync_refill_failed_groups=True replaces groups that failed"
             )
-        return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
+        return trajectories
 
     def _data_parallel_size(self) -> int:
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
@@ -380,11 +386,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Reads the prompt tags in TransferQueue, and records events that the workers have not reported."""
         prompts, _ = read_tags()
         with self._listener.lock:
-            for uid, tag in prompts.items():
-                if uid in self._progress.unfinished and tag["status"] in ("finished", "failure"):
-                    self._progress.record(("over", uid), time.monotonic())
-                elif uid in self._progress.unpublished and tag.get(GENERATED):
-                    self._progress.record(("published", uid), time.monotonic())
+            self._progress.record_tags(prompts, time.monotonic())
 
     @contextmanager
     def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["Event", "FailureStreak", "Progress", "RefillLimit", "StepTimes"]
+__all__ = ["GENERATED", "Event", "FailureStreak", "Progress", "Recovered", "RefillLimit", "StepTimes"]
+
+GENERATED = "generated"
+"""The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
+because verl rejects unknown statuses."""
 
 Event = tuple[Literal["judging", "judged", "generated", "published", "over", "failed"], str]
 """The kind of an event, and its subject:
@@ -17,6 +21,20 @@ Event = tuple[Literal["judging", "judged", "generated", "published", "over", "fa
 - ``over``: all sessions of the prompt have ended, rewards included;
 - ``failed``: a session failed without a trajectory; the subject is the session and the error.
 """
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What the death of agent loop workers has changed. All prompts are given by their uids."""
+
+    workers: dict[int, Any] = field(default_factory=dict)
+    """The replacements, by number."""
+    received: set[str] = field(default_factory=set)
+    """The prompts that the dead workers had received."""
+    generated_again: set[str] = field(default_factory=set)
+    """The prompts that are generated again."""
+    judged_again: set[str] = field(default_factory=set)
+    """The prompts whose missing rewards were computed again. They are complete."""
 
 
 class Progress:
@@ -74,6 +92,23 @@ class Progress:
             for stage in self._stages[:ended]:
                 stage.discard(name)
 
+    def record_tags(self, prompts: Mapping[str, Mapping[str, Any]], at: float) -> None:
+        """Records what the tags of prompts in TransferQueue show, and the events so far do not.
+
+        Args:
+            prompts: prompt uid -> its tags; see `GENERATED`.
+            at: as in `record`.
+        """
+        for uid, tag in prompts.items():
+            if uid in self.unfinished and tag["status"] in ("finished", "failure"):
+                self.record(("over", uid), at)
+            elif uid in self.unpublished and tag.get(GENERATED):
+                self.record(("published", uid), at)
+
+    def lose_rewards(self, uids: Collection[str]) -> None:
+        """Removes the pending rewards of prompts whose worker has died."""
+        self._out = {session: at for session, at in self._out.items() if session.rsplit("_", 1)[0] not in uids}
+
     def start_step(self) -> None:
         """Starts the counts of a training step."""
         self.most_pending = self.pending
@@ -102,6 +137,14 @@ class Progress:
     def oldest(self, now: float) -> float:
         """Returns the age of the oldest pending reward, in seconds; 0 if there is none."""
         return max((now - since for since in self._out.values()), default=0.0)
+
+    def metrics(self, now: float) -> dict[str, float]:
+        """Returns the metrics of pending rewards for verl's logger, by name."""
+        return {
+            "reward_pipeline/rewards_pending": self.pending,
+            "reward_pipeline/rewards_pending_max": self.most_pending,
+            "reward_pipeline/oldest_reward_s": self.oldest(now),
+        }
 
     def forget(self, uids: Iterable[str]) -> None:
         """Removes prompts that were evicted."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "spread",
     "unmasked",
     "validation_metrics",
+    "without_baseline",
 ]
 
 Info = Mapping[str, Any]
@@ -239,3 +240,21 @@ def _largest(sizes: Mapping[Prompt, int]) -> dict[str, int]:
     for (source, _), size in sizes.items():
         largest[source] = max(size, largest.get(source, 0))
     return largest
+
+
+def without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
+    """Returns the trajectories of sessions that are the only unmasked one of their group.
+
+    verl uses the baseline 0 for a group of one, so their raw score would become the advantage. Groups that had one
+    session from the start are not returned.
+    """
+    members: dict[str, set[str]] = defaultdict(set)
+    left: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        session, _ = session_of(key)
+        group = session.rsplit("_", 1)[0]
+        members[group].add(session)
+        if key not in masked:
+            left[group].add(session)
+    lone = {next(iter(sessions)) for group, sessions in left.items() if len(sessions) == 1 < len(members[group])}
+    return {key for key in keys if session_of(key)[0] in lone}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from reward_loop._util.descriptors import raise_descriptor_limit
@@ -56,6 +59,8 @@ class RewardWorker:
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
         self._fatal: str | None = None
+        self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
+        """Prompt uid -> the calls of `compute_score` for its rollouts."""
         tune_gc()
         watch()  # so that `reward-loop stuck` also lists an idle worker
 
@@ -69,10 +74,33 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         try:
-            return await self._manager.run_single(data)
+            with self._registered(str(data.non_tensor_batch["uid"][-1])):
+                return await self._manager.run_single(data)
         except RewardLoopError as error:
             self._store_fatal(error)
             raise
+
+    @contextlib.contextmanager
+    def _registered(self, uid: str) -> Iterator[None]:
+        """Makes the current task a call that `abandon` cancels."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[uid].add(task)
+        try:
+            yield
+        finally:
+            self._running[uid].discard(task)
+            if not self._running[uid]:
+                del self._running[uid]
+
+    async def abandon(self, uids: Collection[str]) -> None:
+        """Cancels the calls of `compute_score` for the rollouts of these prompts, because their caller has died.
+
+        Otherwise, a manager that waits for all rollouts of a prompt would put lost rollouts and new ones in one group.
+        """
+        for uid in uids:
+            for task in self._running.get(uid, ()):
+                task.cancel()
 
     def _store_fatal(self, error: RewardLoopError) -> None:
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"

@@ -7,19 +7,19 @@ queue count as submitted, so verl's bounds on staleness include them.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from ray.exceptions import RayActorError, RayError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
+from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
 from reward_loop.verl.progress import FailureStreak
@@ -34,11 +34,13 @@ __all__ = [
 QUEUE_AGENT_LOOP_MANAGER = "reward_loop.verl.separate_async.QueueAgentLoopManager"
 """The agent loop manager that puts a queue between generation and judging."""
 
+logger = logging.getLogger(__name__)
+
 ANSWER_S = 60.0
 """Timeout in seconds for the answers of agent loop workers."""
 
 
-class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+class QueueAgentLoopWorker(WatchedAgentLoopWorker):
     """An agent loop worker with its share of the queue. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,10 +72,6 @@ class QueueAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         metrics = self._queue.metrics(step, self.config.trainer.v1.separate_async.parameter_sync_step)
         self._queue.queue.start_step()
         return metrics
-
-    async def until_death(self) -> None:
-        """Never returns. A pending call fails when the worker dies."""
-        await asyncio.Event().wait()
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         if trajectory["validate"]:
@@ -142,12 +140,10 @@ def _version(outputs: list[Any], kwargs: dict) -> int:
     return min((version for version in versions if version is not None), default=int(kwargs["global_steps"]) - 1)
 
 
-class QueueAgentLoopManager(AgentLoopManagerTQ):
+class QueueAgentLoopManager(ReplacingAgentLoopManager):
     """verl's agent loop manager, with :class:`QueueAgentLoopWorker` as its workers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(QueueAgentLoopWorker)
+    worker_class = QueueAgentLoopWorker
 
 
 class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
@@ -160,7 +156,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         self._options = options
         refills = options.max_refills
         self._failures = FailureStreak(None if refills is None else refills * config.data.train_batch_size)
-        self.replay_buffer.checks.append(self._raise_death)
         self.replay_buffer.check_failed_groups = self._raise_if_all_fail
 
     def on_init_end(self) -> None:
@@ -179,9 +174,8 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
         super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains. The run stops when an agent loop worker dies."""
-        self._agent_loop_workers = agent_loop_manager.agent_loop_workers
-        self._deaths = [worker.until_death.remote() for worker in self._agent_loop_workers]
+        """Trains."""
+        self._agent_loop_workers = agent_loop_manager.agent_loop_workers  # the same list: workers may be replaced
         super().fit(agent_loop_manager)
 
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
@@ -201,12 +195,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
                     return f"A rollout that failed is {failure}"
         return "See the log of the agent loop workers"
 
-    def _raise_death(self) -> None:
-        dead, _ = ray.wait(self._deaths, timeout=0)
-        if dead:
-            worker = f"agent loop worker {self._deaths.index(dead[0])} of {len(self._deaths)}"
-            raise RewardLoopError(f"{worker} died, and its rollouts are lost")
-
     def on_step_end(self) -> None:
         """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
@@ -216,10 +204,15 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # The rollout has the weights of this step now.
-        answers = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
-        try:
-            metrics.update(merge_metrics(ray.get(answers, timeout=ANSWER_S)))
-        except RayActorError as error:
-            raise RewardLoopError(f"an agent loop worker died, and its rollouts are lost: {error}") from error
-        except GetTimeoutError as error:
-            raise RewardLoopError(f"an agent loop worker did not answer within {ANSWER_S:.0f} s") from error
+        requests = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
+        answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
+        queues = []
+        for answer in answered:
+            with suppress(RayActorError):  # a worker that has died, and will be replaced
+                queues.append(ray.get(answer))
+        if missing:
+            logger.warning(
+                "%d of %d agent loop workers did not answer within %g s", len(missing), len(requests), ANSWER_S
+            )
+        if queues:
+            metrics.update(merge_metrics(queues))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-__all__ = ["MASKS", "copy", "read_tags", "select", "zero"]
+__all__ = ["MASKS", "copy", "read_tags", "read_trajectories", "select", "unfinished_prompts", "zero"]
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -38,6 +38,23 @@ def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
     items = (tq.kv_list("train") or {}).get("train", {})
     prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
     return prompts, {key: tag for key, tag in items.items() if key not in prompts}
+
+
+def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:
+    """Returns the trajectories of these prompts that are in TransferQueue."""
+    items = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and key.split("_")[0] in uids}
+    return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
+
+
+def unfinished_prompts() -> dict[str, tuple[str, dict]]:
+    """Returns the partition and the tags of each prompt that lacks a rollout or a reward, by uid."""
+    return {
+        key: (partition, tag)
+        for partition, items in (tq.kv_list() or {}).items()
+        for key, tag in items.items()
+        if tag.get("is_prompt") and tag["status"] in ("pending", "running")
+    }
 
 
 def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:

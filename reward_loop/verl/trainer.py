@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,9 +18,11 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Reward
+from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
 from reward_loop.verl.compat.adapters import with_missing_values
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
+from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import extend
 from reward_loop.verl.resolve import without_reward
 from reward_loop.verl.reward_client import RewardClient
@@ -33,6 +34,7 @@ from reward_loop.verl.reward_metrics import (
     spread,
     unmasked,
     validation_metrics,
+    without_baseline,
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_batch import uid_of
@@ -87,6 +89,7 @@ class RewardLoopTrainer(PPOTrainer):
         self._router = rewards.router
         self._colocated = rewards.colocated
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
+        self.recovery: Recovery | None = None
         self._rewards = StepRewards()
         """The rewards of the current step."""
         self._part: Any = None
@@ -138,11 +141,15 @@ class RewardLoopTrainer(PPOTrainer):
         return batch
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, and then stops the agent loop workers.
+        """Trains, and then stops the agent loop workers. Workers that die during training are replaced.
 
         Rollouts for later steps may still be judged at the end. They would fail when the limiter of the job stops with
         this process.
         """
+        if isinstance(agent_loop_manager, ReplacingAgentLoopManager):
+            n, judges = self.config.actor_rollout_ref.rollout.n, self.get_reward_handles() is not None
+            self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=n, judges=judges)
+            self.replay_buffer.checks.append(self._replace_dead_workers)
         super().fit(agent_loop_manager)
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
@@ -150,9 +157,10 @@ class RewardLoopTrainer(PPOTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
+        self._replace_dead_workers()
         with self._raising_fatal_errors():
             batch = super().step(metrics, timing_raw)
-        metrics.update(self._rewards.metrics())
+        metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
         return batch
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
@@ -223,6 +231,11 @@ class RewardLoopTrainer(PPOTrainer):
     def _poll_fatal_error(self) -> None:
         self.reward_workers.look_for_fatal_error()
 
+    def _replace_dead_workers(self) -> None:
+        # The mode `reward_pipeline` receives the deaths with the events of its workers.
+        if self.recovery is not None and self._settings.mode.pipeline is None:
+            self.recovery.poll(self.global_steps)
+
     def _raise_fatal_error(self) -> None:
         if self._settings.mode.name == "sync":
             self.reward_workers.raise_fatal_error()
@@ -279,7 +292,7 @@ class RewardLoopTrainer(PPOTrainer):
         self._rewards.add(infos, raw_scores)
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
-            masked |= _without_baseline(infos, masked)
+            masked |= without_baseline(infos, masked)
         learning = [i for i, key in enumerate(batch.keys) if key in infos and key not in masked]
         if not learning:
             info = next(info for info in infos.values() if info.get("reward_masked"))
@@ -379,21 +392,3 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
 def _names(keys: Iterable[str]) -> list[str]:
     """Returns the names that the samples of these keys have in messages and records: ``{uid}_{session}``."""
     return [session_of(key)[0] for key in keys]
-
-
-def _without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
-    """Returns the trajectories of sessions that are the only unmasked one of their group.
-
-    verl uses the baseline 0 for a group of one, so their raw score would become the advantage. Groups that had one
-    session from the start are not returned.
-    """
-    members: dict[str, set[str]] = defaultdict(set)
-    left: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
-        session, _ = session_of(key)
-        group = session.rsplit("_", 1)[0]
-        members[group].add(session)
-        if key not in masked:
-            left[group].add(session)
-    lone = {next(iter(sessions)) for group, sessions in left.items() if len(sessions) == 1 < len(members[group])}
-    return {key for key in keys if session_of(key)[0] in lone}

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.progress import Progress
+from reward_loop.verl.progress import Progress, Recovered
 
 __all__ = ["Listener"]
 
@@ -43,6 +43,8 @@ class Listener:
     Args:
         workers: the handles of the agent loop workers.
         progress: changed only while `lock` is held.
+        recover: replaces the workers with these numbers, because they have died, and repeats what is lost. Called
+            during a wait, and by `check`.
         resync: records events that the workers have not reported; called during a wait without events.
         stall_timeout_s: a wait fails after this many seconds without an event; ``None`` waits indefinitely.
         stall_option: the name of ``stall_timeout_s``, for messages.
@@ -53,17 +55,23 @@ class Listener:
         workers: Sequence[Any],
         progress: Progress,
         *,
+        recover: Callable[[Collection[int]], Recovered],
         resync: Callable[[], None],
         stall_timeout_s: float | None,
         stall_option: str,
     ) -> None:
         self._workers = list(workers)
         self._progress = progress
+        self._recover = recover
         self._resync = resync
         self._stall_timeout_s = stall_timeout_s
         self._stall_option = stall_option
         self._changed = threading.Condition()
         self._error: RewardLoopError | None = None
+        self._dead: set[int] = set()
+        """The numbers of the workers that have died and are not replaced yet."""
+        self._joined = dict(enumerate(self._workers))
+        """The workers that the thread does not listen to yet, by number."""
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="agent loop events", daemon=True)
 
@@ -85,8 +93,8 @@ class Listener:
             arrived: called while `lock` is held.
 
         Raises:
-            RewardLoopError: an agent loop worker died, or there was no event for ``stall_timeout_s`` seconds; the
-                message names the unfinished prompts, and the workers that have them.
+            RewardLoopError: as `check`, or there was no event for ``stall_timeout_s`` seconds; the message names the
+                unfinished prompts, and the workers that have them.
         """
         try:
             self._wait(what, arrived)
@@ -119,18 +127,34 @@ class Listener:
 
     def _wait_once(self, arrived: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or arrived(), timeout)
-            self.raise_error()
+            self._changed.wait_for(lambda: self._error is not None or bool(self._dead) or arrived(), timeout)
+        self.check()
+        with self._changed:
             return arrived()
 
-    def raise_error(self) -> None:
-        """Raises the error of a worker that has died, if there is one.
+    def check(self) -> None:
+        """Has dead workers replaced. Call it in the thread of the trainer, without holding `lock`.
 
         Raises:
-            RewardLoopError: a worker has died.
+            RewardLoopError: an event could not be received, or as ``recover``.
         """
-        if self._error is not None:
-            raise self._error
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            dead, self._dead = sorted(self._dead), set()
+        if not dead:
+            return
+        recovered = self._recover(dead)
+        with self._changed:
+            self._progress.lose_rewards(recovered.received)
+            self._progress.submit(recovered.generated_again)
+            for uid in recovered.judged_again:
+                self._progress.record(("over", uid), time.monotonic())
+            for number, worker in recovered.workers.items():
+                self._workers[number] = worker
+            self._joined |= recovered.workers
+            self._changed.notify_all()
+        self._resync()  # the last events of the dead workers are lost
 
     @property
     def lock(self) -> threading.Condition:
@@ -164,24 +188,33 @@ class Listener:
         return "\n  ".join(lines)
 
     def _listen(self) -> None:
-        requests = {worker.next_events.remote(): number for number, worker in enumerate(self._workers)}
-        while requests and not self._closed:
+        requests: dict[Any, int] = {}
+        while not self._closed:
+            with self._changed:
+                joined, self._joined = self._joined, {}
+                if not joined and not requests:
+                    self._changed.wait(STOP_CHECK_S)
+                    continue
+            requests |= {worker.next_events.remote(): number for number, worker in joined.items()}
             answered, _ = ray.wait(list(requests), num_returns=1, timeout=STOP_CHECK_S)
             for answer in answered:
                 number = requests.pop(answer)
                 try:
                     self._record(ray.get(answer))
+                except RayActorError:
+                    with self._changed:
+                        self._dead.add(number)
+                        self._changed.notify_all()
+                    continue
                 except Exception as error:
                     self._fail(number, error)
                     return
                 requests[self._workers[number].next_events.remote()] = number
 
     def _fail(self, number: int, error: Exception) -> None:
-        if self._closed:
-            return
-        worker = f"agent loop worker {number} of {len(self._workers)}"
         with self._changed:
-            self._error = RewardLoopError(f"{worker} died, and its rollouts are lost: {type(error).__name__}: {error}")
+            worker = f"agent loop worker {number} of {len(self._workers)}"
+            self._error = RewardLoopError(f"no events from {worker}: {type(error).__name__}: {error}")
             self._error.__cause__ = error
             self._changed.notify_all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -121,6 +121,15 @@ class RewardWorkers:
             with contextlib.suppress(RayActorError):  # Ray restarts the worker, or its samples fail
                 if (message := ray.get(answer)) is not None:
                     raise RewardLoopError(message)
+
+    def abandon(self, uids: Collection[str]) -> None:
+        """Cancels the scoring of the rollouts of these prompts, because the process that requested it has died.
+
+        Waits at most `BUSY_S` seconds. A worker that blocks its event loop cancels them later.
+        """
+        ray.wait(
+            [worker.abandon.remote(uids) for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S
+        )
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
         """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`."""

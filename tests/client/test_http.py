@@ -64,14 +64,41 @@ async def test_an_error_has_status_retry_after_and_what_the_server_said(
     assert len(str(error)) < 700
 
 
-@pytest.mark.parametrize(("behaviour", "status"), [(Drop(), None), (BadJson(), 200)])
-async def test_a_broken_answer_is_transient(behaviour: Drop | BadJson, status: int | None) -> None:
+async def test_a_broken_answer_is_transient() -> None:
     async with FakeJudge() as judge:
-        judge.script(behaviour)
+        judge.script(BadJson())
         with pytest.raises(RequestError) as raised:
             await chat_complete(judge.address, "?")
-    assert raised.value.status == status
+    assert raised.value.status == 200
     assert raised.value.transient
+    assert len(judge.requests) == 1
+
+
+async def test_a_request_whose_connection_is_lost_is_sent_again() -> None:
+    async with FakeJudge("8") as judge:
+        judge.script(Drop(), Drop(), Drop())
+        assert (await chat_complete(judge.address, "?")).text == "8"
+    assert len(judge.requests) == 4
+
+
+@pytest.mark.parametrize(("base", "sent"), [("", 4), ("http://", 1)])
+async def test_a_connection_that_is_lost_again_and_again_is_a_transient_error(base: str, sent: int) -> None:
+    async with FakeJudge() as judge:
+        judge.script(*[Drop()] * 5)
+        with pytest.raises(RequestError) as raised:
+            await chat_complete(base + judge.address, "?")
+    assert raised.value.status is None
+    assert raised.value.transient
+    assert len(judge.requests) == sent  # a service with a base URL might charge for each
+
+
+@pytest.mark.integration
+async def test_the_deadline_covers_a_request_that_is_sent_again() -> None:
+    async with FakeJudge() as judge:
+        judge.script(Drop(), Stall())
+        with pytest.raises(RequestError, match=r"no answer within 5 s"):
+            await chat_complete(judge.address, "?", timeout=5)
+    assert len(judge.requests) == 2
 
 
 async def test_a_refused_connection_is_transient() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from reward_loop.errors import ServerDiedError, ServerError
+from reward_loop.serving import supervisor as supervision
 from reward_loop.serving.supervisor import RestartPolicy, Starts, Supervisor
 from tests.servers import until
 
@@ -56,6 +57,29 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
     running.cancel()
     await asyncio.wait([running])
     assert not servers[-1].entered
+
+
+async def test_the_first_restart_may_have_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(supervision, "_LONGEST_PAUSE_S", 600.0)
+    servers: list[FakeServer] = []
+    up: asyncio.Queue[str] = asyncio.Queue()
+    down: asyncio.Queue[str] = asyncio.Queue()
+
+    def new() -> FakeServer:
+        servers.append(FakeServer())
+        return servers[-1]
+
+    supervisor = Supervisor(new, RestartPolicy(3, 60), starts=Starts(1), at_once=True, on_up=up.put, on_down=down.put)
+    running = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(30):
+        for server in range(2):
+            await up.get()
+            servers[server].dies.set()
+            await down.get()
+    assert len(servers) == 2  # the second restart has a pause
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -158,12 +157,12 @@ def signature_of_prompts(run: Run, step: int) -> list[str]:
 @pytest.fixture(scope="module")
 def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Groups without a signal and groups that failed are replaced; some are short, some have more rows than `n`. After
-    three steps, the agent loop worker is killed."""
+    two steps, the agent loop worker is killed."""
     return train(
         tmp_path_factory.mktemp("picky"),
         tiny_generative_model,
         MODE,
-        "trainer.total_training_steps=1000",
+        "trainer.total_training_steps=4",
         "trainer.total_epochs=1000",
         "trainer.val_before_train=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -176,9 +175,9 @@ def picky_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
 
 
 def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) -> None:
-    assert {1, 2, 3} <= picky_run.steps.keys(), picky_run.output[-5000:]
+    assert {1, 2, 3, 4} <= picky_run.steps.keys(), picky_run.output[-5000:]
     trained: set[str] = set()
-    for step in range(1, 4):
+    for step in range(1, 5):
         rollouts = groups(picky_run.rollouts(step))
         rollouts = {uid: group for uid, group in rollouts.items() if not uid.startswith("pad")}
         assert len(rollouts) == 8
@@ -188,24 +187,27 @@ def test_groups_without_a_signal_and_failed_ones_are_replaced(picky_run: Run) ->
             # verl filters finished groups alone, and not those of which a rollout failed.
             assert len(group) < 4 or {row["score"] for row in group} == {0.0, 1.0}
         assert picky_run.steps[step]["reward_pipeline/off_policy_steps"] <= 1
-    thrown = [picky_run.steps[step].get("training/filter_groups/evicted_samples", 0) for step in range(1, 4)]
+    thrown = [picky_run.steps[step].get("training/filter_groups/evicted_samples", 0) for step in range(1, 5)]
     assert sum(thrown) > 0
-    failed = [picky_run.steps[step].get("training/rollout_failure/evicted_samples", 0) for step in range(1, 4)]
+    failed = [picky_run.steps[step].get("training/rollout_failure/evicted_samples", 0) for step in range(1, 5)]
     assert sum(failed) > 0
 
 
-def test_the_death_of_an_agent_loop_worker_ends_the_run_and_is_named(picky_run: Run) -> None:
-    assert picky_run.returncode == 1
-    last = picky_run.output.strip().splitlines()[-40:]
-    (error,) = (line for line in last if line.startswith("RewardLoopError"))
-    # The latter, if the trainer was about to hand it more prompts.
-    assert re.search("agent loop worker 0 of 1 died|a process of the run died", error), last
-    assert "PipelineAgentLoopWorker" in "".join(last)
+def test_the_run_survives_the_death_of_an_agent_loop_worker(picky_run: Run) -> None:
+    assert picky_run.returncode == 0, picky_run.output[-5000:]
+    assert (picky_run.directory / "killed-agent-loop-worker").exists()
+    assert "agent loop worker 0 was replaced" in picky_run.output
+    counts = {
+        name: sum(picky_run.steps[step][f"reward_loop/{name}"] for step in range(1, 5))
+        for name in ("agent_loop_workers_replaced", "prompts_generated_again", "prompts_judged_again")
+    }
+    assert counts["agent_loop_workers_replaced"] == 1
+    assert counts["prompts_generated_again"] + counts["prompts_judged_again"] >= 1
 
 
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
-    sizes = [len(group) for step in range(1, 4) for group in groups(picky_run.rollouts(step)).values()]
+    sizes = [len(group) for step in range(1, 5) for group in groups(picky_run.rollouts(step)).values()]
     assert {3, 4, 5} <= set(sizes)
-    for step in range(1, 4):
+    for step in range(1, 5):
         assert picky_run.steps[step]["reward_pipeline/update_calls"] >= 1
         assert picky_run.steps[step]["actor/grad_norm"] > 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import Event, FailureStreak, Progress, RefillLimit, StepTimes
+from reward_loop.verl.progress import GENERATED, Event, FailureStreak, Progress, RefillLimit, StepTimes
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
@@ -26,6 +26,29 @@ def test_a_prompt_is_generated_then_published_then_over() -> None:
     assert progress.unfinished == {"a", "b", "d"}
     progress.forget("abd")
     assert not progress.generating | progress.unpublished | progress.unfinished
+
+
+def test_tags_complete_the_events_that_are_missing() -> None:
+    progress = told(uids="abcd")
+    running = {"status": "running"}
+    progress.record_tags({"a": {"status": "failure"}, "b": running | {GENERATED: True}, "c": running, "z": running}, 1)
+    assert progress.unfinished == {"b", "c", "d"}
+    assert progress.unpublished == {"c", "d"}
+    assert progress.events == 2
+    progress.record_tags({"a": {"status": "failure"}, "b": running | {GENERATED: True}}, 2)
+    assert progress.events == 2
+
+
+def test_the_pending_rewards_of_a_dead_worker_are_removed() -> None:
+    progress = told((1, ("judging", "a_0")), (2, ("judging", "b_0")), (3, ("judging", "b_11")), uids="ab")
+    progress.lose_rewards({"b", "z"})
+    assert progress.metrics(5) == {
+        "reward_pipeline/rewards_pending": 1,
+        "reward_pipeline/rewards_pending_max": 3,
+        "reward_pipeline/oldest_reward_s": 4,
+    }
+    progress.record(("judged", "a_0"), 6)
+    assert progress.pending == 0
 
 
 def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:

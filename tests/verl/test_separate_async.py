@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -201,7 +202,6 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
     monkeypatch.setattr(PPOTrainerSeparateAsync, "__init__", init)
     options = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=2", f"{REWARD_QUEUE}.max_refills=2")
     failing = QueueSeparateAsyncTrainer(settled(*options))
-    assert buffer.checks == [failing._raise_death]
     check = buffer.check_failed_groups
     check({"a", "b"}, set())
     check({"d"}, {"c"})
@@ -226,12 +226,25 @@ async def test_a_worker_remembers_why_a_rollout_failed(worker: Any, monkeypatch:
     assert await worker.last_failure() == "a_1: KeyError: 'tool'"
 
 
-def test_a_worker_that_died_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead: list[str] = []
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in dead], refs))
-    waiting = trainer(by_group=False)
-    waiting._deaths = ["first", "second"]
-    waiting._raise_death()
-    dead.append("second")
-    with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 died"):
-        waiting._raise_death()
+def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def __init__(self, answer: Any) -> None:
+            self.queue_metrics = SimpleNamespace(remote=lambda step: answer)
+
+    def get(answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    running = trainer(by_group=False)
+    running.global_steps = 4
+    running._agent_loop_workers = [Worker({"reward_queue/size": 2.0}), Worker(ActorDiedError())]
+    metrics: dict[str, float] = {}
+    running._compute_metrics(None, metrics, {})
+    assert metrics == {"reward_queue/size": 2.0}
+    running._agent_loop_workers = [Worker(ActorDiedError())]
+    running._compute_metrics(None, metrics := {}, {})
+    assert metrics == {}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import worker_events
-from reward_loop.verl.progress import Progress
+from reward_loop.verl.progress import Progress, Recovered
 from reward_loop.verl.worker_events import Listener
 
 pytestmark = pytest.mark.integration
@@ -23,9 +23,12 @@ def listener(
     progress: Progress,
     *workers: Any,
     stall_timeout_s: float | None = None,
+    recover: Callable[[Collection[int]], Recovered] = lambda dead: Recovered(),
     resync: Callable[[], None] = lambda: None,
 ) -> Listener:
-    return Listener(workers, progress, resync=resync, stall_timeout_s=stall_timeout_s, stall_option=STALL)
+    return Listener(
+        workers, progress, recover=recover, resync=resync, stall_timeout_s=stall_timeout_s, stall_option=STALL
+    )
 
 
 class Worker:
@@ -57,22 +60,46 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_events_of_the_workers_arrive_and_the_death_of_one_ends_the_wait(
+def test_events_arrive_also_from_the_replacement_of_a_dead_worker(cluster: None) -> None:
+    import ray
+
+    workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
+    other = ray.remote(Worker).options(num_cpus=0).remote()
+    progress = Progress()
+    progress.submit(["a", "b", "c", "d"])
+
+    def recover(dead: Collection[int]) -> Recovered:
+        assert dead == [1]
+        assert progress.pending == 2
+        ray.get(other.emit.remote(("generated", "d")))
+        return Recovered({1: other}, received={"b", "c", "d"}, generated_again={"d"}, judged_again={"b"})
+
+    with listener(progress, *workers, recover=recover, stall_timeout_s=300) as listening:
+        ray.get(workers[0].emit.remote(("judging", "a_0"), ("generated", "a")))
+        ray.get(workers[1].emit.remote(("judging", "b_0"), ("over", "c"), ("generated", "d"), ("generated", "b")))
+        listening.wait("rollouts", lambda: not progress.generating)
+        workers[1].die.remote()
+        listening.wait("rollouts", lambda: "d" in progress.generating)
+        assert progress.unfinished == {"a", "d"}
+        assert progress.pending == 1
+        listening.wait("rollouts", lambda: not progress.generating)
+
+
+def test_a_recovery_that_fails_ends_the_wait_and_the_missing_prompts_are_named(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
+    def recover(dead: Collection[int]) -> Recovered:
+        raise RewardLoopError(f"workers {dead} cannot be replaced")
+
     monkeypatch.setattr(worker_events, "ANSWER_S", 120.0)
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     progress = Progress()
-    progress.submit(["a", "b", "c"])
-    with listener(progress, *workers, stall_timeout_s=300) as listening:
-        ray.get(workers[0].emit.remote(("judging", "b"), ("generated", "b")))
-        ray.get(workers[1].emit.remote(("over", "c")))
-        listening.wait("rollouts", lambda: progress.generating == {"a"} and "c" not in progress.unfinished)
-        assert progress.pending == 1
+    progress.submit(["a", "b"])
+    with listener(progress, *workers, recover=recover, stall_timeout_s=300) as listening:
         workers[1].die.remote()
-        with pytest.raises(RewardLoopError, match="agent loop worker 1 of 2 died") as caught:
+        with pytest.raises(RewardLoopError, match=r"workers \[1\] cannot be replaced") as caught:
             listening.wait("rewards", lambda: False)
     missing = str(caught.value)
     assert "agent loop worker 0 of 2, prompt a: sessions [0] are being generated" in missing

@@ -538,6 +538,31 @@ def compute_score(solution_strs, extra_infos):
 """
 
 
+async def test_abandoned_rollouts_of_a_group_do_not_join_the_new_ones(policy: str, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def compute_score(solution_strs):\n    return [float(len(solution_strs))] * len(solution_strs)\n")
+    overrides = (
+        "reward_model.reward_manager=group",
+        "reward_loop.group.timeout=300",
+        f"custom_reward_function.path={file}",
+    )
+    worker = RewardWorker(settled(policy, *overrides, "actor_rollout_ref.rollout.n=2"), None)
+    lost = asyncio.create_task(worker.compute_score(rollout("lost", uid="u")))
+    other = asyncio.create_task(worker.compute_score(rollout("other", uid="w")))
+    manager: Any = worker._manager
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert len(manager._batcher._open) == 2  # both wait for the rest of their groups
+    await worker.abandon(["u", "z"])
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    async with asyncio.timeout(60):
+        again = await asyncio.gather(*(worker.compute_score(rollout(text, uid="u")) for text in ("one", "two")))
+        await asyncio.gather(other, worker.compute_score(rollout("one more", uid="w")))
+    assert [reward["reward_score"] for reward in again] == [2.0, 2.0]
+    assert not worker._running
+
+
 async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: str, tmp_path: Path) -> None:
     function = tmp_path / "f.py"
     function.write_text(RANKS)

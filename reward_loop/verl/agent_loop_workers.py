@@ -1,0 +1,165 @@
+"""verl's agent loop workers, which are replaced when they die.
+
+verl starts each worker once: a death would end the run, or make the trainer wait indefinitely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import assign_non_tensor
+
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl.assignments import Assignments
+from reward_loop.verl.router_address import worker_nodes
+from reward_loop.verl.tq_batches import unfinished_prompts
+
+__all__ = ["REPLACING_AGENT_LOOP_MANAGER", "ReplacingAgentLoopManager", "WatchedAgentLoopWorker"]
+
+REPLACING_AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_workers.ReplacingAgentLoopManager"
+"""The agent loop manager of the trainer modes that have no other."""
+
+MAX_STARTS = 3
+"""How many times a replacement is started, if it dies before it is ready."""
+
+
+class WatchedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+    """verl's agent loop worker, whose death can be detected. A Ray actor."""
+
+    async def until_death(self) -> None:
+        """Never returns. A pending call fails when the worker dies."""
+        await asyncio.Event().wait()
+
+
+class ReplacingAgentLoopManager(AgentLoopManagerTQ):
+    """verl's agent loop manager, which can replace dead workers and send their prompts again."""
+
+    worker_class: ClassVar[Any] = WatchedAgentLoopWorker
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
+        self._assignments = Assignments()
+        self._deaths: list[Any] = []
+        """For each worker, a call that fails when the worker dies."""
+        self._held: dict[str, tuple[int, TensorDict]] | None = None
+        """Prompts to send again when the rollout engine is awake: uid -> worker and data. ``None`` if it is awake."""
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        self._deaths = [worker.until_death.remote() for worker in self.agent_loop_workers]
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Sends prompts to the workers, in equal parts.
+
+        The part of a worker that has died is sent again when the worker is replaced.
+        """
+        self._assignments.keep(unfinished_prompts())
+        parts = list(enumerate(prompts.chunk(len(self.agent_loop_workers))))
+        for number, part in parts:
+            self._assignments.assign(number, part, part["uid"])
+        self._send(parts)
+
+    def _send(self, parts: Iterable[tuple[int, TensorDict]]) -> None:
+        calls = [(number, self.agent_loop_workers[number].generate_sequences.remote(part)) for number, part in parts]
+        for number, call in calls:
+            try:
+                ray.get(call)
+            except RayActorError:
+                # It may be alive and unreachable. Kill it, so that whatever waits for its death detects it.
+                ray.kill(self.agent_loop_workers[number])
+
+    def dead_workers(self) -> list[int]:
+        """Returns the numbers of the workers that have died and are not replaced yet."""
+        dead, _ = ray.wait(self._deaths, num_returns=len(self._deaths), timeout=0)
+        return [number for number, call in enumerate(self._deaths) if call in dead]
+
+    def prompts_of(self, workers: Collection[int]) -> set[str]:
+        """Returns the uids of the prompts that these workers received. Some of the prompts may be finished."""
+        return self._assignments.of(workers)
+
+    def prompt(self, uid: str) -> Any:
+        """Returns the data of a prompt: one row."""
+        return self._assignments.get(uid)[1]
+
+    def replace(self, workers: Collection[int], timeout_s: float) -> None:
+        """Starts other workers in place of these, and waits until they are ready: they import verl, for some seconds.
+
+        Args:
+            workers: the numbers of the workers.
+            timeout_s: timeout in seconds for the start of a worker.
+
+        Raises:
+            RewardLoopError: a worker did not start.
+        """
+        left = list(workers)
+        for number in left:
+            ray.kill(self.agent_loop_workers[number])
+        for _ in range(MAX_STARTS):
+            for number in left:
+                self.agent_loop_workers[number] = self._start(number)
+            left = [number for number in left if not self._is_ready(number, timeout_s)]
+            if not left:
+                return
+        raise RewardLoopError(
+            f"agent loop worker {left[0]} died, and its replacement died {MAX_STARTS} times while it started: see "
+            "the log of the worker"
+        )
+
+    def _start(self, number: int) -> Any:
+        worker = self.agent_loop_workers_class.options(
+            name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(worker_nodes(number + 1)[-1], soft=True),
+        ).remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
+        self._deaths[number] = worker.until_death.remote()
+        return worker
+
+    def _is_ready(self, number: int, timeout_s: float) -> bool:
+        try:
+            ray.get(self.agent_loop_workers[number].__ray_ready__.remote(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise RewardLoopError(
+                f"agent loop worker {number} died, and its replacement did not start within {timeout_s:g} s "
+                "(reward_loop.worker_start_timeout_s)"
+            ) from error
+        except RayActorError:
+            return False
+        return True
+
+    def send_again(self, uids: Collection[str], step: int) -> None:
+        """Sends the prompts of dead workers to the replacements: at once, or after `hold`, at the next `release`.
+
+        Args:
+            uids: the uids of the prompts.
+            step: the training step.
+
+        Raises:
+            RewardLoopError: too many workers died while they had one of these prompts.
+        """
+        self._assignments.count_deaths(uids)
+        parts = {}
+        for uid in uids:
+            number, row = self._assignments.get(uid)
+            assign_non_tensor(row, global_steps=step)
+            parts[uid] = number, row
+        if self._held is None:
+            self._send(parts.values())
+        else:
+            self._held |= parts
+
+    def hold(self) -> None:
+        """Makes `send_again` wait for `release`, because the rollout engine is about to sleep."""
+        self._held = {}
+
+    def release(self) -> None:
+        """Sends the prompts that wait since `hold`: the rollout engine is awake again."""
+        held, self._held = self._held or {}, None
+        self._send(held.values())

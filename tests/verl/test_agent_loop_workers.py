@@ -1,0 +1,133 @@
+"""The agent loop manager that replaces dead workers, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError
+from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict
+
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl import agent_loop_workers
+from reward_loop.verl.agent_loop_workers import MAX_STARTS, ReplacingAgentLoopManager
+from reward_loop.verl.assignments import Assignments
+
+pytestmark = pytest.mark.integration  # it imports verl
+
+
+class Worker:
+    """A worker that is dead, or that receives prompts."""
+
+    def __init__(self, *, dead: bool = False) -> None:
+        self.dead = dead
+        self.received: list[tuple[list[str], int]] = []
+        self.generate_sequences = SimpleNamespace(remote=self._generate)
+        self.until_death = SimpleNamespace(remote=lambda: "never")
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: ActorDiedError() if dead else None)
+
+    def _generate(self, prompts: Any) -> Any:
+        if self.dead:
+            return ActorDiedError()
+        self.received.append((list(prompts["uid"]), prompts["global_steps"]))
+        return None
+
+
+def prompts(uids: str, step: int = 1) -> Any:
+    batch = get_tensordict({"uid": np.array(list(uids), dtype=object), "index": np.arange(len(uids)).astype(object)})
+    assign_non_tensor(batch, global_steps=step)
+    return batch
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The killed workers. Calls return their results, or the errors to raise."""
+    killed: list[Any] = []
+
+    def get(result: Any, timeout: float | None = None) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(agent_loop_workers, "unfinished_prompts", lambda: dict.fromkeys("abcdefgh"))
+    return killed
+
+
+def manager(monkeypatch: pytest.MonkeyPatch, *workers: Worker, replacements: list[Worker] | None = None) -> Any:
+    manager: Any = object.__new__(ReplacingAgentLoopManager)
+    manager.agent_loop_workers = list(workers)
+    manager._assignments, manager._held, manager._deaths = Assignments(), None, ["never"] * len(workers)
+    new = iter(replacements or [])
+    monkeypatch.setattr(manager, "_start", lambda number: next(new), raising=False)
+    return manager
+
+
+def test_prompts_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    first, second = Worker(), Worker()
+    of_both = manager(monkeypatch, first, second)
+    of_both.generate_sequences(prompts("abcde"))
+    assert (first.received, second.received) == ([(["a", "b", "c"], 1)], [(["d", "e"], 1)])
+    assert of_both.prompts_of([1]) == {"d", "e"}
+    assert list(of_both.prompt("d")["uid"]) == ["d"]
+    assert not killed
+
+
+def test_finished_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    one = manager(monkeypatch, Worker())
+    one.generate_sequences(prompts("xya"))
+    one.generate_sequences(prompts("b"))
+    assert one.prompts_of([0]) == {"a", "b"}
+
+
+def test_prompts_that_a_dead_worker_did_not_receive_are_sent_to_its_replacement(
+    monkeypatch: pytest.MonkeyPatch, killed: list[Any]
+) -> None:
+    alive, dead, new = Worker(), Worker(dead=True), Worker()
+    replacing = manager(monkeypatch, alive, dead, replacements=[new])
+    replacing.generate_sequences(prompts("abcd"))
+    assert alive.received == [(["a", "b"], 1)]
+    assert killed == [dead]  # so that its death is detected even if it was only unreachable
+    replacing.replace([1], timeout_s=60)
+    assert replacing.agent_loop_workers == [alive, new]
+    replacing.send_again(sorted(replacing.prompts_of([1])), step=3)
+    assert new.received == [(["c"], 3), (["d"], 3)]
+
+
+def test_prompts_wait_while_the_rollout_engine_sleeps(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    worker = Worker()
+    holding = manager(monkeypatch, worker)
+    holding.generate_sequences(prompts("ab"))
+    holding.hold()
+    holding.send_again(["a"], step=2)
+    holding.send_again(["a", "b"], step=2)  # the replacement has died, too
+    assert len(worker.received) == 1
+    holding.release()
+    holding.release()
+    assert worker.received[1:] == [(["a"], 2), (["b"], 2)]
+    holding.send_again(["a"], step=3)
+    assert worker.received[3:] == [(["a"], 3)]
+
+
+def test_a_replacement_that_dies_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, killed: list[Any]
+) -> None:
+    dead = [Worker(dead=True) for _ in range(MAX_STARTS)]
+    good = Worker()
+    replacing = manager(monkeypatch, Worker(), replacements=[*dead[1:], good])
+    replacing.replace([0], timeout_s=60)
+    assert replacing.agent_loop_workers == [good]
+    hopeless = manager(monkeypatch, Worker(), replacements=dead)
+    with pytest.raises(RewardLoopError, match=f"replacement died {MAX_STARTS} times while it started"):
+        hopeless.replace([0], timeout_s=60)
+
+
+def test_a_replacement_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    slow = Worker()
+    slow.__ray_ready__ = SimpleNamespace(remote=lambda: GetTimeoutError())
+    with pytest.raises(RewardLoopError, match=r"did not start within 60 s \(reward_loop\.worker_start_timeout_s\)"):
+        manager(monkeypatch, Worker(), replacements=[slow]).replace([0], timeout_s=60)
