@@ -149,6 +149,7 @@ async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(
             ended.append(True)
 
     async def fail(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+        await self._compute_score([output], kwargs)
         await asyncio.sleep(0)  # the judge starts
         raise OSError("TransferQueue is gone")
 
