@@ -360,6 +360,7 @@ def cluster():
 
     folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     ray.init(
+        "local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100 * 2**20,

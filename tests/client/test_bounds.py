@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gzip
 import os
 import resource
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.client import Judge, Number, chat_complete, classify
+from reward_loop.client import Judge, Number, bounds, chat_complete, classify
 from reward_loop.client.bounds import max_connections
 from reward_loop.client.http import post
 from reward_loop.errors import RequestError
@@ -76,6 +77,22 @@ def a_call_without_a_free_descriptor(address: str) -> None:
 def test_calls_wait_for_a_connection_where_few_files_may_be_open(name: str) -> None:
     with FakeJudge(latency=0.01) as judge:
         scenario(name, judge.address)
+
+
+async def test_a_request_is_sent_again_until_a_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_RETRY_S", 0.0)
+    outcomes: list[Any] = [OSError(errno.EMFILE, "x"), OSError(errno.ENFILE, "x"), "the response"]
+
+    async def send() -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    assert await bounds.with_descriptor(send) == "the response"
+    outcomes.append(OSError(errno.ECONNREFUSED, "refused"))
+    with pytest.raises(OSError, match="refused"):
+        await bounds.with_descriptor(send)
 
 
 def test_the_pool_has_half_of_the_descriptors_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

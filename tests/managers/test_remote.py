@@ -101,7 +101,7 @@ async def test_remote_gives_what_verls_remote_gives():
 
     config = OmegaConf.create({"reward": {"num_workers": 1}})
     ours = RemoteRewardLoopManager(config, Tokenizer(), compute_score)
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init("local", num_cpus=2, include_dashboard=False)
     try:
         theirs = RemoteRewardManager(config, Tokenizer(), compute_score)
         for text in ("yes", "no"):

@@ -22,6 +22,13 @@ from tests.servers import refusing, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
+
+@pytest.fixture(autouse=True)
+def _idle_connections_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a busy machine delays a test for seconds."""
+    monkeypatch.setattr("reward_loop.router.http_client._IDLE_S", 600.0)
+
+
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 

@@ -15,6 +15,12 @@ URLS = ["http://a:1", "http://b:1", "http://c:1"]
 BACKENDS = [BackendConfig(url=url) for url in URLS]
 
 
+@pytest.fixture(autouse=True)
+def _trials_do_not_end_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a busy machine delays a test for seconds."""
+    monkeypatch.setattr("reward_loop.router.pool._TRIAL_S", 600.0)
+
+
 class Health:
     """A probe that tests open and close, URL by URL."""
 

@@ -277,6 +277,44 @@ async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:
     assert backend.encode() in body
 
 
+async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> None:
+    arrived = asyncio.Semaphore(0)
+
+    async def frozen(scope: Any, receive: Any, send: Any) -> None:
+        arrived.release()
+        await silent(scope, receive, send)
+
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(app)) for app in (frozen, answering())]
+
+        async def well(backend: Backend) -> None:
+            pass
+
+        pool = await stack.enter_async_context(BackendPool([BackendConfig(url=url) for url in urls], well))
+        proxy = Proxy(pool, RouterConfig(policy="content"))
+        url = await stack.enter_async_context(served_by_router(proxy))
+        await until(lambda: all(backend.state is BackendState.UP for backend in pool.backends))
+        stuck, other = pool.backends
+        pool.drain(other)  # so that both requests go to the server that will be frozen
+        requests = [asyncio.create_task(post(url)) for _ in range(2)]
+        for _ in requests:
+            await arrived.acquire()
+        pool.mark_unhealthy(stuck, "frozen")
+        pool.on_frozen(stuck)
+        await asyncio.sleep(0)
+        assert stuck.in_flight == 2  # there is no other server
+        pool.resume(other)
+        await until(lambda: pool.has_stand_in(stuck))
+        proxy.budget.left = 1
+        pool.on_frozen(stuck)
+        done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        assert [request.result() for request in done] == [(200, b"ok")]
+        assert stuck.in_flight == 1  # the budget is spent
+        for request in requests:
+            request.cancel()
+        await asyncio.wait(requests)
+
+
 async def test_an_answer_that_breaks_off_is_not_passed_off_as_complete() -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

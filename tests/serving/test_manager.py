@@ -179,6 +179,29 @@ async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_
         assert asleep == [models._servers[1].url]
 
 
+async def test_the_router_has_ended_before_the_servers_are_stopped(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reward_loop.serving.manager._ROUTER_STOPS_WITHIN_S", 60.0)
+    ended: list[str] = []
+
+    async def run(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(10 if name == "router" else 0):  # it takes longer than the servers
+                await asyncio.sleep(0)
+            ended.append(name)
+
+    models = RewardModelManager(config())
+    models._tasks = await asyncio.TaskGroup().__aenter__()
+    models._runs = [models._tasks.create_task(run(name)) for name in ("server", "router")]
+    models._router_run = models._runs[1]
+    await asyncio.sleep(0)
+    await models.stop()
+    assert ended == ["router", "server"]
+
+
 def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
     models = RewardModelManager(config(health_interval_s=0.5, health_timeout_s=1.5, max_failed_checks=7))
     options = dict(pairwise(models._router_command()))

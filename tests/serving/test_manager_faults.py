@@ -83,7 +83,7 @@ async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
 
 
 async def test_requests_of_a_frozen_server_are_answered_by_another_one(tmp_path: Path) -> None:
-    checks: Any = {"health_interval_s": 0.2, "health_timeout_s": 0.5, "max_failed_checks": 2}
+    checks: Any = {"health_interval_s": 0.2, "health_timeout_s": 2, "max_failed_checks": 2}
     async with served(tmp_path, 0.5, **checks) as (models, session):
         requests = await all_sent(session)
         frozen = models.pids()["server 1"]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=2**27, log_to_driver=False)
+    ray.init("local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=2**27, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -76,7 +76,9 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
         watched = Watched([models.pids()["server 1"]])
     assert watched.left_after(0) == 0
     watched.close()
-    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+    async with asyncio.timeout(60):  # Ray removes groups in the background
+        while {group["state"] for group in placement_group_table().values()} != {"REMOVED"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.usefixtures("cluster")

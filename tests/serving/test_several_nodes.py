@@ -51,7 +51,7 @@ def reserve(cluster: None) -> Iterator[Any]:
 
     def make(count: int, **more: float) -> bool:
         made.append(placement_group([{**ONE, **more}] + [ONE] * (count - 1), strategy="STRICT_PACK"))
-        return made[-1].wait(30)
+        return made[-1].wait(120)
 
     yield make
     for group in made:

@@ -36,6 +36,7 @@ def groups() -> Iterator[list[Any]]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ray.init(
+        "local",
         num_cpus=4 * NODES * GPUS,
         num_gpus=NODES * GPUS,
         include_dashboard=False,

@@ -18,7 +18,7 @@ TWO_LAYERS = 2 * 4 * 8 * 4
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=100 * 2**20)
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=100 * 2**20)
     yield
     ray.shutdown()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+
+from reward_loop.verl import main_ppo
+from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 
 pytestmark = pytest.mark.integration  # starts the command
 
@@ -83,6 +89,24 @@ def test_an_unknown_manager_stops_the_command_and_a_function_may_import_verl(tmp
     assert "Traceback" not in done.stderr
     assert "reward_model.reward_manager=dapa" in done.stderr
     assert "did you mean 'dapo'" in done.stderr
+
+
+def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many files of reward functions import verl, which chooses its platform then."""
+    seen: list[str | None] = []
+
+    def check_function(settings: Any) -> None:
+        seen.append(os.environ.get("VERL_PLATFORM"))
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name not in CPU_ENVIRONMENT})
+    monkeypatch.setattr(main_ppo, "resolve", lambda config, given: None)
+    monkeypatch.setattr(main_ppo, "check_function", check_function)
+    with pytest.raises(InterruptedError):
+        main_ppo.run(OmegaConf.create({"trainer": {"device": "cpu"}}))
+    assert seen == ["cpu"]
 
 
 def test_flags_may_follow_the_overrides(tmp_path: Path) -> None:

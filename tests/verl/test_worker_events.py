@@ -55,7 +55,9 @@ def cluster() -> Iterator[None]:
     import ray
 
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_worker_niceness": "0"}
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment})
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment}
+    )
     yield
     ray.shutdown()
 

@@ -354,7 +354,7 @@ def cluster() -> Iterator[None]:
 
     environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
     runtime_env = {"env_vars": environment, "py_executable": worker_python()}
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env=runtime_env)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env=runtime_env)
     yield
     ray.shutdown()
 

@@ -1,0 +1,37 @@
+"""What an exception is after its way from a worker process to the process that called the function."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
+from reward_loop.processes.invocation import RemoteError, describe_exception
+from tests.processes.misbehaving import StatusError
+
+
+def received(error: BaseException) -> RemoteError:
+    remote: RemoteError = pickle.loads(pickle.dumps(RemoteError.of(error)))
+    return remote
+
+
+@pytest.mark.parametrize(
+    ("status", "transient", "refusal"), [(503, True, False), (429, True, True), (529, True, True), (404, False, False)]
+)
+def test_whether_a_retry_may_succeed_is_the_same_after_pickling(status: int, transient: bool, refusal: bool) -> None:
+    error = StatusError("the service says no", status_code=status, retry_after=7.0)
+    with pytest.raises(TypeError):  # as errors of openai and httpx, which have keyword-only arguments
+        pickle.loads(pickle.dumps(error))
+    remote = received(error)
+    assert (is_transient(remote), is_refusal(remote), retry_after(remote)) == (transient, refusal, 7.0)
+    assert (is_transient(error), is_refusal(error), retry_after(error)) == (transient, refusal, 7.0)
+    assert refusal or status_of(remote) == status
+    assert describe_exception(remote) == "StatusError: the service says no"
+
+
+def test_the_cause_decides_also_after_pickling() -> None:
+    error = ConnectionError("the judge failed")
+    error.__cause__ = StatusError("the service says no", status_code=401)
+    assert not is_transient(error)
+    assert not is_transient(received(error))

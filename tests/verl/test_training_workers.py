@@ -1,0 +1,78 @@
+"""Which rows a training worker passes to verl, without an engine; `tests.verl.test_masked_rows` has verl's engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import TrainingWorker
+
+from reward_loop.verl.training_workers import MaskingTrainingWorker, without_masked_rows
+
+pytestmark = pytest.mark.integration  # imports verl
+
+
+def nested(*rows: list[int]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def batch(*masks: list[int]) -> TensorDict:
+    data = TensorDict({"loss_mask": nested(*masks), "response_mask": nested(*masks)}, batch_size=len(masks))
+    tu.assign_non_tensor(data, global_batch_size=len(masks))
+    return data
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of one rank. `trained` has the ``global_batch_size`` of each call of verl's `train_batch`."""
+
+    def train_batch(self: Any, data: Any) -> Any:
+        self.trained.append(tu.get(data, "global_batch_size"))
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {"loss": 1.0}})
+
+    monkeypatch.setattr(TrainingWorker, "train_batch", train_batch)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: None)
+    worker: Any = object.__new__(MaskingTrainingWorker)
+    worker.device_name, worker.engine_config = "cpu", SimpleNamespace()
+    worker.engine = SimpleNamespace(
+        get_data_parallel_group=lambda: None, is_mp_src_rank_with_outputs=lambda: True, lr_scheduler_step=lambda: 0.5
+    )
+    worker.trained = []
+    return worker
+
+
+def metrics(output: Any) -> dict[str, Any]:
+    return dict(tu.get(output, "metrics"))
+
+
+def test_the_number_of_rows_is_that_of_the_unmasked_ones(worker: Any) -> None:
+    output = worker.train_batch(batch([1, 1], [0, 0, 0], [0, 1]))
+    assert worker.trained == [2]
+    assert metrics(output) == {"loss": 1.0, "skipped_share": 0.0}
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_a_mini_batch_without_an_unmasked_row_is_not_trained_on(worker: Any, schedule: bool) -> None:
+    data = batch([0, 0], [0, 0, 0])
+    tu.assign_non_tensor(data, update_lr_scheduler=schedule)
+    assert metrics(worker.train_batch(data)) == {"skipped_share": 1.0, **({"lr": 0.5} if schedule else {})}
+    assert worker.trained == []
+
+
+def test_a_loss_receives_the_unmasked_rows_alone() -> None:
+    seen: list[Any] = []
+
+    def loss(*, model_output: Any, data: Any) -> None:
+        seen.append(([row.tolist() for row in model_output["log_probs"].unbind()], len(data)))
+
+    data = batch([1, 1], [0, 0, 0], [0, 1])
+    without_masked_rows(loss, model_output={"log_probs": nested([1, 2], [3, 4, 5], [6, 7])}, data=data)
+    assert seen == [([[1, 2], [6, 7]], 2)]
+    # Every rank needs a backward pass, even if all its rows are masked.
+    data = batch([0, 0], [0])
+    without_masked_rows(loss, model_output={"log_probs": nested([1, 2], [3])}, data=data)
+    assert seen[1:] == [([[1, 2], [3]], 2)]
