@@ -230,10 +230,8 @@ def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
         return
     if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
         hide(key.strip())
-    known = call.sample.exchanges.get(fields["id"], {})
-    for name in ("prompt_tokens", "completion_tokens"):
-        more = fields.get(name, known.get(name, 0)) - known.get(name, 0)
-        setattr(call.sample, name, getattr(call.sample, name) + more)
+    call.sample.prompt_tokens += fields.get("prompt_tokens", 0)
+    call.sample.completion_tokens += fields.get("completion_tokens", 0)
     call.sample.exchange({**fields, "attempt": call.attempt})
 
 

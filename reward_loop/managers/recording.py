@@ -9,6 +9,7 @@ from reward_loop.records import (
     ActiveSample,
     Records,
     exchanges_of,
+    large_components,
     records,
     revision_row,
     sample_row,
@@ -38,8 +39,10 @@ def record_sample(
         full: the share of samples, or of groups, that are recorded with their texts.
     """
     is_full = full >= 1 or result.outcome is not Outcome.SCORED or _lot(active.sample) < full
-    text = text_row(active.sample, result) if is_full else None
-    writer.write(sample_row(active, result, reward, masked), text, exchanges_of(active) if active.exchanges else ())
+    large = large_components(result.extra_info)
+    text = text_row(active.sample, large) if is_full else None
+    row = sample_row(active, result, large, reward, masked)
+    writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 
 def record_revision(
