@@ -22,7 +22,7 @@ class Exchange:
     Outside of a recorded sample, an exchange has no effect.
 
     Args:
-        fields: what is known of it; docs/records.md has the names.
+        fields: the first fields; docs/records.md has all names.
     """
 
     def __init__(self, **fields: Any) -> None:

@@ -236,7 +236,7 @@ def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
 
 
 class CallServer:
-    """Serves the limits to functions in worker processes, over a local socket, and takes what they record.
+    """Serves the limits to functions in worker processes, over a local socket, and receives their exchanges.
 
     Listens from the first call on an event loop until that event loop shuts down.
     """
