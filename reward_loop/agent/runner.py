@@ -18,6 +18,7 @@ import contextvars
 import heapq
 import itertools
 import logging
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,6 +69,9 @@ class BatchRunner:
         if self._function is not None and self._function.has_post_process:
             options: RewardLoopConfig = getattr(manager, "options", None) or RewardLoopConfig()
             self.post_processor = PostProcess(self._function, options)
+        self._needs_name = self.needs_group or getattr(manager, "records", None) is not None
+        self._name = secrets.token_hex(4)
+        """Part of the names of groups: several runs may record samples in one folder."""
         self._batches: dict[int, Batch] = {}
         self._waiting: list[tuple[float, int, Batch]] = []
         self._begun: Batch | None = None
@@ -285,12 +289,13 @@ class BatchRunner:
                 self._all_ended(batch, group)
 
     def _row(self, batch: Batch, sample: int) -> Any:
-        """The sample as the manager receives it: with its group, if the manager needs the whole group."""
+        """The sample as the manager receives it: with its group, if the manager needs the whole group or records it."""
         row = batch.samples[sample]
-        if not self.needs_group or not isinstance(row, RewardSample) or row.group is not None:
+        if not self._needs_name or not isinstance(row, RewardSample) or row.group is not None:
             return row
         group = batch.group_of(sample)
-        return replace(row, group=f"{batch.number}.{group}", group_size=len(batch.members(group)))
+        name = f"{self._name}.{batch.number}.{group}"
+        return replace(row, group=name, group_size=len(batch.members(group)))
 
     def _all_ended(self, batch: Batch, group: int) -> None:
         """Post-process a group whose members all have a reward, then complete it."""

@@ -89,7 +89,8 @@ async def chat_complete(
         ConfigError: the address is missing or invalid, the API key is not set, or a field is not supported.
     """
     options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-    reply, _ = await complete(address, prompt, model, options, request)
+    reply, exchange = await complete(address, prompt, model, options, request)
+    exchange.end()
     return reply
 
 
@@ -100,7 +101,7 @@ async def complete(
     options: Mapping[str, Any],
     request: Mapping[str, Any],
 ) -> tuple[Reply, Exchange]:
-    """Does what `chat_complete` does, and also returns the recorded exchange.
+    """Does what `chat_complete` does, and also returns the exchange, which the caller must `end`.
 
     Args:
         address, prompt, model, request: see `chat_complete`.

@@ -55,7 +55,7 @@ async def classify(
             raise ValueError("no logits")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise exchange.failed(f"{address} sent an answer without logits: {shorten(answer, 500)}") from None
-    exchange.update(verdict=logits, score=logits[0] if len(logits) == 1 else None)
+    exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
     return logits[0] if len(logits) == 1 else logits
 
 
@@ -111,5 +111,5 @@ async def score(
         raise exchange.failed(
             f"{address} sent an answer without a score for each document: {shorten(answer, 500)}"
         ) from None
-    exchange.update(verdict=ordered, score=ordered[0] if len(ordered) == 1 else None)
+    exchange.end(verdict=ordered, score=ordered[0] if len(ordered) == 1 else None)
     return ordered

@@ -18,32 +18,37 @@ class Exchange:
     """One request to a model server, with its reply.
 
     It is added to the record of the sample as soon as it begins, so that a request that never ends is recorded, too.
-    Outside of a recorded sample, it has no effect.
+    From a worker process, each message takes a round trip: so fields are sent at the beginning and by `end` only.
+    Outside of a recorded sample, an exchange has no effect.
 
     Args:
-        fields: what is known of it; docs/records.md has the names.
+        fields: the first fields; docs/records.md has all names.
     """
 
     def __init__(self, **fields: Any) -> None:
         self._id = secrets.token_hex(4)
         self._send = _destination()
-        self._tokens = (0, 0)
-        self.update(**fields)
+        self._fields: dict[str, Any] = {}
+        self.end(**fields)
 
     def update(self, **fields: Any) -> None:
-        """Add fields."""
+        """Add fields; call `end` afterwards."""
+        self._fields |= fields
+
+    def end(self, **fields: Any) -> None:
+        """Add fields, and store all that were added so far. Later fields can be added in the same way."""
         if self._send is not None:
-            self._send({"id": self._id, **fields})
+            self._send({"id": self._id, **self._fields, **fields})
+        self._fields.clear()
 
     def use(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add tokens."""
-        if prompt_tokens or completion_tokens:
-            self._tokens = (self._tokens[0] + prompt_tokens, self._tokens[1] + completion_tokens)
-            self.update(prompt_tokens=self._tokens[0], completion_tokens=self._tokens[1])
+        """Add tokens; call `end` afterwards."""
+        for name, tokens in (("prompt_tokens", prompt_tokens), ("completion_tokens", completion_tokens)):
+            self._fields[name] = self._fields.get(name, 0) + tokens
 
     def failed(self, problem: str) -> RequestError:
         """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
-        self.update(error=problem)
+        self.end(error=problem)
         return RequestError(problem, status=200)
 
 

@@ -49,7 +49,7 @@ async def post(
     api_key_env: str | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
 ) -> tuple[Any, Exchange]:
-    """Sends a JSON body with POST, and returns the decoded JSON answer, and the recorded exchange.
+    """Sends a JSON body with POST, and returns the decoded JSON answer, and the exchange, which the caller must `end`.
 
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
     use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
@@ -79,7 +79,7 @@ async def post(
     try:
         answer = await _post(exchange, url, "://" in (address or ""), headers, body, timeout, max_reply_bytes)
     except BaseException as error:
-        exchange.update(seconds=time.perf_counter() - started, error=_cause(error))
+        exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
             report_answer(error)
         raise

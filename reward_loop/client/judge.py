@@ -132,7 +132,7 @@ class Judge:
             messages.insert(0, {"role": "system", "content": self._system})
         reply, exchange = await complete(address, messages, self._model, self._options, self._request)
         judgement = self._judge(prompt, reply)
-        exchange.update(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
+        exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
         return judgement
 
     def _judge(self, prompt: str, reply: Reply) -> Judgement:

@@ -287,7 +287,8 @@ class ProcessCall:
         if len(content) > _MAX_EXCHANGE:
             small = {name: value for name, value in fields.items() if name not in TEXT_FIELDS}
             content = encode_record({**small, "record_error": f"{len(content)} bytes are too long for a record"})
-        self._report("exchange", orjson.Fragment(content))
+        with contextlib.suppress(OSError):  # for example, no free file descriptor: a record must not cost the sample
+            self._report("exchange", orjson.Fragment(content))
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function that uses this object, at once in this thread."""

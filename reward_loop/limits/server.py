@@ -230,15 +230,13 @@ def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
         return
     if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
         hide(key.strip())
-    known = call.sample.exchanges.get(fields["id"], {})
-    for name in ("prompt_tokens", "completion_tokens"):
-        more = fields.get(name, known.get(name, 0)) - known.get(name, 0)
-        setattr(call.sample, name, getattr(call.sample, name) + more)
+    call.sample.prompt_tokens += fields.get("prompt_tokens", 0)
+    call.sample.completion_tokens += fields.get("completion_tokens", 0)
     call.sample.exchange({**fields, "attempt": call.attempt})
 
 
 class CallServer:
-    """Serves the limits to functions in worker processes, over a local socket, and takes what they record.
+    """Serves the limits to functions in worker processes, over a local socket, and receives their exchanges.
 
     Listens from the first call on an event loop until that event loop shuts down.
     """

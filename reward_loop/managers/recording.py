@@ -9,6 +9,7 @@ from reward_loop.records import (
     ActiveSample,
     Records,
     exchanges_of,
+    large_components,
     records,
     revision_row,
     sample_row,
@@ -37,9 +38,11 @@ def record_sample(
         masked: whether the sample is excluded from training.
         full: the share of samples, or of groups, that are recorded with their texts.
     """
-    is_full = full >= 1 or result.outcome is not Outcome.SCORED or _lot(active.sample) < full
-    text = text_row(active.sample, result) if is_full else None
-    writer.write(sample_row(active, result, reward, masked), text, exchanges_of(active) if active.exchanges else ())
+    is_full = full >= 1 or result.outcome is not Outcome.SCORED or _fraction(active.sample) < full
+    large = large_components(result.extra_info)
+    text = text_row(active.sample, large) if is_full else None
+    row = sample_row(active, result, large, reward, masked)
+    writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 
 def record_revision(
@@ -57,7 +60,7 @@ def record_revision(
         writer.write(revision_row(sample, function, outcome=outcome, error=error, reward=reward, masked=masked))
 
 
-def _lot(sample: RewardSample) -> float:
+def _fraction(sample: RewardSample) -> float:
     """Return a number from 0 to 1, the same for all samples of a group, and in all processes and runs."""
     name = sample.group or sample.uid or sample.solution_str
     return zlib.crc32(name.encode("utf-8", "backslashreplace")) / 2**32

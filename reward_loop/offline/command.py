@@ -18,6 +18,7 @@ from reward_loop._util.text import duration
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
 from reward_loop.offline.run import partial_of
+from reward_loop.records import records
 from reward_loop.records.show import outcomes_of, show_details, slowest_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ _err = Console(stderr=True, soft_wrap=True)
 def score(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Rollouts: JSONL, or parquet by its suffix.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Rollouts: JSONL, parquet by its suffix, or a folder: records, or verl's rollout dumps.",
+            show_default=False,
+        ),
     ],
     fn: Annotated[
         str | None,
@@ -53,7 +59,7 @@ def score(
             "--output",
             "-o",
             help="JSONL, or parquet by its suffix; - is stdout (JSONL, when all rows are scored). Default: FILE with "
-            ".scored before its suffix.",
+            ".scored before its suffix; for a folder, DIR.scored.jsonl.",
         ),
     ] = None,
     field: cli_options.FieldPaths = None,
@@ -136,6 +142,8 @@ def score(
     from reward_loop.offline.scorer import load_scorer
 
     check_input(file)
+    if file.is_dir() and log_dir is not None and log_dir.resolve() == file.resolve():
+        raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
     config = parse(RewardLoopConfig, options, "reward_loop")
     with reserve_stdout() as stdout:
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
@@ -146,7 +154,7 @@ def score(
             )
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-        target = None if output == _STDOUT else output or file.with_name(f"{file.stem}.scored{file.suffix}")
+        target = None if output == _STDOUT else output or _scored(file)
         destination: Path | IO[bytes] = target or stdout.buffer
         total = count_rows(file)
         with _progress() as progress:
@@ -171,6 +179,8 @@ def score(
                         "score the failed rows again."
                     )
                 raise
+        if config.log_dir is not None:
+            records(config.log_dir).flush()
         _show(summary, target, config.log_dir, _err if target is None else Console(file=stdout, soft_wrap=True))
     failed = summary.outcomes["failed"]
     if not summary.rows:
@@ -181,6 +191,13 @@ def score(
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
+
+
+def _scored(file: Path) -> Path:
+    """Return the default output."""
+    if file.is_dir():
+        return file.resolve().with_name(f"{file.resolve().name}.scored.jsonl")
+    return file.with_name(f"{file.stem}.scored{file.suffix}")
 
 
 def _progress() -> Progress:

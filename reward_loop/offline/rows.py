@@ -10,6 +10,7 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.offline.folders import count_folder, read_folder, renamed
 from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample
 
@@ -29,8 +30,11 @@ class Row:
     index: int
     """Index of the row, from 0; blank lines are not counted."""
     name: str
-    """Name in messages: ``line 7`` in a JSONL file, ``row 6`` in a parquet file."""
+    """Name in messages: ``line 7`` in a JSONL file, ``row 6`` in a parquet file, in a folder the ``uid`` if there is
+    one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    sample: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the `RewardSample` that are not parts for the function: in a folder, group, step and prompt."""
     error: str | None = None
     """Why the row cannot be read; ``None`` if it can."""
 
@@ -51,15 +55,17 @@ def check_format(path: Path) -> None:
 
 
 def check_input(path: Path) -> None:
-    """Check that the path is a regular file of a supported format.
+    """Check that the path is a folder with rollouts, or a regular file of a supported format.
 
     Raises:
-        ConfigError: the path does not exist, is a folder, a pipe or a device, or has an unsupported suffix.
+        ConfigError: the path does not exist, is a pipe or a device, has an unsupported suffix, or is a folder without
+            rollouts.
     """
+    if path.is_dir():
+        next(read_folder(path), None)
+        return
     if path.exists() and not path.is_file():
-        raise ConfigError(
-            f"{path} is not a file of rollouts: it is a {'folder' if path.is_dir() else 'pipe or device'}"
-        )
+        raise ConfigError(f"{path} is not a file of rollouts: it is a pipe or device")
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
     check_format(path)
@@ -73,16 +79,22 @@ def count_rows(path: Path) -> int:
     """
     if is_parquet(path):
         return parquet_rows(path)
+    if path.is_dir():
+        return count_folder(path)
     with path.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file. A malformed line becomes a row with an error.
+    """Yield the rows of a file or a folder. A malformed line becomes a row with an error.
 
     Raises:
-        ConfigError: the parquet file cannot be read.
+        ConfigError: the parquet file or the folder cannot be read.
     """
+    if path.is_dir():
+        for index, (content, error) in enumerate(read_folder(path)):
+            yield _stored(index, content, error)
+        return
     if is_parquet(path):
         index = 0
         for batch in read_batches(path):
@@ -104,6 +116,19 @@ def _parse(index: int, name: str, line: bytes) -> Row:
     if not isinstance(columns, dict):
         return Row(index, name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
     return Row(index, name, columns)
+
+
+def _stored(index: int, content: Mapping[str, Any] | bytes, error: str | None) -> Row:
+    if isinstance(content, bytes):
+        row = _parse(index, f"row {index}", content)
+        columns, error = renamed(row.columns), row.error
+    else:
+        columns = dict(content)
+    uid, step = columns.get("uid"), columns.get("step")
+    known = {name: columns[name] for name in ("prompt", "group") if columns.get(name) is not None}
+    if isinstance(step, int):
+        known["step"] = step
+    return Row(index, str(uid or f"row {index}"), columns, known, error)
 
 
 class Fields:
@@ -156,6 +181,7 @@ class Fields:
                 ground_truth=self._get(row, "ground_truth", None),
                 extra_info=self._extra_info(row),
                 uid=row.name,
+                **row.sample,
             )
         except _FieldError as error:
             return RewardSample("", uid=row.name, error=str(error))

@@ -22,6 +22,7 @@ from reward_loop._util.causes import Causes
 from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.finished import FinishedOutput
+from reward_loop.offline.folders import files_of
 from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
@@ -123,7 +124,7 @@ def score_file(
     identifies the run, so that ``retry_failed`` can check that it is the same run.
 
     Args:
-        source: the input file: JSONL, or parquet if it has a parquet suffix.
+        source: the input: JSONL, parquet if it has a parquet suffix, or a folder of records or of verl's rollout dumps.
         output: the output file: JSONL, or parquet if it has a parquet suffix. Or a binary stream, to which JSONL is
             written when all rows are scored. The partial results of a stream are in
             ``<source without suffix>.stdout.partial``.
@@ -145,10 +146,14 @@ def score_file(
     """
     check_input(source)
     partial = partial_of(source, output)
-    stat = source.stat()
+    stats = [path.stat() for path in (files_of(source) if source.is_dir() else [source])]
     header = {
         "journal": 1,
-        "input": {"path": str(source.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns},
+        "input": {
+            "path": str(source.resolve()),
+            "size": sum(stat.st_size for stat in stats),
+            "mtime_ns": max(stat.st_mtime_ns for stat in stats),
+        },
         **(identity or {}),
     }
     finished = None
@@ -203,6 +208,10 @@ def _check_output(source: Path, output: Path) -> None:
     if output.exists() and not output.is_file():
         raise ConfigError(
             f"the output must be a file of its own, and {output} is a folder or a device: -o - writes to stdout"
+        )
+    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"the output {output} must not be in the folder that is scored, {source}: name it by --output"
         )
     if output.exists() and output.samefile(source):
         raise ConfigError(f"the output would overwrite the input: {source}")

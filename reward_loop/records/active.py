@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
 
@@ -26,6 +26,20 @@ class Queued(Protocol):
     @property
     def started(self) -> float | None:
         """When the call started; ``None`` until then."""
+
+
+class Call(NamedTuple):
+    """A call of the function for a sample."""
+
+    function: str
+    """The function's name and file."""
+    start_s: float
+    """When it started, in seconds from the start of the sample."""
+    queue_s: float
+    wait_s: float
+    work_s: float
+    error: str | None
+    """The type of the exception that the function raised, or of the error why there is no result."""
 
 
 class ActiveSample:
@@ -49,7 +63,7 @@ class ActiveSample:
     """What the sample waits for until its batch call starts; empty if it is not part of one."""
     exchanges: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """The requests to model servers with their replies, by the ID of the exchange."""
-    calls: Sequence[Mapping[str, Any]] = ()
+    calls: Sequence[Call] = ()
     """The calls of the function, in the order of their ends."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -109,15 +123,9 @@ class ActiveSample:
             waited: how long the call waited for limits, in seconds.
             error: the exception that the function raised, or why there is no result.
         """
-        call = {
-            "function": function,
-            "start_s": max(0.0, self.seconds - seconds - waited),
-            "queue_s": queued,
-            "wait_s": waited,
-            "work_s": seconds,
-            "error": None if error is None else type(error).__name__,
-        }
-        self.calls = [*self.calls, call]
+        start = max(0.0, self.seconds - seconds - waited)
+        problem = None if error is None else type(error).__name__
+        self.calls = (*self.calls, Call(function, start, queued, waited, seconds, problem))
 
     def queue(self, what: str, call: Queued) -> None:
         """Record that a call waits for something, such as a free thread, until its ``started`` is set."""
@@ -172,8 +180,8 @@ class ActiveBatch(ActiveSample):
         for i, member in enumerate(self.members):
             if self.exchanges and (is_small or i == 0):
                 member.exchanges = {**member.exchanges, **self.exchanges}
-            calls = ({**call, "start_s": call["start_s"] + member.batch_s} for call in self.calls)
-            member.calls = [*member.calls, *calls]
+            calls = (call._replace(start_s=call.start_s + member.batch_s) for call in self.calls)
+            member.calls = (*member.calls, *calls)
             member.prompt_tokens += _share(self.prompt_tokens, i, count)
             member.completion_tokens += _share(self.completion_tokens, i, count)
         self.members = ()  # breaks the reference cycle with the members

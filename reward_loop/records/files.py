@@ -54,7 +54,8 @@ class RecordFiles:
         self.path = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._max_bytes = max_bytes
         self._numbers = {TEXTS: 0, EXCHANGES: 0}
-        self._failed = False
+        self._failing: set[Path] = set()
+        """The folders in which the last write failed."""
 
     def add_rows(self, lines: Sequence[bytes]) -> None:
         """Append lines to the file of rows."""
@@ -105,11 +106,11 @@ class RecordFiles:
                         file.truncate(start)  # removes an incomplete line, which readers could not parse
                     raise
         except OSError as error:
-            if not self._failed:
+            if not self._failing:
                 logger.warning("records of samples are lost: cannot write %s: %s", path, error)
-            self._failed = True
+            self._failing.add(path.parent)
             return None
-        self._failed = False
+        self._failing.discard(path.parent)
         return start
 
     def _delete_oldest(self) -> None:

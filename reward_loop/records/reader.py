@@ -12,9 +12,13 @@ import orjson
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import REVISION, SAMPLE, VERSION
 
-__all__ = ["RecordsReader"]
+__all__ = ["NoRecordsError", "RecordsReader"]
 
 _REVISED = ("outcome", "error")
+
+
+class NoRecordsError(ConfigError):
+    """A folder does not exist, or contains no records."""
 
 
 class RecordsReader:
@@ -24,7 +28,8 @@ class RecordsReader:
         folder: the records folder.
 
     Raises:
-        ConfigError: there is no such folder, it contains no records, or a newer version has written them.
+        NoRecordsError: there is no such folder, or it contains no records.
+        ConfigError: a newer version has written them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,10 +38,10 @@ class RecordsReader:
         """Lines that could not be read in the last pass over the rows: of processes that were killed, or are writing
         them."""
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder of records: " + ("it is a file" if folder.exists() else
-                "there is no such folder"))  # fmt: skip
+            why = "it is a file" if folder.exists() else "there is no such folder"
+            raise NoRecordsError(f"{folder} is not a folder of records: {why}")
         if not any(True for _ in self._lines()):
-            raise ConfigError(
+            raise NoRecordsError(
                 f"{folder} contains no records. A verl run writes them to trainer.default_local_dir/rewards, other "
                 "runs to the folder in reward_loop.log_dir"
             )
@@ -49,7 +54,7 @@ class RecordsReader:
         revisions, last = self._revisions()
         self.incomplete = 0
         for row in self._lines():
-            if row.get("kind", SAMPLE) != SAMPLE:
+            if row["kind"] != SAMPLE:
                 continue
             uid = row.get("uid")
             if uid in revisions and row.get("id") == last.get(uid):
@@ -82,14 +87,14 @@ class RecordsReader:
         revisions: dict[str, dict[str, Any]] = {}
         for row in self._lines(only=REVISION.encode()):
             uid = row.get("uid")
-            if row.get("kind") != REVISION or uid is None:
+            if row["kind"] != REVISION or uid is None:
                 continue
             if uid not in revisions or row["time"] >= revisions[uid]["time"]:
                 revisions[uid] = row
         last: dict[str, tuple[float, str]] = {}
         for row in self._lines() if revisions else ():
             uid = row.get("uid")
-            if uid in revisions and row.get("kind", SAMPLE) == SAMPLE:
+            if uid in revisions and row["kind"] == SAMPLE:
                 last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
         return revisions, {uid: name for uid, (_, name) in last.items()}
 
@@ -109,7 +114,7 @@ class RecordsReader:
                             f"{path} has records of version {row['version']}, and this version of reward_loop reads "
                             f"version {VERSION}: use the reward_loop that wrote them, or a newer one"
                         )
-                    if "outcome" in row:
+                    if "kind" in row:  # otherwise, not a file of records
                         yield row
 
     def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:

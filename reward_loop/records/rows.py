@@ -11,7 +11,17 @@ from reward_loop._util.text import cut
 from reward_loop.records.active import ActiveSample
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["REVISION", "SAMPLE", "TEXT_FIELDS", "VERSION", "exchanges_of", "revision_row", "sample_row", "text_row"]
+__all__ = [
+    "REVISION",
+    "SAMPLE",
+    "TEXT_FIELDS",
+    "VERSION",
+    "exchanges_of",
+    "large_components",
+    "revision_row",
+    "sample_row",
+    "text_row",
+]
 
 VERSION = 1
 """The version of the format. A reader rejects higher versions."""
@@ -30,12 +40,15 @@ _SCALARS = (int, float, NoneType)
 UNFINISHED = "no answer when the sample ended"
 
 
-def sample_row(active: ActiveSample, result: RewardResult, reward: float | None, masked: bool) -> dict[str, Any]:
+def sample_row(
+    active: ActiveSample, result: RewardResult, large: Mapping[str, Any], reward: float | None, masked: bool
+) -> dict[str, Any]:
     """Return the summary row of a sample.
 
     Args:
         active: the sample, with what it measured.
         result: the result of the function.
+        large: its `large_components`; their texts are cut, their lists become ``None``.
         reward: the score after the policy; ``None`` if the sample is masked or stops the run.
         masked: whether the sample is excluded from training.
     """
@@ -56,7 +69,9 @@ def sample_row(active: ActiveSample, result: RewardResult, reward: float | None,
         "reward": reward,
         "masked": masked,
         "error": result.error,
-        "components": small_components(result.extra_info),
+        "components": {**result.extra_info, **{name: _cut(large[name]) for name in large}}
+        if large
+        else result.extra_info,
         "response_length": sample.response_length,
         "total_s": active.seconds,
         "batch_s": active.batch_s,
@@ -64,17 +79,10 @@ def sample_row(active: ActiveSample, result: RewardResult, reward: float | None,
         "wait_s": result.wait_seconds,
         "work_s": result.seconds,
         "attempts": result.attempts,
-        "calls": active.calls,
+        "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
     }
-
-
-def small_components(components: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the components with long texts cut, and long lists replaced by ``None``."""
-    if not (large := large_components(components)):
-        return components
-    return {**components, **{name: _cut(value) for name, value in large.items()}}
 
 
 def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +105,13 @@ def _cut(value: Any) -> str | None:
     return cut(value, MAX_TEXT) if isinstance(value, str) else None
 
 
-def text_row(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
-    """Return the large fields of a sample."""
+def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the large fields of a sample.
+
+    Args:
+        sample: the sample.
+        large: the `large_components` of its result.
+    """
     return {
         "version": VERSION,
         "uid": sample.uid,
@@ -106,7 +119,7 @@ def text_row(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
         "response": sample.solution_str,
         "ground_truth": sample.ground_truth,
         "extra_info": sample.extra_info,
-        "components": large_components(result.extra_info),
+        "components": large,
     }
 
 

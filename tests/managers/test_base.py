@@ -1,3 +1,4 @@
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from reward_loop import (
 )
 from reward_loop.managers import scoring_function
 from reward_loop.managers.policy import apply_policy
+from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
 
 
@@ -334,3 +336,18 @@ def test_arguments_beside_a_finished_scoring_function_are_refused():
     for more in ({"reward_kwargs": {"bonus": 1}}, {"limit": "judge"}):
         with pytest.raises(ConfigError, match="has no effect"):
             scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig(), **more)
+
+
+async def test_prompt_and_step_of_verls_rows_are_recorded(tmp_path):
+    data = one_row(uid="q7", session_id=2, global_steps=np.int64(3))
+    # As verl's agent loop builds it: an array of arrays of messages.
+    data.non_tensor_batch["raw_prompt"] = np.array([[{"role": "user", "content": "2+2?"}]])
+    scored = manager(config=RewardLoopConfig(log_dir=str(tmp_path)))
+    await scored.run_single(data)
+    assert await asyncio.to_thread(scored.records.flush)
+    reader = RecordsReader(tmp_path)
+    (row,) = reader.rows()
+    assert [row[name] for name in ("uid", "group", "step", "response_length")] == ["q7_2", "q7", 3, 4]
+    text = reader.text(row)
+    assert (text["prompt"], text["response"]) == ([{"role": "user", "content": "2+2?"}], "abc")
+    assert (text["ground_truth"], text["extra_info"]["level"]) == ("abc", 1)

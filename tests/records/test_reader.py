@@ -1,0 +1,108 @@
+"""Records can be read by DuckDB and pandas as docs/records.md shows, and by the reader while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
+from reward_loop.client import Judge, Number
+from reward_loop.records import Records, records
+from reward_loop.records.reader import RecordsReader
+from reward_loop.testing import FakeJudge
+from tests.gsm8k import ROOT
+
+JUDGE = Judge("{{answer}}", Number(0, 1))
+
+
+async def compute_score(solution_str: str, reward_router_address: str) -> Any:
+    """Return values of all kinds: their keys and types differ between rows."""
+    match solution_str:
+        case "judge":
+            return (await JUDGE(reward_router_address, answer=solution_str)).reward()
+        case "surrogate":
+            return {"score": 1.0, "text": "half \ud83d", "other": 10.5}
+        case "raise":
+            raise RuntimeError("<script>alert(1)</script> \x1b[31m")
+        case "none":
+            return None
+    return {"score": 0.5, "other": "text"}
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> Path:
+    """The records of five samples."""
+    path = tmp_path / "rewards"
+    async with FakeJudge("Score: 1") as server:
+        manager = NaiveRewardLoopManager(
+            RewardLoopConfig(log_dir=str(path)), compute_score=compute_score, reward_router_address=server.address
+        )
+        for text in ("judge", "surrogate", "raise", "none", "x"):
+            await manager.run_single(RewardSample(text, uid=text, ground_truth="\ud800"))
+    assert await asyncio.to_thread(records(path).flush)
+    return path
+
+
+@pytest.mark.integration
+def test_the_lines_of_the_page_read_a_folder(folder: Path) -> None:
+    pytest.importorskip("duckdb")
+    pytest.importorskip("pandas")
+    (code,) = re.findall(r"```python\n(# read_records.*?)```", (ROOT / "docs/records.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"scored .* 3 .* 0.83", done.stdout), done.stdout
+    assert "[5 rows x" in done.stdout
+
+
+def test_duckdb_reads_rows_and_exchanges_of_a_process_that_was_killed(folder: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    (path,) = folder.glob("*.jsonl")
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:100])
+    rows = f"FROM read_json('{folder}/*.jsonl', ignore_errors=true, union_by_name=true) WHERE kind = 'sample'"
+    assert duckdb.sql(f"SELECT uid, score {rows} ORDER BY uid").fetchall() == [
+        ("judge", 1.0),
+        ("none", None),
+        ("raise", None),
+        ("surrogate", 1.0),
+        ("x", 0.5),
+    ]
+    unnested = f"(SELECT uid, unnest(judges) AS judge {rows})"
+    assert duckdb.sql(f"SELECT uid, judge.verdict, judge.status FROM {unnested}").fetchall() == [("judge", 1.0, 200)]
+    exchanges = f"read_json('{folder}/exchanges/*.jsonl', ignore_errors=true)"
+    assert duckdb.sql(f"SELECT uid, reply FROM {exchanges}").fetchall() == [("judge", "Score: 1")]
+    texts = f"read_json('{folder}/texts/*.jsonl', ignore_errors=true)"
+    assert duckdb.sql(f"SELECT response, ground_truth FROM {texts} WHERE uid = 'x'").fetchall() == [("x", "\\ud800")]
+
+
+def test_the_reader_finds_the_texts_of_each_row(folder: Path) -> None:
+    reader = RecordsReader(folder)
+    rows = {row["uid"]: row for row in reader.rows()}
+    assert len(rows) == 5
+    for uid, row in rows.items():
+        text = reader.text(row)
+        assert text is not None
+        assert (text["response"], text["ground_truth"]) == (uid, "\\ud800")
+        assert len(reader.exchanges(row)) == (uid == "judge")
+    (exchange,) = reader.exchanges(rows["judge"])
+    assert (exchange["reply"], exchange["verdict"]) == ("Score: 1", 1.0)
+
+
+def test_a_folder_is_read_while_it_is_written(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for i in range(1000):
+        writer.write({"version": 1, "kind": "sample", "uid": f"{i}", "outcome": "scored"}, {"response": f"{i}"})
+        if i % 100 == 99:
+            assert writer.flush()
+            reader = RecordsReader(tmp_path)
+            rows = list(reader.rows())
+            assert [row["uid"] for row in rows] == [f"{n}" for n in range(i + 1)]
+            text = reader.text(rows[-1])
+            assert text is not None
+            assert text["response"] == f"{i}"

@@ -1,0 +1,137 @@
+"""Scoring the rollouts of a run again: from its records, and from verl's rollout dumps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, cli
+from reward_loop.records import records
+
+STRICT = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    assert extra_info["index"] >= 0 or data_source == "dump"
+    return float(solution_str == ground_truth)
+
+def plain(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+"""
+
+
+def run(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.app, list(args))
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The records of six samples, which a generous function has scored, in ``run``; the working directory."""
+    (tmp_path / "strict.py").write_text(STRICT)
+    manager = NaiveRewardLoopManager(
+        RewardLoopConfig(log_dir=str(tmp_path / "run"), record={"full": 0.999}), compute_score=lambda solution_str: 1.0
+    )
+    samples = [
+        RewardSample(
+            f"{i}",
+            "sums",
+            f"{i - i % 2}",
+            {"index": i},
+            uid=f"q{i // 2}_{i % 2}",
+            group=f"q{i // 2}",
+            step=i // 2,
+            prompt=f"{i}=?",
+        )
+        for i in range(6)
+    ]
+
+    async def score() -> None:
+        for sample in samples:
+            await manager.run_single(sample)
+
+    asyncio.run(score())
+    assert records(tmp_path / "run").flush()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_records_are_scored_as_they_are(folder: Path) -> None:
+    shown = run("score", "run", "--fn", "strict.py", "--log-dir", "again")
+    assert "rows 6" in shown
+    assert "summary: reward-loop report again" in shown
+    rows = read(folder / "run.scored.jsonl")
+    assert [row["score"] for row in rows] == [1.0, 0.0] * 3
+    assert [row["input_score"] for row in rows] == [1.0] * 6
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert rows[3]["prompt"] == "3=?"
+    (path,) = (folder / "again").glob("*.jsonl")
+    found = {row["uid"]: row for row in read(path)}
+    assert [(row["group"], row["step"], row["score"]) for _, row in sorted(found.items())] == [
+        ("q0", 0, 1.0),
+        ("q0", 0, 0.0),
+        ("q1", 1, 1.0),
+        ("q1", 1, 0.0),
+        ("q2", 2, 1.0),
+        ("q2", 2, 0.0),
+    ]
+    texts = {text["uid"]: text for text in read(folder / "again" / "texts" / f"{path.stem}.000000.jsonl")}
+    assert (texts["q1_1"]["prompt"], texts["q1_1"]["extra_info"]) == ("3=?", {"index": 3})
+    shown = run("compare", "run", "again")
+    assert "samples 6 in both, 0 only in A, 0 only in B" in shown
+    assert "changed 3 of 6" in shown
+    assert "3 groups: 0 with equal rewards" in run("report", "again")
+
+
+def test_records_without_texts_are_failed_rows(folder: Path) -> None:
+    for path in (folder / "run" / "texts").iterdir():
+        path.unlink()
+    shown = run("score", "run", "--fn", "strict.py", code=2)
+    assert "none of the 6 rows can be scored. q0_0: its texts were not recorded, or have been deleted" in shown
+
+
+def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
+    (folder / "dumps").mkdir()
+    for step in (2, 10):
+        lines = [
+            {"input": f"user {i}", "output": str(i), "gts": "1", "score": 0.5, "step": step, "uid": f"p_{i}_0"}
+            for i in (0, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "dumps" / f"{step}.jsonl").write_text(text + ('{"input": "torn' if step == 10 else ""))
+    shown = run("score", "dumps", "--fn", "strict.py:plain", "-o", "out.jsonl", "--log-dir", "rewards")
+    assert "1 failed, 4 scored" in shown
+    rows = read(folder / "out.jsonl")
+    assert [(row["step"], row["uid"], row["score"]) for row in rows[:4]] == [
+        (2, "p_0_0", 0.0),
+        (2, "p_1_0", 1.0),
+        (10, "p_0_0", 0.0),
+        (10, "p_1_0", 1.0),
+    ]
+    assert (rows[1]["prompt"], rows[1]["solution_str"], rows[1]["input_score"]) == ("user 1", "1", 0.5)
+    assert "not JSON" in rows[4]["error"]
+    (path,) = (folder / "rewards").glob("*.jsonl")
+    assert sorted(str(row["step"]) for row in read(path)) == ["10", "10", "2", "2", "None"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--log-dir", "run"], "is the folder that is scored"),
+        (["run", "-o", "run/out.jsonl"], "must not be in the folder that is scored"),
+        ([".", "-o", "x.jsonl"], ". is not a file of rollouts: it is a folder with neither records nor rollout dumps"),
+    ],
+)
+def test_what_would_change_the_folder_that_is_read_is_an_error(
+    folder: Path, arguments: list[str], message: str
+) -> None:
+    assert message in run("score", *arguments, "--fn", "strict.py", code=2)
+    assert len(list((folder / "run").glob("*.jsonl"))) == 1
