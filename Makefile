@@ -1,4 +1,5 @@
-# Every command makes the virtual environment .venv first, and starts at once if it is there already.
+# Every command makes the virtual environment .venv first, and starts at once if it is there already. The tests of
+# SGLang need .venv-sglang as well: `make test` makes it, and skips these tests where it cannot be made.
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -7,7 +8,7 @@ ARGS ?=
 VERL ?=
 OLDEST_VERL := 0.9.0
 
-.PHONY: help demo test lint setup clean
+.PHONY: help demo test lint setup sglang clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -21,6 +22,7 @@ demo: setup  ## train a small policy with verl on rewards from a served reward m
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL))  ## run all checks and tests
+	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.')
 	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
 
@@ -39,5 +41,8 @@ setup:  ## make .venv and install everything into it
 		echo 'Install one, or pass its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'; exit 1; fi
 	@$(PYTHON) tools/bootstrap.py
 
-clean:  ## remove .venv, caches and outputs
-	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache outputs
+sglang: setup  ## make .venv-sglang: SGLang on the CPU, for its tests
+	@$(BIN)/python tools/bootstrap_sglang.py
+
+clean:  ## remove .venv, .venv-sglang, caches and outputs
+	rm -rf .venv .venv-sglang .cache .mypy_cache .pytest_cache .ruff_cache outputs

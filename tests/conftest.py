@@ -40,6 +40,7 @@ LONGEST = (
     "verl/test_vllm.py",
     "verl/test_colocated.py",
     "verl/test_separate_async_run.py",
+    "serving/engines/test_real_sglang.py",
     "serving/engines/test_vllm.py",
 )
 """The files that take longest, in this order. Two processes share the files, and the longest must not start last."""

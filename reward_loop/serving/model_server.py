@@ -36,19 +36,21 @@ class ModelServer:
         """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
         self._changing = asyncio.Lock()
         """Held while the server and the router get a new state, so that a restart and `wake` do not interleave."""
+        self._sleep_sent = False
+        """Whether this run of the server was told to sleep since it was last told to wake up."""
 
     @property
     def _engine(self) -> Engine | None:
         return ENGINES.get(self.model.engine)  # None for an external server
 
     @property
-    def _sleep_path(self) -> str | None:
-        return self._engine.sleep_path if self._engine else None
+    def _sleep_paths(self) -> tuple[str, ...]:
+        return self._engine.sleep_paths if self._engine else ()
 
     @property
     def can_sleep(self) -> bool:
         """Whether the server can be put to sleep: its engine has no memory to free, or sleep mode is enabled."""
-        return not self._sleep_path or self.model.enable_sleep_mode
+        return not self._sleep_paths or self.model.enable_sleep_mode
 
     def config(self) -> BackendConfig:
         """Returns the router's configuration of this server."""
@@ -71,8 +73,7 @@ class ModelServer:
                 return
             self._asleep = True
             await self._router.sleep(self.url)
-            if self._sleep_path:
-                await post(self.url, self._sleep_path, self._router.timeout_s)
+            await self._send_sleep(self.url)
 
     async def wake(self) -> None:
         """Wakes the server up; the router then sends requests again.
@@ -84,15 +85,19 @@ class ModelServer:
             if self.url is None or self._lost:
                 return
             self._asleep = False
-            if self._engine and self._engine.wake_path:
-                await post(self.url, self._engine.wake_path, self._router.timeout_s)
+            # SGLang dies if it must allocate memory that it has not freed.
+            if self._engine and self._sleep_sent:
+                for path in self._engine.wake_paths:
+                    await post(self.url, path, self._router.timeout_s)
+            self._sleep_sent = False
             await self._router.resume(self.url)
 
     async def on_up(self, url: str) -> None:
         """Puts a restarted server to sleep if the others sleep; sends a new URL to the router."""
         async with self._changing:
-            if self._asleep and self._sleep_path:
-                await post(url, self._sleep_path, self._router.timeout_s)
+            self._sleep_sent = False
+            if self._asleep:
+                await self._send_sleep(url)
             if url == self.url:
                 return
             before, self.url = self.url, url
@@ -104,6 +109,7 @@ class ModelServer:
 
     async def on_down(self, reason: str) -> None:
         """Reports to the router that the server has died."""
+        self._sleep_sent = False
         if self.url is not None:
             await self._router.mark_dead(self.url, reason)
 
@@ -123,3 +129,8 @@ class ModelServer:
             await self._router.give_up(self.url, self._lost)
         elif self._asleep:
             await self._router.mark_asleep(self.url)
+
+    async def _send_sleep(self, url: str) -> None:
+        for path in self._sleep_paths:
+            self._sleep_sent = True
+            await post(url, path, self._router.timeout_s)

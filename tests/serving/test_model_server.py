@@ -73,6 +73,38 @@ async def test_a_server_that_restarts_asleep_at_another_address_stays_asleep(rou
     assert router.requests == ["POST http://b:2/wake_up", "resume http://b:2"]
 
 
+async def test_a_server_that_does_not_sleep_is_not_woken(router: RecordingRouter) -> None:
+    server = ModelServer(MODEL, "http://a:1", router)
+    await server.wake()
+    assert router.requests == ["resume http://a:1"]
+
+
+async def test_a_server_that_died_asleep_and_is_not_up_yet_is_not_woken(router: RecordingRouter) -> None:
+    server = ModelServer(MODEL, "http://a:1", router)
+    await server.sleep()
+    await server.on_down("was killed by SIGKILL")
+    router.requests.clear()
+    await server.wake()
+    await server.on_up("http://a:1")
+    assert router.requests == ["resume http://a:1"]
+
+
+async def test_sglang_is_paused_before_it_frees_its_memory_and_continues_when_it_has_it_again(
+    router: RecordingRouter,
+) -> None:
+    server = ModelServer(MODEL.model_copy(update={"engine": "sglang"}), "http://a:1", router)
+    await server.sleep()
+    await server.wake()
+    assert router.requests == [
+        "sleep http://a:1",
+        "POST http://a:1/pause_generation",
+        "POST http://a:1/release_memory_occupation",
+        "POST http://a:1/resume_memory_occupation",
+        "POST http://a:1/continue_generation",
+        "resume http://a:1",
+    ]
+
+
 async def test_a_lost_server_releases_its_address_and_a_restarted_router_gets_the_reason(
     router: RecordingRouter,
 ) -> None:

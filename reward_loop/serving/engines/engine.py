@@ -25,11 +25,11 @@ class Engine(ABC):
     inherits_socket: ClassVar[bool] = False
     """Whether the server accepts ``--fd`` and ``--lifeline-fd``, as this library's own servers do."""
 
-    sleep_path: ClassVar[str | None] = None
-    """A POST of ``{}`` to this path frees the model's memory; ``None`` if the engine has no memory to free."""
+    sleep_paths: ClassVar[tuple[str, ...]] = ()
+    """POSTs of ``{}`` to these paths, in this order, free the model's memory; empty if the engine has none to free."""
 
-    wake_path: ClassVar[str | None] = None
-    """A POST of ``{}`` to this path allocates the model's memory again."""
+    wake_paths: ClassVar[tuple[str, ...]] = ()
+    """POSTs of ``{}`` to these paths, in this order, allocate the model's memory again."""
 
     @abstractmethod
     def check(self, model: ServedModelConfig) -> None:

@@ -72,7 +72,7 @@ def _evaluate(expression: str, model: ServedModelConfig) -> Any:
 
 @functools.cache
 def _value(expression: str, python: str, env: tuple[tuple[str, str], ...]) -> Any:
-    """Returns the value of an expression in another interpreter. Errors are not cached, so they can be mended."""
+    """Returns the value of an expression in another interpreter. Errors are not cached: the user may fix the cause."""
     program = f"import importlib.metadata, importlib.util, json; print(json.dumps({expression}))"
     try:
         done = subprocess.run(

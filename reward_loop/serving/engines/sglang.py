@@ -17,8 +17,10 @@ _RESERVED = frozenset({"host", "port", "model_path", "model", "served_model_name
 class Sglang(Engine):
     """SGLang. Its native ``/classify`` returns raw logits; its ``/v1/classify`` applies a softmax."""
 
-    sleep_path = "/release_memory_occupation"
-    wake_path = "/resume_memory_occupation"
+    # SGLang dies if it releases memory while it computes, for example for a health check or for a request whose client
+    # has disconnected. A paused server aborts what it computes, and holds health checks until it continues.
+    sleep_paths = ("/pause_generation", "/release_memory_occupation")
+    wake_paths = ("/resume_memory_occupation", "/continue_generation")
 
     def check(self, model: ServedModelConfig) -> None:
         if not has_module("sglang", model):
@@ -37,11 +39,13 @@ class Sglang(Engine):
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        return {"PYTHONUNBUFFERED": "1"} | model.env
+        environment = {"PYTHONUNBUFFERED": "1"}
+        if _on_cpu(model):
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(model.threads)}
+        return environment | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
-        on_cpu = normalised(model.engine_args).get("device") == "cpu" or model.env.get("SGLANG_USE_CPU_ENGINE") == "1"
-        return 0 if on_cpu else model.tensor_parallel_size * model.data_parallel_size
+        return 0 if _on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {
@@ -50,12 +54,19 @@ class Sglang(Engine):
             "mem_fraction_static": model.gpu_memory_utilization,
             "is_embedding": model.kind == "discriminative",
             "trust_remote_code": model.trust_remote_code,
-            "enable_memory_saver": model.enable_sleep_mode,
-            # Without it, the weights are missing after wake-up: SGLang expects a trainer to send them.
-            "enable_weights_cpu_backup": model.enable_sleep_mode,
         }
+        if _on_cpu(model):
+            options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
+        # On a CPU, the memory saver finds no CUDA and the server does not start; the sleep endpoints work without it.
+        elif model.enable_sleep_mode:
+            # Without the backup, the weights are missing after wake-up: SGLang expects a trainer to send them.
+            options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         if model.tensor_parallel_size > 1:
             options["tp_size"] = model.tensor_parallel_size
         if model.data_parallel_size > 1:
             options["dp_size"] = model.data_parallel_size
         return flags(model, options, _RESERVED)
+
+
+def _on_cpu(model: ServedModelConfig) -> bool:
+    return normalised(model.engine_args).get("device") == "cpu" or model.env.get("SGLANG_USE_CPU_ENGINE") == "1"

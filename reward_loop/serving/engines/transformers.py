@@ -26,8 +26,8 @@ class Transformers(Engine):
     """The embedded engine. Sleep frees the weights; wake-up reads them again from the model directory."""
 
     inherits_socket = True
-    sleep_path = "/sleep"
-    wake_path = "/wake_up"
+    sleep_paths = ("/sleep",)
+    wake_paths = ("/wake_up",)
 
     def check(self, model: ServedModelConfig) -> None:
         for option in _NOT_HERE:

@@ -20,8 +20,8 @@ _CPU_KV_CACHE = "1G"
 class Vllm(Engine):
     """vLLM. The server binds its port early, and listens when it is ready. It exits when its engine core dies."""
 
-    sleep_path = "/sleep?level=1"
-    wake_path = "/wake_up"
+    sleep_paths = ("/sleep?level=1",)
+    wake_paths = ("/wake_up",)
 
     def check(self, model: ServedModelConfig) -> None:
         self._on_cpu(model)

@@ -1,8 +1,8 @@
-"""Speaks as SGLang 0.5.23 was observed to: a stand-in where its CUDA kernels cannot run.
+"""Answers as SGLang 0.5.23 does, and starts in a second; `test_real_sglang.py` runs the real one, on a CPU.
 
-What it imitates: it binds its port by itself, starts a process of its own, answers requests for unknown models, has
-flat error bodies and raw logits in ``/classify``, and is killed by what a server with ``--is-embedding`` cannot digest.
-``GET /asleep`` is the stub's own.
+It binds its port itself, starts a process of its own, answers requests for unknown models, and has flat error bodies
+and raw logits in ``/classify``. As SGLang does, it dies of requests that a server with ``--is-embedding`` cannot
+process, and of the sleep endpoints in a wrong state. Only the stub has ``GET /asleep``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 
 def create_app(name: str, *, is_embedding: bool) -> FastAPI:
     app = FastAPI()
-    asleep = False
+    paused = asleep = False
 
     def flat(status: int, message: str) -> JSONResponse:
         body = {"object": "error", "message": message, "type": "BadRequestError", "param": None, "code": status}
@@ -41,7 +41,7 @@ def create_app(name: str, *, is_embedding: bool) -> FastAPI:
         body = await request.json()
         text = body["messages"][-1]["content"]
         if len(text) > 100:
-            return flat(400, "The input is longer than the model's context length")
+            return flat(400, f"The input ({len(text)} tokens) is longer than the model's context length (100 tokens).")
         message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
         return {
             "id": "0",
@@ -57,20 +57,35 @@ def create_app(name: str, *, is_embedding: bool) -> FastAPI:
         if text == "":
             os._exit(9)
         if not isinstance(text, str):
-            return JSONResponse({"error": {"message": "Either text, input_ids or input_embeds is needed"}}, 400)
+            return JSONResponse({"error": {"message": "At least one of text, input_ids, ... should be provided"}}, 400)
         return {"embedding": [float(len(text))], "meta_info": {"prompt_tokens": len(text), "cached_tokens": 0}}
 
+    @app.post("/pause_generation")
+    async def pause(request: Request) -> Any:
+        nonlocal paused
+        paused = await request.json() == {}
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @app.post("/continue_generation")
+    async def resume_generation(request: Request) -> Any:
+        nonlocal paused
+        paused = await request.json() != {}
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
     @app.post("/release_memory_occupation")
-    async def release(request: Request) -> Response:
+    async def release(request: Request) -> None:
         nonlocal asleep
+        if not paused:
+            # SGLang dies only while it computes, which a server that is not paused may do at any time.
+            os._exit(9)
         asleep = await request.json() == {}
-        return Response()
 
     @app.post("/resume_memory_occupation")
-    async def resume(request: Request) -> Response:
+    async def resume(request: Request) -> None:
         nonlocal asleep
+        if not asleep:
+            os._exit(9)
         asleep = await request.json() != {}
-        return Response()
 
     @app.get("/asleep")
     async def is_asleep() -> bool:

@@ -109,6 +109,18 @@ def test_sglang_on_a_cpu_takes_no_gpus() -> None:
     assert ENGINES["sglang"].gpus(settled("sglang", env={"SGLANG_USE_CPU_ENGINE": "1"})) == 0
 
 
+def test_sglang_on_a_cpu_needs_no_other_option_and_has_no_memory_saver() -> None:
+    model = settled("sglang", engine_args={"device": "cpu"}, enable_sleep_mode=True, threads=3)
+    assert command(model).endswith(
+        " --served-model-name judge --dtype auto --device cpu --disable-overlap-schedule --disable-cuda-graph"
+    )
+    environment = ENGINES["sglang"].environment(model)
+    assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
+    on_gpus = ENGINES["sglang"].environment(settled("sglang"))
+    assert "SGLANG_USE_CPU_ENGINE" not in on_gpus
+    assert "OMP_NUM_THREADS" not in on_gpus
+
+
 def test_code_of_a_model_is_trusted_where_the_user_says_so(installed: Any) -> None:
     installed("0.31.0")
     for engine in ("vllm", "sglang"):

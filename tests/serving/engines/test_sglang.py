@@ -1,4 +1,4 @@
-"""SGLang's dialect against a stub that speaks it: the real SGLang needs CUDA kernels, and was never run here."""
+"""SGLang behind the manager and the router, with a stub that starts fast. `test_real_sglang.py` runs the real one."""
 
 from __future__ import annotations
 
@@ -71,13 +71,14 @@ async def test_stubbed_sglang_behind_the_router(config: Any) -> None:
         status, body = await post(url, "/classify", _text("four"))
         assert (status, json.loads(body)["embedding"]) == (200, [4.0])
 
-        # Errors pass as they are; what SGLang would answer, or die of, is refused before.
+        # Errors are passed on; the router rejects what SGLang would answer or die of.
         status, body = await post(url, CHAT, _said("x" * 101))
         assert (status, json.loads(body)["object"]) == (400, "error")
         status, body = await post(url, CHAT, _said("hello", "nonesuch"))
         assert (status, json.loads(body)["error"]["type"]) == (404, "RouterError")
         assert (await post(url, CHAT, _said("hello", "scorer")))[0] == 400
         assert (await post(url, "/classify", _text("")))[0] == 400
+        await models.wake()  # has no effect on servers that are awake
         assert models.pids() == before
 
         await models.sleep()

@@ -22,6 +22,7 @@ from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
 from tests.servers import Watched, post
+from tests.serving.engines.running import below, running
 
 openai = pytest.importorskip("openai")
 
@@ -55,26 +56,8 @@ async def models(
         },
         log_dir=str(tmp_path_factory.mktemp("logs")),
     )
-    ready: asyncio.Future[RewardModelManager] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-
-    async def hold() -> None:
-        # Entry and exit belong into one task, and a fixture's are in two.
-        async with RewardModelManager(config) as manager:
-            ready.set_result(manager)
-            await stop.wait()
-
-    holding = asyncio.create_task(hold())
-    await asyncio.wait([holding, ready], return_when=asyncio.FIRST_COMPLETED)
-    if holding.done():
-        await holding
-    manager = ready.result()
-    watched = Watched([*manager.pids().values(), *(p.pid for pid in manager.pids().values() for p in _below(pid))])
-    yield manager
-    stop.set()
-    await holding
-    assert watched.left_after(0) == 0
-    watched.close()
+    async with running(config) as manager:
+        yield manager
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -82,10 +65,6 @@ async def client(models: RewardModelManager) -> AsyncIterator[Any]:
     url = f"http://{models.reward_router_address}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
         yield client
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
 
 
 def _url(models: RewardModelManager) -> str:
@@ -220,10 +199,10 @@ async def test_a_killed_engine_core_is_replaced_and_costs_the_other_model_nothin
     models: RewardModelManager, client: Any
 ) -> None:
     before = models.pids()
-    below = _below(before["server 2"])
-    cores = [process.pid for process in below if "EngineCor" in process.name() or "EngineCor" in _title(process)]
+    children = below(before["server 2"])
+    cores = [process.pid for process in children if "EngineCor" in process.name() or "EngineCor" in _title(process)]
     assert cores
-    watched = Watched([process.pid for process in below])
+    watched = Watched([process.pid for process in children])
     os.kill(cores[0], signal.SIGKILL)
     async with asyncio.timeout(600):
         while (await _classify(models, input="a"))[0] != 200:
