@@ -125,7 +125,9 @@ def test_two_nodes_lose_and_repeat_nothing_when_a_server_and_a_worker_die(run: R
     seen = [row for step in STEPS for row in run.rollouts(step)]
     assert len(seen) == len(STEPS) * SAMPLES
     scores = {(call["output"], call["gts"]): call["score"] for call in run.calls}
-    assert [scores[row["output"], row["gts"]] for row in seen] == pytest.approx([row["score"] for row in seen])
+    # Equal responses can differ in the last digits, as the server batches them differently.
+    expected = pytest.approx([row["score"] for row in seen], abs=1e-4)
+    assert [scores[row["output"], row["gts"]] for row in seen] == expected
     # Only what the dead worker was scoring is scored again.
     repeated = texts(run.calls) - texts(seen)
     assert repeated <= texts([call for call in run.calls if call["pid"] in worker["pids"]]), repeated
