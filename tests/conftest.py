@@ -35,12 +35,14 @@ LONGEST = (
     "verl/test_pipeline.py",
     "verl/test_two_nodes.py",
     "verl/test_updates.py",
+    "verl/test_oldest_release.py",
     "integration/test_demo.py",
     "verl/test_workers.py",
     "verl/test_vllm.py",
     "verl/test_colocated.py",
     "verl/test_separate_async_run.py",
     "serving/engines/test_real_sglang.py",
+    "verl/test_stock_verl.py",
     "serving/engines/test_vllm.py",
 )
 """The files that take longest, in this order. Two processes share the files, and the longest must not start last."""

@@ -139,7 +139,7 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
             options: further arguments of newer versions of verl, passed on.
         """
         session = (kwargs["uid"], kwargs["session_id"])
-        if session[0] not in self._rewards:
+        if kwargs["uid"] not in self._rewards:
             # `__validate__` gives the sample the traffic class `validate` in the limits.
             return await super()._compute_score(outputs, {**kwargs, "__validate__": True}, **options)
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -12,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from reward_loop.verl import compat
+from reward_loop.verl import (
+    agent_loop,
+    compat,
+    pipeline,
+    replay_buffer,
+    separate_async,
+    task_runner,
+    trainer,
+    training_workers,
+)
 from tests.gsm8k import ROOT
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -27,6 +37,36 @@ def test_every_name_has_a_reason() -> None:
         assert all(why for names in table.values() for why in names.values())
 
 
+def overrides(cls: type) -> set[str]:
+    """The methods of a class of ours that override methods of verl's classes, apart from the constructor."""
+    verls = {name for base in cls.__mro__ if base.__module__.startswith("verl.") for name in vars(base)}
+    return {name for name, value in vars(cls).items() if inspect.isfunction(value)} & verls - {"__init__"}
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        agent_loop.PipelineAgentLoopWorker,
+        pipeline.RewardPipelineTrainer,
+        replay_buffer.RewardReplayBuffer,
+        separate_async.QueueAgentLoopWorker,
+        separate_async.QueueSeparateAsyncTrainer,
+        task_runner.TaskRunner.__ray_actor_class__,
+        trainer.RewardLoopTrainer,
+        training_workers.PipelineTrainingWorker,
+    ],
+)
+def test_every_override_of_a_method_of_verl_is_listed(cls: type) -> None:
+    listed = {
+        name.partition("(")[0]
+        for names in [*compat.TRAINING.values(), *compat.COMMAND.values()]
+        for name, why in names.items()
+        if why.startswith("overridden")
+    }
+    assert overrides(cls)
+    assert overrides(cls) <= listed
+
+
 def test_a_removed_method_is_an_error_that_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -39,13 +79,13 @@ def test_a_removed_method_is_an_error_that_names_the_versions(monkeypatch: pytes
 
 
 def test_all_differences_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer.ppo.v1 import replay_buffer
+    from verl.trainer.ppo.v1 import replay_buffer as verls
 
     def wait(self: Any, partition_id: str, last_debug_time: float, deadline: float) -> float:
         return 0.0
 
-    monkeypatch.setattr(replay_buffer.ReplayBuffer, "_wait_for_next_poll", wait)
-    monkeypatch.delattr(replay_buffer, "_accumulate_eviction_metrics")
+    monkeypatch.setattr(verls.ReplayBuffer, "_wait_for_next_poll", wait)
+    monkeypatch.delattr(verls, "_accumulate_eviction_metrics")
     with pytest.raises(compat.VerlVersionError) as caught:
         compat.check(compat.TRAINING)
     message = str(caught.value)

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from reward_loop.verl.compat import installed_version
 from reward_loop.verl.defaults import CONFIG_DIR
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.verl import rewards
 from tests.verl.runs import Run, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(
+        installed_version() == "0.9.0", reason="the validation of verl 0.9.0 rejects samples whose keys differ"
+    ),
+]
 
 MANAGER = (
     "reward.reward_manager.source=importlib",

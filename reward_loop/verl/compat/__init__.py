@@ -1,11 +1,12 @@
 """What the reward loop uses of verl, and where releases of verl differ.
 
 - `names`: every name of verl and TransferQueue in use, with its parameters, in three tables.
-- `check` compares a table with the installed verl; a run does so at its start.
-- `check_version` refuses a release that is too old.
-- `adapters`, which imports verl, hides the differences between releases from the rest of the package.
+- `check` compares tables with the installed verl; a run does so at its start.
+- `check_version` refuses a release that is too old, and warns of one that is not tested.
+- `adapters` hides the differences between releases from the rest of the package.
 
-``python -m reward_loop.verl.compat`` prints the tables, compared with the installed verl.
+``python -m reward_loop.verl.compat`` prints the tables, compared with the installed verl. Nothing here imports verl
+before a check needs it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def findings(table: Names) -> Iterator[Finding]:
 
 
 def _find(owner: str) -> tuple[Any, str | None]:
-    """Returns the module or class, and why it cannot be had."""
+    """Returns the module or class, or why there is none."""
     module, _, path = owner.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -52,7 +52,7 @@ def _find(owner: str) -> tuple[Any, str | None]:
 
 
 def _difference(owner: Any, name: str, overridden: bool) -> str | None:
-    """Returns what does not fit, or ``None``."""
+    """Returns how verl's name differs from the name in the table, or ``None``."""
     name, is_function, listed = name.removesuffix(")").partition("(")
     if not is_function:
         return None if _has_attribute(owner, name) else f"{name} is missing"
