@@ -34,6 +34,8 @@ import uvloop
 CONNECTIONS = 64
 SLOW_REQUESTS = 4096
 SLOW_S = 2.0
+RESTART_S = 10.0
+"""Seconds in which the servers answer, in the test that kills the router: all calls must be in flight by then."""
 BODY = json.dumps({"model": "judge", "messages": [{"role": "user", "content": "x" * 1980}]}).encode()
 ANSWER = json.dumps(
     {
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds of the throughput test (default: 5, quick: 4)")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory test (%(default)s)")
     parser.add_argument("--sglang-python", metavar="PATH", help="path of a Python with sglang-router==0.3.2")
+    parser.add_argument("--only", choices=("restart",), help="only the test that kills the router")
     parser.add_argument("--skip-naive", action="store_true", help="leave out verl's NaiveRouter")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -70,6 +73,8 @@ class Bench:
         self.nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
     def run(self, args: argparse.Namespace) -> dict[str, Any]:
+        if args.only == "restart":
+            return asyncio.run(self.restart())
         results: dict[str, Any] = {}
         say(f"load generator: {'wrk' if self.wrk else 'the built-in uvloop client'}")
         backends = self.instant_backends()
@@ -103,6 +108,7 @@ class Bench:
             stop(process)
         results |= self.slow(args)
         results |= self.killed()
+        results |= asyncio.run(self.restart())
         if not args.quick:
             results |= self.memory(args.requests)
         return results
@@ -191,6 +197,45 @@ class Bench:
         for process in [router, *(process for _, process in servers)]:
             stop(process)
         return {"killed_worker_failed": done["failed"], "killed_worker_share": round(share, 3)}
+
+    async def restart(self) -> dict[str, Any]:
+        """Kill a router of `RewardModelManager` while calls of the library's own client are in flight."""
+        # Imported here, so that backends and load generators start fast.
+        from reward_loop.config import RewardModelConfig
+        from reward_loop.serving import RewardModelManager
+
+        servers = [self.backend(RESTART_S) for _ in range(4)]
+        config = RewardModelConfig(
+            engine="external",
+            urls=tuple(url for url, _ in servers),
+            served_model_name="judge",
+            kind="generative",
+            log_dir=str(self.folder / "manager"),
+        )
+        async with RewardModelManager(config) as models:
+            address = models.reward_router_address
+            command = [sys.executable, "-m", "benchmarks.router", "_callers", address, str(SLOW_REQUESTS)]
+            callers = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            url, sent, in_flight = f"http://{address}", 0, 0
+            while sent < SLOW_REQUESTS and callers.returncode is None:
+                await asyncio.sleep(0.1)
+                workers = await asyncio.to_thread(self.workers, url)
+                sent, in_flight = (sum(worker[name] for worker in workers) for name in ("requests", "in_flight"))
+            os.kill(models.pids()["router"], signal.SIGKILL)
+            began = time.perf_counter()
+            seconds = await asyncio.to_thread(first_answer, url + "/live", began)
+            output, _ = await callers.communicate()
+        done = json.loads(output)
+        say(f"\nrouter killed with {in_flight} calls of the library's client in flight: answers after {seconds:.2f} s,")
+        say(f"  {done['failed']} calls were lost")
+        for _, process in servers:
+            stop(process)
+        return {
+            "restart_s": round(seconds, 2),
+            "restart_in_flight": in_flight,
+            "restart_lost": done["failed"],
+            "restart_answered": done["answered"],
+        }
 
     def memory(self, requests: int) -> dict[str, Any]:
         url, process, _ = self.start_own(self.instant_backends())
@@ -324,8 +369,12 @@ class Bench:
         return subprocess.Popen(command, stdout=subprocess.PIPE)
 
     def requests(self, url: str) -> dict[str, int]:
+        return {worker["url"]: worker["requests"] for worker in self.workers(url)}
+
+    def workers(self, url: str) -> list[dict[str, Any]]:
         with urllib.request.urlopen(url + "/workers") as response:
-            return {worker["url"]: worker["requests"] for worker in json.load(response)}
+            workers: list[dict[str, Any]] = json.load(response)
+            return workers
 
 
 # Load generator and backend, each in a separate process
@@ -447,7 +496,27 @@ async def run_backend(port: int, delay: float) -> None:
     await server.serve_forever()
 
 
+async def run_callers(address: str, count: int) -> None:
+    """Send calls through the library's client, all at once, and print how many were answered."""
+    from reward_loop.client.http import post
+
+    calls = (post(address, PATH, json.loads(BODY), timeout=120.0) for _ in range(count))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in failed[:3]:
+        print(f"  a call was lost: {error}", file=sys.stderr)
+    print(json.dumps({"answered": len(answers) - len(failed), "failed": len(failed)}))
+
+
 # Helpers
+
+
+def first_answer(url: str, began: float) -> float:
+    """Return the seconds from ``began`` until the server answers."""
+    while True:
+        # A connection that was accepted before the death may be reset.
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=60):
+            return time.perf_counter() - began
 
 
 def free_port() -> int:
@@ -504,5 +573,7 @@ if __name__ == "__main__":
                 uvloop.run(run_backend(int(port), float(delay)))
             case ["_load", url, connections, requests, seconds]:
                 uvloop.run(run_load(url, int(connections), int(requests), float(seconds)))
+            case ["_callers", address, count]:
+                uvloop.run(run_callers(address, int(count)))
             case _:
                 main()

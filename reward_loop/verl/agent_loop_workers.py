@@ -34,6 +34,11 @@ MAX_STARTS = 3
 class WatchedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """verl's agent loop worker, whose death can be detected. A Ray actor."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Without a method of its own, Ray would copy verl's into a subclass and send it by value, and its `super()`
+        # would fail in the worker's process.
+        super().__init__(*args, **kwargs)
+
     async def until_death(self) -> None:
         """Never returns. A pending call fails when the worker dies."""
         await asyncio.Event().wait()

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from reward_loop.client.http import post
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager, supervisor
 from reward_loop.serving.engines.transformers import Transformers
@@ -80,6 +81,21 @@ async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
         async with asyncio.timeout(120):
             assert await asyncio.gather(*requests) == TEXTS
             assert await asyncio.gather(*(echo(session, text) for text in TEXTS)) == TEXTS
+
+
+async def test_calls_of_the_client_survive_a_killed_router(tmp_path: Path) -> None:
+    callers = 256
+    async with served(tmp_path, 2.0) as (models, session):
+        before, router = await sent(session), models.pids()["router"]
+        bodies = [{"caller": number} for number in range(callers)]
+        calls = [asyncio.create_task(post(models.reward_router_address, "/echo", body)) for body in bodies]
+        async with asyncio.timeout(60):
+            while await sent(session) < before + callers:  # noqa: ASYNC110 (another process counts)
+                await asyncio.sleep(0.01)
+        os.kill(router, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*calls) == bodies
+        assert models.pids()["router"] != router
 
 
 async def test_requests_of_a_frozen_server_are_answered_by_another_one(tmp_path: Path) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import agent_loop_workers
-from reward_loop.verl.agent_loop_workers import MAX_STARTS, ReplacingAgentLoopManager
+from reward_loop.verl.agent_loop import PipelineAgentLoopWorker
+from reward_loop.verl.agent_loop_workers import MAX_STARTS, ReplacingAgentLoopManager, WatchedAgentLoopWorker
 from reward_loop.verl.assignments import Assignments
+from reward_loop.verl.separate_async import QueueAgentLoopWorker
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -131,3 +136,27 @@ def test_a_replacement_that_does_not_start_is_an_error(monkeypatch: pytest.Monke
     slow.__ray_ready__ = SimpleNamespace(remote=lambda: GetTimeoutError())
     with pytest.raises(RewardLoopError, match=r"did not start within 60 s \(reward_loop\.worker_start_timeout_s\)"):
         manager(monkeypatch, Worker(), replacements=[slow]).replace([0], timeout_s=60)
+
+
+OTHER_PROCESS = """
+import inspect, sys
+from ray import cloudpickle
+
+for cls in cloudpickle.load(sys.stdin.buffer):
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        method = inspect.unwrap(method)
+        cells = dict(zip(method.__code__.co_freevars, method.__closure__ or ()))
+        if "__class__" in cells and cells["__class__"].cell_contents not in cls.__mro__:
+            print(f"{cls.__mro__[1].__name__}.{name}: super() fails")
+"""
+
+
+def test_the_workers_work_in_the_processes_of_ray() -> None:
+    # Ray copies the methods that a class inherits into a subclass, and sends those of verl's actor class by value. A
+    # copy that uses super() would refer to a copy of verl's class, which is not a base class of the worker.
+    workers = (WatchedAgentLoopWorker, PipelineAgentLoopWorker, QueueAgentLoopWorker)
+    classes = [ray.remote(worker).__ray_metadata__.modified_class for worker in workers]
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS], input=cloudpickle.dumps(classes), capture_output=True, timeout=300
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, ""), done.stderr.decode()[-3000:]
