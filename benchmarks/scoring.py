@@ -115,8 +115,8 @@ def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
     return rows
 
 
-def configuration(folder: Path, name: str) -> Any:
-    """Return the settings of a run with limits, retries and records."""
+def configuration(folder: Path, name: str, *more: str) -> Any:
+    """Return the settings of a run with limits, retries and records, and with ``more`` overrides."""
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
@@ -130,6 +130,7 @@ def configuration(folder: Path, name: str) -> Any:
         "+reward_loop.limits.default.max_concurrent=4096",
         "+reward_loop.limits.default.requests_per_minute=100000000",
         f"reward_loop.log_dir={folder}/records",
+        *more,
     ]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("reward_loop_trainer", overrides)
