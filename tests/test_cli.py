@@ -521,6 +521,11 @@ def test_simulate_the_size_of_a_run(tmp_path):
     assert "docs/scale.md" in shown
 
 
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_simulate_refuses_a_rate_that_is_not_positive_and_finite(rate):
+    assert "node_rate: a number above 0" in run("simulate", "--nodes", "3", "--node-rate", rate, code=2)
+
+
 def test_simulate_the_size_of_a_run_as_json(tmp_path):
     shown = json.loads(run("simulate", "--nodes", "2", "--node-rate", "10", "--judge", "constant:4", "--json"))
     assert (shown["samples_per_s"], shown["in_flight"], shown["seconds_in_flight"]) == (20, 80, 4)

@@ -124,11 +124,11 @@ def simulate(
 
     _check_options(context, sized=nodes is not None)
     if nodes is not None:
-        latency = parse_latency(judge)
+        judged = nodes * node_rate * parse_latency(judge).mean
         size = capacity.RunSize(
             nodes=nodes,
             node_rate=node_rate,
-            in_flight=in_flight or max(1, math.ceil(nodes * node_rate * latency.mean)),
+            in_flight=in_flight or (max(1, math.ceil(judged)) if math.isfinite(judged) else 1),
             tokens=tokens,
             requests=requests,
             function_ms=function_ms,
