@@ -210,7 +210,7 @@ def writing_records(folder: Path, count: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="shorter measurements, under 50 s")
+    parser.add_argument("--quick", action="store_true", help="fewer calls and shorter measurements")
     parser.add_argument("--serve-limits", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_limits:
