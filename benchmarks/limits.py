@@ -5,7 +5,7 @@
 64 clients in 4 processes, each with its own connection, request permits from one service and release them at once. The
 limit is never reached.
 
-- Permits per second: each client keeps 16 requests in flight.
+- Permits per second: each client keeps 16 requests in flight. The CPU time of the service per permit is reported too.
 - Latency of a permit: all clients together send requests at a fixed rate, a fifth of the throughput. The latency is the
   time from the request to the permit, including the round trip.
 
@@ -31,8 +31,8 @@ IN_FLIGHT = 16
 SHARE = 0.2
 
 
-async def saturate(client: RemoteLimits, seconds: float) -> int:
-    """Request permits in a closed loop for ``seconds``, and return their number."""
+async def saturate(client: RemoteLimits, seconds: float, in_flight: int) -> int:
+    """Keep ``in_flight`` requests for permits in flight for ``seconds``, and return the number of permits."""
     until, permits = time.perf_counter() + seconds, 0
 
     async def ask() -> None:
@@ -41,7 +41,7 @@ async def saturate(client: RemoteLimits, seconds: float) -> int:
             (await client.enter("judge")).leave()
             permits += 1
 
-    await asyncio.gather(*(ask() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(ask() for _ in range(in_flight)))
     return permits
 
 
@@ -64,23 +64,35 @@ async def pace(client: RemoteLimits, seconds: float, rate: float, phase: float) 
 
 
 async def work(address: str) -> None:
-    """Run a client process. A line of stdin starts a measurement: kind (``saturate`` or ``pace``), seconds, rate."""
+    """Run a client process.
+
+    A line of stdin starts a measurement: its kind (``saturate`` or ``pace``), seconds, and for each client the number
+    of requests in flight, or the rate.
+    """
     clients = [RemoteLimits(address) for _ in range(CLIENTS // PROCESSES)]
     await asyncio.gather(*(client.status() for client in clients))
     print("ready", flush=True)
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
-        seconds, rate = float(line[1]), float(line[2])
+        seconds, amount = float(line[1]), float(line[2])
         if line[0] == "saturate":
-            print(sum(await asyncio.gather(*(saturate(client, seconds) for client in clients))), flush=True)
+            print(
+                sum(await asyncio.gather(*(saturate(client, seconds, int(amount)) for client in clients))), flush=True
+            )
             continue
         phases = ((client, number / len(clients)) for number, client in enumerate(clients))
-        took = await asyncio.gather(*(pace(client, seconds, rate, phase) for client, phase in phases))
+        took = await asyncio.gather(*(pace(client, seconds, amount, phase) for client, phase in phases))
         print(json.dumps([seconds for one in took for seconds in one]), flush=True)
 
 
-def measure(seconds: float) -> dict[str, float]:
-    """Run the service and the clients, and return the figures."""
-    options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": 1_000_000}}})
+def measure(seconds: float, *, in_flight: int = IN_FLIGHT, max_concurrent: int = 1_000_000) -> dict[str, float]:
+    """Run the service and the clients, and return the figures.
+
+    Args:
+        seconds: the length of each measurement.
+        in_flight: the number of requests that each client keeps in flight while permits per second are measured.
+        max_concurrent: the limit. Requests beyond it wait.
+    """
+    options = RewardLoopConfig.model_validate({"limits": {"judge": {"max_concurrent": max_concurrent}}})
     with serve_limits(options) as address:
         command = [sys.executable, "-m", "benchmarks.limits", "--work", address]
         processes = [
@@ -89,7 +101,9 @@ def measure(seconds: float) -> dict[str, float]:
         ]
         try:
             answers(processes)
-            permits = sum(int(answer) for answer in answers(processes, f"saturate {seconds} 0")) / seconds
+            began = time.process_time()
+            permits = sum(int(answer) for answer in answers(processes, f"saturate {seconds} {in_flight}")) / seconds
+            cpu_s = time.process_time() - began
             rate = permits * SHARE / CLIENTS
             lists = [json.loads(answer) for answer in answers(processes, f"pace {seconds} {rate}")]
             took = sorted(seconds for one in lists for seconds in one)
@@ -100,6 +114,7 @@ def measure(seconds: float) -> dict[str, float]:
     return {
         "clients": CLIENTS,
         "permits_per_s": round(permits),
+        "cpu_us": round(1e6 * cpu_s / seconds / permits, 1),
         "asked_per_s": round(rate * CLIENTS),
         "p50_ms": round(1000 * took[len(took) // 2], 2),
         "p99_ms": round(1000 * took[int(len(took) * 0.99)], 2),

@@ -115,8 +115,8 @@ def rollouts(tokenizer: Any, texts: list[tuple[str, str]]) -> list[Any]:
     return rows
 
 
-def configuration(folder: Path, name: str, with_records: bool) -> Any:
-    """Return the settings of a run with limits and retries, and with or without records."""
+def configuration(folder: Path, name: str, *more: str) -> Any:
+    """Return the settings of a run with limits, retries and records, and with ``more`` overrides."""
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
@@ -129,7 +129,8 @@ def configuration(folder: Path, name: str, with_records: bool) -> Any:
         f"custom_reward_function.name={name}",
         "+reward_loop.limits.default.max_concurrent=4096",
         "+reward_loop.limits.default.requests_per_minute=100000000",
-        f"reward_loop.log_dir={folder}/records" if with_records else "reward_loop.log_dir=null",
+        f"reward_loop.log_dir={folder}/records",
+        *more,
     ]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("reward_loop_trainer", overrides)
@@ -169,10 +170,10 @@ def throughput(folder: Path, rounds: int) -> dict[str, float]:
         best: dict[str, float] = {}
         workers = {}
         for name in ("asynchronous", "sync"):
-            settings = configuration(folder, name, with_records=True)
+            settings = configuration(folder, name)
             workers[f"verl {name}"] = RewardLoopWorker(settings.config)
             workers[f"ours {name}"] = RewardWorker(settings, None)
-            workers[f"bare {name}"] = RewardWorker(configuration(folder, name, with_records=False), None)
+            workers[f"bare {name}"] = RewardWorker(configuration(folder, name, "reward_loop.log_dir=null"), None)
         for _ in range(rounds):
             for name, worker in workers.items():
                 best[name] = max(best.get(name, 0.0), await score(worker.compute_score, not name.startswith("verl")))

@@ -387,6 +387,10 @@ class RewardModelConfig(ServedModelConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from the arrival of a request at the router to the end of its answer. Waiting for a server counts."""
 
+    max_in_flight: int = Field(default=16384, ge=1)
+    """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
+    needs two of the router's open files (``ulimit -n``)."""
+
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two of the router's health checks of a server in use."""
 

@@ -499,6 +499,42 @@ def test_simulate_with_a_file_that_is_not_text(tmp_path):
     assert "judge latencies cannot be read" in run(*SIMULATE, "--judge", f"file:{tmp_path}/latencies", code=2)
 
 
+def test_simulate_prints_each_mode_as_json(tmp_path):
+    (shown,) = json.loads(
+        run(*SIMULATE, "--generation", "3", "--training", "4", "--mini-batches", "2", "--mode", "baseline", "--json")
+    )
+    assert shown == {
+        "mode": "baseline",
+        "step_s": 15,
+        "floor_s": 15,
+        "over_floor": 0,
+        "waiting_s": 8,
+        "hidden_share": 0,
+    }
+
+
+def test_simulate_the_size_of_a_run(tmp_path):
+    shown = run("simulate", "--nodes", "64", "--in-flight", "20480", "--workers", "2")
+    assert "64 nodes x 16 samples/s = 1,024 samples/s. 20,480 samples in flight, 20.0 s each." in shown
+    assert "router, requests in flight 20,480 16,384 requests 125% 51 nodes" in shown
+    assert "router, requests in flight (125%): reward_model.server.max_in_flight=20480." in shown
+    assert "docs/scale.md" in shown
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_simulate_refuses_a_rate_that_is_not_positive_and_finite(rate):
+    assert "node_rate: a number above 0" in run("simulate", "--nodes", "3", "--node-rate", rate, code=2)
+
+
+def test_simulate_the_size_of_a_run_as_json(tmp_path):
+    shown = json.loads(run("simulate", "--nodes", "2", "--node-rate", "10", "--judge", "constant:4", "--json"))
+    assert (shown["samples_per_s"], shown["in_flight"], shown["seconds_in_flight"]) == (20, 80, 4)
+    parts = {part.pop("part"): part for part in shown["parts"]}
+    in_flight = parts["router, requests in flight"]
+    assert (in_flight["load"], in_flight["capacity"], in_flight["full_at_nodes"]) == (80, 16384, 2 * 16384 / 80)
+    assert parts["reward workers"]["capacity"] == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -506,6 +542,8 @@ def test_simulate_with_a_file_that_is_not_text(tmp_path):
         (("--mode", "bot"), "did you mean 'both'"),
         (("--arrival", "late"), "end or during"),
         (("--mini-batches", "9"), "would be empty"),
+        (("--workers", "3"), "--workers needs --nodes"),
+        (("--nodes", "3"), "--batch has no effect with --nodes"),
     ],
 )
 def test_invalid_options_of_simulate_are_refused(arguments, message):

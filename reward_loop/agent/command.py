@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop._util.output import print_line
 from reward_loop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reward_loop.agent.capacity import RunSize
+    from reward_loop.agent.simulation import Run
 
 __all__ = ["simulate"]
 
+_SIZE = "Size of the run, with --nodes"
+
 
 def simulate(
+    context: typer.Context,
     batch: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 1024,
     responses: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 5,
     judge: Annotated[
@@ -47,18 +57,87 @@ def simulate(
     timeline: Annotated[
         Path | None, typer.Option(help="Draw the first steps into this PNG (needs matplotlib).")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Instead of a step, compute how busy each part of the library is in a run on this many nodes.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    node_rate: Annotated[
+        float,
+        typer.Option(
+            help="Samples that a node generates per second. 16 is 8 GPUs with 4,000 tokens per second each, and "
+            "responses of 2,000 tokens.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = 16,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Samples without a reward. Default: samples per second x mean judging time (--judge).",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per response.", rich_help_panel=_SIZE)] = 2000,
+    requests: Annotated[
+        float, typer.Option(help="Requests to a judge per sample; 0 without a judge.", rich_help_panel=_SIZE)
+    ] = 1,
+    function_ms: Annotated[
+        float,
+        typer.Option(
+            help="CPU time of your function per sample on a reward worker's event loop, in milliseconds.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = 0,
+    agent_workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Agent loop workers: actor_rollout_ref.rollout.agent.num_workers of verl.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = 8,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Reward workers: reward.num_workers of verl.", rich_help_panel=_SIZE)
+    ] = 8,
+    routers: Annotated[int, typer.Option(min=1, help="Routers in front of the judges.", rich_help_panel=_SIZE)] = 1,
 ) -> None:
     """Simulate how much overlapping judging with training would shorten a step.
 
     Prints for each mode the length of a step, its floor, the time that the
     trainer waits for rewards, and the share of judging that is hidden behind
     generation and training.
+
+    With --nodes, it prints instead how busy each part of the library is in a
+    run of that size, and at how many nodes the part reaches its capacity; the
+    first line is the part that does so first. The costs are measured ones
+    (docs/scale.md; [cyan]python -m benchmarks.scale[/] measures them again).
     """
     # Imported here to keep the start of the other commands fast.
-    from reward_loop.agent import simulation
+    from reward_loop.agent import capacity, simulation
     from reward_loop.agent.latency import parse_latency
     from reward_loop.agent.schedule import MODES
 
+    _check_options(context, sized=nodes is not None)
+    if nodes is not None:
+        judged = nodes * node_rate * parse_latency(judge).mean
+        size = capacity.RunSize(
+            nodes=nodes,
+            node_rate=node_rate,
+            in_flight=in_flight or (max(1, math.ceil(judged)) if math.isfinite(judged) else 1),
+            tokens=tokens,
+            requests=requests,
+            function_ms=function_ms,
+            agent_workers=agent_workers,
+            workers=workers,
+            routers=routers,
+        )
+        _print_size(size, as_json=as_json)
+        return
     if arrival not in ("end", "during"):
         raise ConfigError(f"--arrival: expected end or during, got {arrival!r}")
     load = simulation.Workload(
@@ -76,7 +155,12 @@ def simulate(
         one_batch_at_a_time=one_batch_at_a_time,
     )
     runs = [simulation.simulate(load, name) for name in (MODES if mode == "all" else [mode])]
+    if timeline is not None:
+        simulation.draw_timeline(runs, timeline)
     out = Console(soft_wrap=True)
+    if as_json:
+        print_line(json.dumps([_run_json(run) for run in runs]))
+        return
     table = Table("mode", box=None, pad_edge=False)
     for column in ("s a step", "floor", "over floor", "waits for rewards", "judging hidden"):
         table.add_column(column, justify="right")
@@ -109,5 +193,82 @@ def simulate(
     else:
         out.print("Generation and training bound the step: more concurrency brings little.", highlight=False)
     if timeline is not None:
-        simulation.draw_timeline(runs, timeline)
         out.print(f"timeline: {escape(str(timeline))}", highlight=False)
+
+
+def _check_options(context: typer.Context, *, sized: bool) -> None:
+    """Reject options on the command line that have no effect there.
+
+    Raises:
+        ConfigError: an option of the size of a run without ``--nodes``, or an option of a step with it.
+    """
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in ("as_json", "judge", "nodes"):
+            continue
+        of_size = getattr(option, "rich_help_panel", None) == _SIZE
+        if of_size and not sized:
+            raise ConfigError(f"{option.opts[0]} needs --nodes: it belongs to the size of a run")
+        if sized and not of_size:
+            raise ConfigError(f"{option.opts[0]} has no effect with --nodes, which simulates no step")
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    return {
+        "mode": run.mode,
+        "step_s": run.step_seconds,
+        "floor_s": run.floor,
+        "over_floor": run.over_floor,
+        "waiting_s": run.waiting,
+        "hidden_share": run.hidden,
+    }
+
+
+def _print_size(size: RunSize, *, as_json: bool) -> None:
+    """Print the load of each part in a run of this size."""
+    from reward_loop.agent import capacity
+
+    loads = capacity.part_loads(size)
+    first = loads[0]
+    if as_json:
+        parts = [
+            {
+                "part": load.part,
+                "unit": load.unit,
+                "load": load.load,
+                "capacity": load.capacity,
+                "used_share": load.used,
+                "full_at_nodes": load.full_at(size),
+                "remedy": load.remedy,
+            }
+            for load in loads
+        ]
+        run = {"samples_per_s": size.rate, "in_flight": size.in_flight, "seconds_in_flight": size.seconds_in_flight}
+        print_line(json.dumps({**run, "parts": parts, "costs": capacity.SOURCE}))
+        return
+    out = Console(soft_wrap=True)
+    out.print(
+        f"{size.nodes} nodes x {size.node_rate:g} samples/s = {size.rate:,.0f} samples/s. {size.in_flight:,} samples "
+        f"in flight, {size.seconds_in_flight:.1f} s each.\n",
+        highlight=False,
+    )
+    table = Table("part", box=None, pad_edge=False)
+    for column in ("load", "capacity", "", "used", "full at"):
+        table.add_column(column, justify="left" if not column else "right")
+    for load in loads:
+        digits = 2 if load.unit == "cores" else 0
+        table.add_row(
+            load.part,
+            f"{load.load:,.{digits}f}",
+            f"{load.capacity:,.0f}",
+            load.unit,
+            f"{load.used:.0%}",
+            f"{load.full_at(size):,.0f} nodes",
+        )
+    out.print(table, highlight=False)
+    out.print(f"\nFirst to give way: {first.part}.", highlight=False)
+    for load in loads:
+        if load.used > capacity.BUSY:
+            out.print(f"{load.part} ({load.used:.0%}): {load.remedy}.", highlight=False)
+    out.print(f"Costs: {capacity.SOURCE}.", highlight=False)

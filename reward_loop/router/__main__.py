@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     defaults = RouterConfig()
     parser.add_argument(
+        "--max-in-flight",
+        type=int,
+        default=defaults.max_in_flight,
+        metavar="N",
+        help="maximum requests in flight; further ones wait (default: %(default)d)",
+    )
+    parser.add_argument(
         "--health-interval",
         type=float,
         default=defaults.health_interval_s,
@@ -67,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server_process.follow_lifeline(args)
     options = {
         "request_timeout_s": args.request_timeout,
+        "max_in_flight": args.max_in_flight,
         "health_interval_s": args.health_interval,
         "health_timeout_s": args.health_timeout,
         "max_failed_checks": args.max_failed_checks,

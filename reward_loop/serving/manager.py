@@ -245,6 +245,7 @@ class RewardModelManager:
         options = [option for backend in backends for option in ("--worker", orjson.dumps(backend).decode())]
         for name, value in (
             ("--request-timeout", self._config.request_timeout_s),
+            ("--max-in-flight", self._config.max_in_flight),
             ("--health-interval", self._config.health_interval_s),
             ("--health-timeout", self._config.health_timeout_s),
             ("--max-failed-checks", self._config.max_failed_checks),

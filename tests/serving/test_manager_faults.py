@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -94,8 +95,25 @@ async def test_calls_of_the_client_survive_a_killed_router(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
         os.kill(router, signal.SIGKILL)
         async with asyncio.timeout(120):
-            assert await asyncio.gather(*calls) == bodies
+            assert [answer for answer, _ in await asyncio.gather(*calls)] == bodies
         assert models.pids()["router"] != router
+
+
+async def test_requests_beyond_max_in_flight_wait_in_the_router(tmp_path: Path) -> None:
+    async with asyncio.timeout(120), served(tmp_path, 600, max_in_flight=2) as (_, session):
+        requests = [asyncio.create_task(echo(session, text)) for text in TEXTS]
+        while await gauge(session, "requests_queued") < CALLERS - 2:  # noqa: ASYNC110 (another process counts)
+            await asyncio.sleep(0.01)
+        assert await gauge(session, "worker_in_flight") == 2
+        for request in requests:
+            request.cancel()
+
+
+async def gauge(session: aiohttp.ClientSession, name: str) -> float:
+    """The sum of a gauge of the router over all servers."""
+    async with session.get("/metrics") as response:
+        found = re.findall(rf"^reward_loop_router_{name}\S* (\S+)$", await response.text(), re.MULTILINE)
+    return sum(map(float, found))
 
 
 async def test_requests_of_a_frozen_server_are_answered_by_another_one(tmp_path: Path) -> None:
