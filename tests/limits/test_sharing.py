@@ -8,6 +8,7 @@ import pytest
 import reward_loop
 from reward_loop import LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import Judge, Number, chat_complete, classify, score
+from reward_loop.client.exchange import Exchange
 from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.server import LimitServer
@@ -110,7 +111,7 @@ async def test_the_command_score_keeps_the_limits_of_its_manager():
 )
 async def test_tokens_count_where_the_answer_cannot_be_read(answer, monkeypatch):
     async def post(*args, **kwargs):
-        return answer
+        return answer, Exchange()
 
     monkeypatch.setattr("reward_loop.client.chat.post", post)
     monkeypatch.setattr("reward_loop.client.discriminative.post", post)

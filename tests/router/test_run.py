@@ -88,9 +88,9 @@ async def test_the_wire() -> None:
 
             chunked = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
             chunked += b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
-            answer = await exchange(url, chunked)
-            assert b"content-length: 3\r\n" in answer
-            assert answer.endswith(b"connection: close\r\n\r\nabc")
+            named = b"x-reward-loop-backend: " + backend.encode()
+            came = await exchange(url, chunked)
+            assert came.endswith(b"content-length: 3\r\n" + named + b"\r\nconnection: close\r\n\r\nabc")
 
             expecting = (
                 b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"

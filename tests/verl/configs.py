@@ -14,10 +14,15 @@ from reward_loop.verl.settings import RewardSettings
 
 
 def configuration(*overrides: str, name: str = "reward_loop_trainer") -> DictConfig:
-    """Composes a configuration. Overrides that choose another file of verl have no effect."""
+    """Composes a configuration. Overrides that choose another file of verl have no effect.
+
+    Records are off unless the overrides choose their folder: tests would write into the working directory.
+    """
     stored = _stored(name)
+    has_folder = any("log_dir" in override or "default_local_dir" in override for override in overrides)
+    records = [] if has_folder else ["reward_loop.log_dir=null"]
     with initialize(config_path=None, version_base=None):
-        return compose(stored, list(overrides))
+        return compose(stored, [*records, *overrides])
 
 
 @functools.cache
