@@ -92,7 +92,8 @@ def test_the_scores_are_those_of_the_function_and_the_default_for_failures(run: 
     assert len(rows) == 8 * 4
     assert [row["score"] for row in rows] == pytest.approx([expected(row) for row in rows])
     validated = run.validation(0)
-    assert [row["score"] for row in validated] == pytest.approx([expected(row) for row in validated])
+    # Here, verl replaces the column `score` by the function's own, which failed samples lack.
+    assert [row["reward"] for row in validated] == pytest.approx([expected(row) for row in validated])
     mean = statistics.mean(expected(row) for row in validated)
     assert run.steps[0]["val-core/sums/reward/mean@1"] == pytest.approx(mean)
 
