@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from reward_loop.verl import services
-from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
 from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
@@ -29,7 +28,7 @@ def agent_loop_manager(config: DictConfig) -> Any:
 @pytest.mark.parametrize(
     ("mode", "trainer", "manager"),
     [
-        ("sync", PPOTrainerSync, REPLACING_AGENT_LOOP_MANAGER),
+        ("sync", PPOTrainerSync, None),
         ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
         ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
     ],
