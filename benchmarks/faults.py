@@ -5,7 +5,8 @@ A verl run in the mode ``reward_pipeline`` with both overlaps calls a judge serv
 1. The reward worker is killed.
 2. The judge returns status 429 for some calls.
 3. The judge does not answer some calls.
-4. The trainer process is killed, and the run is resumed from its checkpoint.
+4. The agent loop worker, which has all rollouts in flight, is killed.
+5. The trainer process is killed, and the run is resumed from its checkpoint.
 
 In addition, the Ray actor of an agent outside verl is killed in the middle of a batch.
 """
@@ -35,6 +36,7 @@ HERE = Path(__file__).parent
 STEPS = 7
 CHECKPOINT = 5
 """The step after which the checkpoint is saved. The trainer is killed one step later and resumes from there."""
+AGENT_LOOP_WORKER = "agent loop worker"
 BUSY, HUNG = 40, 2
 """Number of calls that get status 429, and number of calls that get no response."""
 DEADLINE_S = 5.0
@@ -76,6 +78,14 @@ def train_through(folder: Path, look: Callable[[int], None]) -> Found:
         faults = _Faults(judge, output)
         lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults)
         went_on = _train(folder, output, "resumed", judge, lambda rows: look(CHECKPOINT + len(rows)), None)
+        repeated = {
+            how: sum(row.get(f"reward_loop/prompts_{how}_again", 0.0) for row in (*lost, *went_on))
+            for how in ("generated", "judged")
+        }
+        for how, count in repeated.items():
+            faults.happened[AGENT_LOOP_WORKER] = (
+                f"{faults.happened.get(AGENT_LOOP_WORKER, 'not killed')}; {count:.0f} prompts {how} again"
+            )
         return Found(faults.happened, [*faults.missing(), *_wrong(output, judge, lost, went_on)])
 
 
@@ -123,6 +133,7 @@ class _Faults:
             1: self._kill_worker,
             2: self._refuse,
             3: self._hang,
+            CHECKPOINT - 1: self._kill_agent_loop_worker,
             CHECKPOINT + 1: self._kill_trainer,
         }
         self.happened: dict[str, str] = {}
@@ -150,14 +161,26 @@ class _Faults:
         self._judge.script(*[Stall()] * HUNG)
         self.happened["judge, hanging"] = f"{HUNG} calls after step 3"
 
+    def _kill_agent_loop_worker(self) -> None:
+        if _kill("ray::PipelineAgentLoopWorker"):
+            self.happened[AGENT_LOOP_WORKER] = f"killed after step {CHECKPOINT - 1}"
+
     def _kill_trainer(self) -> None:
         last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
         _until(lambda: last.exists() and len(_lines(last)) == training.PROMPTS * training.RESPONSES)
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::TaskRunner"):
-                    process.kill()
-                    self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
+        if _kill("ray::TaskRunner"):
+            self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
+
+
+def _kill(title: str) -> bool:
+    """Kill the child process whose title starts with ``title``. Return whether there was one."""
+    killed = False
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+                process.kill()
+                killed = True
+    return killed
 
 
 def _wrong(
@@ -181,6 +204,9 @@ def _wrong(
         otherwise = sum(abs(r["score"] - share_of_digits(r["output"])) > 1e-6 for r in rollouts)
         if otherwise > row["reward_loop/failed"]:
             yield f"step {step}: {otherwise} have another score than the judge gave"
+    replaced = sum(row["reward_loop/agent_loop_workers_replaced"] for row in (*lost, *went_on))
+    if replaced != 1:
+        yield f"{replaced:.0f} agent loop workers were replaced"
     failed = sum(row["reward_loop/failed"] for row in lost)
     if failed != HUNG:
         yield f"{failed:.0f} samples failed, and the judge hung for {HUNG}"

@@ -51,10 +51,9 @@ def _without_secret(config: DictConfig) -> DictConfig:
 
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
-    """Returns the trainer class of the mode. Sets the agent loop manager in ``config``, unless the user has set one."""
+    """Returns the trainer class of the mode. Sets the agent loop manager in ``config`` if the mode needs its own."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
     from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
     from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 
@@ -65,6 +64,4 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
             return QueueSeparateAsyncTrainer
         if mode.pipeline is not None:
             agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
-        elif agent.get("agent_loop_manager_class") is None:
-            agent.agent_loop_manager_class = REPLACING_AGENT_LOOP_MANAGER
     return get_trainer_cls(mode.name)

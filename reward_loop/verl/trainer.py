@@ -84,12 +84,14 @@ class RewardLoopTrainer(PPOTrainer):
         rewards: the settings of rewards, and the services that run.
     """
 
+    recovery: Recovery | None = None
+    """``None`` before `fit`, and with an agent loop manager that cannot replace workers."""
+
     def __init__(self, config: DictConfig, rewards: RewardServices) -> None:
         self._settings = rewards.settings
         self._router = rewards.router
         self._colocated = rewards.colocated
         self._pending_rewards: tuple[list[str], list[Any]] | None = None
-        self.recovery: Recovery | None = None
         self._rewards = StepRewards()
         """The rewards of the current step."""
         self._part: Any = None

@@ -361,6 +361,7 @@ class Failing(RewardPipelineTrainer):
         self._progress = Progress()
         self._listener = Judges(self._progress, "")  # type: ignore[assignment]
         self.replay_buffer = FailingBuffer(self)
+        self.agent_loop_manager = SimpleNamespace(hold=lambda: None)
 
     def _submit_up_to(self, count: int) -> None:
         while len(self._submitted) < count:
@@ -472,7 +473,12 @@ class Writing(RewardPipelineTrainer):
         for uid in written:
             self._progress.record(("published", uid), 0.0)
         self._listener = Judges(self._progress, "")  # type: ignore[assignment]
-        self.asleep = False
+        self.asleep = self.holds = False
+        self.agent_loop_manager = SimpleNamespace(hold=self._hold)
+
+    def _hold(self) -> None:
+        assert not self.asleep
+        self.holds = True
 
     def on_sample_end(self) -> None:
         self.asleep = True
@@ -488,10 +494,11 @@ def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() ->
     trainer = Writing(written="a")
     assert list(trainer._finish_generation({}, {}).groups) == ["a"]
     assert trainer.asleep
+    assert trainer.holds
 
 
 def test_what_is_trained_on_must_be_written() -> None:
     trainer = Writing(written="b")
     with pytest.raises(RewardLoopError, match="waited for rollouts"):
         trainer._finish_generation({}, {})
-    assert trainer.asleep
+    assert not trainer.asleep  # if the worker dies, it is generated again

@@ -197,8 +197,7 @@ def test_without_overlaps_the_pipeline_trains_as_verls_synchronous_mode(mixed_ru
 def harried_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, tiny_discriminative_model: Path
 ) -> Run:
-    """A reward model. Its server is killed, then the reward worker, then the agent loop worker, and after some steps
-    there is Ctrl-C."""
+    """A reward model. Its server is killed, then the reward worker, and after three steps there is Ctrl-C."""
     return train(
         tmp_path_factory.mktemp("harried"),
         tiny_generative_model,
@@ -263,16 +262,11 @@ def test_a_function_that_fails_stops_the_run_if_the_policy_is_raise(group_run: R
 def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:
     assert (harried_run.directory / "killed-server").exists()
     assert (harried_run.directory / "killed-worker").exists()
-    assert (harried_run.directory / "killed-agent-loop-worker").exists()
     for step in (1, 2, 3):
         assert harried_run.steps[step]["reward_loop/scored"] == 8 * 4
         assert harried_run.steps[step]["reward_loop/failed"] == 0
     seen = signature([row for step in (1, 2, 3) for row in harried_run.rollouts(step)])
     assert not seen - signature(harried_run.calls), "a rollout has a score that the function did not return"
-    rollouts = [row["uid"] for step in (1, 2, 3) for row in harried_run.rollouts(step)]
-    assert len(set(rollouts)) == 3 * 8 * 4
-    for name in ("agent_loop_workers_replaced", "prompts_generated_again"):
-        assert sum(harried_run.steps[step][f"reward_loop/{name}"] for step in (1, 2, 3)) >= 1
 
 
 def test_ctrl_c_leaves_no_process(
