@@ -236,6 +236,11 @@ class VerlRuns:
                 "verl_fair": round(short.seconds, 3),
                 "both": round(both.seconds, 3),
             },
+            "verl_phases_s": {
+                name: {"generation": round(steps.generation, 3), "training": round(steps.working, 3)}
+                for name, steps in (("verl", shipped), ("both", both))
+            },
+            "verl_judging_s": round(judging, 3),
         }
 
     def overlaps_alone(self, steps: int) -> None:
