@@ -98,6 +98,7 @@ async def test_sglang_is_paused_before_it_frees_its_memory_and_continues_when_it
     assert router.requests == [
         "sleep http://a:1",
         "POST http://a:1/pause_generation",
+        "POST http://a:1/flush_cache?timeout=60",
         "POST http://a:1/release_memory_occupation",
         "POST http://a:1/resume_memory_occupation",
         "POST http://a:1/continue_generation",

@@ -18,8 +18,9 @@ class Sglang(Engine):
     """SGLang. Its native ``/classify`` returns raw logits; its ``/v1/classify`` applies a softmax."""
 
     # SGLang dies if it releases memory while it computes, for example for a health check or for a request whose client
-    # has disconnected. A paused server aborts what it computes, and holds health checks until it continues.
-    sleep_paths = ("/pause_generation", "/release_memory_occupation")
+    # has disconnected. A paused server aborts what it computes, and holds health checks until it continues; the answer
+    # to /flush_cache waits until nothing runs any more.
+    sleep_paths = ("/pause_generation", "/flush_cache?timeout=60", "/release_memory_occupation")
     wake_paths = ("/resume_memory_occupation", "/continue_generation")
 
     def check(self, model: ServedModelConfig) -> None:

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 
 def create_app(name: str, *, is_embedding: bool) -> FastAPI:
     app = FastAPI()
-    paused = asleep = False
+    paused = idle = asleep = False
 
     def flat(status: int, message: str) -> JSONResponse:
         body = {"object": "error", "message": message, "type": "BadRequestError", "param": None, "code": status}
@@ -68,15 +68,21 @@ def create_app(name: str, *, is_embedding: bool) -> FastAPI:
 
     @app.post("/continue_generation")
     async def resume_generation(request: Request) -> Any:
-        nonlocal paused
+        nonlocal paused, idle
         paused = await request.json() != {}
+        idle = False
         return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @app.post("/flush_cache")
+    async def flush(timeout: float) -> None:
+        nonlocal idle
+        idle = paused and timeout > 0
 
     @app.post("/release_memory_occupation")
     async def release(request: Request) -> None:
         nonlocal asleep
-        if not paused:
-            # SGLang dies only while it computes, which a server that is not paused may do at any time.
+        if not idle:
+            # SGLang dies only while it computes, which it may do at any time before a paused server has been flushed.
             os._exit(9)
         asleep = await request.json() == {}
 
