@@ -16,7 +16,7 @@ import pytest
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.nodes import INTERFACE, Node, two_nodes, why_no_nodes
 from tests.verl.checks import texts
-from tests.verl.runs import ENVIRONMENT, REPOSITORY, Run, json_lines, train
+from tests.verl.runs import REPOSITORY, Run, json_lines, module_environment, train
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
         pytest.skip(reason)
     ray = {"GLOO_SOCKET_IFNAME": INTERFACE, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": "/tmp"}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, value in (CPU_ENVIRONMENT | ENVIRONMENT | ray).items():
+        for name, value in (CPU_ENVIRONMENT | module_environment() | ray).items():
             patch.setenv(name, value)
         first, second = stack.enter_context(two_nodes(tmp_path_factory.mktemp("nodes")))
         (python,) = {stack.enter_context(_fork_server(node)) for node in (first, second)}
