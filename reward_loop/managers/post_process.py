@@ -54,8 +54,9 @@ class PostProcess:
         else:
             for i, score in zip(scored, scores, strict=True):
                 self._failures.count(RewardResult(Outcome.SCORED, score))
-                sample = RewardSample("", uid=names[i])
-                record_revision(self._options, sample, self._function.name, reward=score)
+                if score != rewards[i]["reward_score"]:
+                    sample = RewardSample("", uid=names[i])
+                    record_revision(self._options, sample, self._function.name, reward=score)
                 processed[i] = {**rewards[i], "reward_score": score}
         return processed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -244,10 +245,10 @@ def processes_with(*words: str) -> list[int]:
 
 
 async def judged(
-    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str, policy: str
+    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
 ) -> float:
     """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself;
-    from the 128th on it presses Ctrl-C on the command that trains ``policy``, again and again."""
+    from the 128th on it presses Ctrl-C on the trainer, again and again."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20:
@@ -256,8 +257,8 @@ async def judged(
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")
     if seen >= 128:
-        for pid in processes_with("reward_loop.verl.main_ppo", policy):
-            os.kill(pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)
     score = await classify(reward_router_address, solution_str or " ", timeout=None)
     assert isinstance(score, float)
     _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])

@@ -182,8 +182,10 @@ def _spawn(command: list[str], environment: Mapping[str, str], directory: Path, 
 
 
 def _fork(arguments: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
+    """Runs ``python -m`` with these arguments. The file ``trainer`` in the directory has the id of the process."""
     process = _trainers().Process(target=_main, args=(arguments, environment, directory, log))
     process.start()
+    (directory / "trainer").write_text(str(process.pid))
     try:
         process.join(TIMEOUT_S)
         if process.exitcode is None:

@@ -118,4 +118,5 @@ def queue_figures(run: Run, step: int) -> dict[str, float]:
 
 def records(run: Run) -> list[dict[str, Any]]:
     files = (run.directory / "records").glob("*.jsonl")
-    return [json.loads(line) for path in files for line in path.read_text().split("\n") if line]
+    rows = [json.loads(line) for path in files for line in path.read_text().split("\n") if line]
+    return [row for row in rows if row["kind"] == "sample"]
