@@ -118,7 +118,7 @@ def test_the_limit_and_the_isolation_hold(run: Run) -> None:
 
 
 def test_every_sample_has_a_record(run: Run) -> None:
-    (file,) = (run.directory / "records").iterdir()
+    (file,) = (run.directory / "records").glob("*.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     rows = run.rollouts(1) + run.validation(0)
     failed = sum(fails(row) for row in rows)
