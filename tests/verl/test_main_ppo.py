@@ -105,7 +105,7 @@ def test_the_environment_of_a_cpu_run_is_set_before_the_users_function_is_loaded
     monkeypatch.setattr(main_ppo, "resolve", lambda config, given: None)
     monkeypatch.setattr(main_ppo, "check_function", check_function)
     with pytest.raises(InterruptedError):
-        main_ppo.run(OmegaConf.create({"trainer": {"device": "cpu"}}))
+        main_ppo.run(OmegaConf.create({"trainer": {"device": "cpu", "nnodes": 1}, "ray_kwargs": {"ray_init": {}}}))
     assert seen == ["cpu"]
 
 
