@@ -243,7 +243,7 @@ async def test_a_connection_without_the_token_of_a_call_is_closed(first):
     server = CallServer()
     limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
     limits.bind()
-    async with server.serve(CallScope(limits, "train", asyncio.get_running_loop())) as (address, _):
+    async with server.serve(CallScope(limits, "train", asyncio.get_running_loop())) as (address, *_):
         reader, writer = await asyncio.open_unix_connection(address)
         writer.write(frame(json.dumps(first).encode()))
         assert await asyncio.wait_for(reader.read(), 60) == b""
