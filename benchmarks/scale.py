@@ -38,7 +38,8 @@ from benchmarks.scoring import answers, configuration, save_tokenizer
 from reward_loop._util.background_loop import in_background
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.server import serve_limits
-from reward_loop.records import ActiveSample, record, records
+from reward_loop.managers.recording import record_sample
+from reward_loop.records import ActiveSample, records
 from reward_loop.serving.tunnels import new_key, tunnel_entry, tunnel_exit
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
@@ -197,15 +198,20 @@ async def held(client: Any, rows: list[Any], processes: Processes, before_mb: di
 def writing_records(folder: Path, count: int) -> dict[str, float]:
     """Return CPU time and bytes of a record with a judge's prompt and reply, for a response of 2,000 tokens."""
     writer = records(folder / "written")
-    active = ActiveSample(RewardSample("", "openai/gsm8k", uid="7d6a3f0c-5b7e-4d29-9a44-0c1f2e3d4b5a"), "compute_score")
-    active.transcripts = [{"model": "judge", "prompt": "Is 48 + 24 = 72? " * 500, "reply": "Score: 7"}]
+    response = "48 + 24 = 72. " * 600
+    sample = RewardSample(response, "openai/gsm8k", "72", uid="7d6a3f0c-5b7e-4d29-9a44-0c1f2e3d4b5a")
     result = RewardResult(outcome=Outcome.SCORED, score=7.0)
+    messages = [{"role": "user", "content": "Is the answer correct?\n\n" + response}]
+    exchange = {"id": "0a1b2c3d", "model": "judge", "messages": messages, "seconds": 1.5, "reply": "Score: 7"}
     began = time.process_time()
     for _ in range(count):
-        writer.write(record(active, result))
+        active = ActiveSample(sample, "compute_score", is_recorded=True)
+        active.exchange(exchange)
+        record_sample(writer, active, result, reward=7.0, masked=False, full=1.0)
     writer.flush(60.0)
     seconds = time.process_time() - began
-    return {"cpu_us": round(1e6 * seconds / count, 1), "bytes": round(writer.path.stat().st_size / count)}
+    size = sum(path.stat().st_size for path in (folder / "written").rglob("*.jsonl"))
+    return {"cpu_us": round(1e6 * seconds / count, 1), "bytes": round(size / count)}
 
 
 def main() -> None:
