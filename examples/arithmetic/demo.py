@@ -69,7 +69,7 @@ def training_command(models: Models, output: Path, settings: Settings) -> list[s
         "reward_model.enable=True",
         f"reward_model.model.path={models.directory / 'reward_model'}",
         f"reward_model.rollout.name={settings.engine}",
-        # Both overlaps: judging goes on during the update and the rollout of the next step.
+        # Both overlaps: judging continues during the update and the rollout of the next step.
         "trainer.v1.trainer_mode=reward_pipeline",
         "trainer.v1.reward_pipeline.mini_batch_pipeline=True",
         "trainer.v1.reward_pipeline.one_step_off_policy=True",
