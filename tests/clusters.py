@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from reward_loop.verl.ray_start import with_ray
 
 
 @contextmanager
@@ -21,10 +24,12 @@ def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-        cluster = Cluster(initialize_head=True, head_node_args={**nodes[0], "include_dashboard": False})
+        cluster = with_ray(
+            lambda: Cluster(initialize_head=True, head_node_args={**nodes[0], "include_dashboard": False})
+        )
         try:
             for node in nodes[1:]:
-                cluster.add_node(**node)
+                with_ray(functools.partial(cluster.add_node, **node))
             ray.init(address=cluster.address, log_to_driver=False)
             yield
         finally:

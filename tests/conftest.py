@@ -20,9 +20,12 @@ settings.load_profile("steady")
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 os.environ["COLUMNS"] = "80"
-# Ray's default of 30 s may be too short for its start while a training runs on two cores.
-for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s"):
-    os.environ.setdefault(name, "300")
+# Ray's defaults of 30 s may be too short for its start while a training runs on two cores.
+os.environ |= {
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+}
 
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

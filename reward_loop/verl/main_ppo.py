@@ -30,6 +30,7 @@ from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.cpu.running_ray import joins_running_ray, prepare_to_join
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+from reward_loop.verl.ray_start import with_ray
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
 
@@ -39,7 +40,8 @@ CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's default timeout is 30 s, which can be too short on a busy laptop.
+    # Ray's default timeouts are 30 s, which can be too short on a busy laptop.
+    "RAY_agent_register_timeout_ms": "300000",
     "RAY_raylet_start_wait_time_s": "300",
     # By default, Ray runs workers at nice 15, so all other processes of the machine have priority.
     "RAY_worker_niceness": "0",
@@ -98,7 +100,7 @@ def _train(config: DictConfig, settings: RewardSettings, task_runner: Any) -> No
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     try:
-        run_ppo(config, task_runner_class=task_runner or TaskRunner)
+        with_ray(lambda: run_ppo(config, task_runner_class=task_runner or TaskRunner))
     except RayTaskError as error:
         if isinstance(error.cause, RewardLoopError):
             raise error.cause from None

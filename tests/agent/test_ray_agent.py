@@ -16,6 +16,7 @@ from reward_loop.agent.journal import Journal
 from reward_loop.agent.pending import PendingRewards
 from reward_loop.agent.ray_agent import MAX_STARTS, AsyncRewardAgent, _DurableAgent
 from tests.agent.judges import Gate, numbered
+from tests.local_ray import local_ray
 
 
 async def within(awaitable, seconds=30):
@@ -359,16 +360,9 @@ def cluster():
     import ray
 
     folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": folder}},
-    )
-    yield ray
-    ray.shutdown()
+    runtime_env = {"env_vars": {"PYTHONPATH": folder}}
+    with local_ray(num_cpus=2, object_store_memory=100 * 2**20, log_to_driver=False, runtime_env=runtime_env):
+        yield ray
 
 
 @pytest.mark.integration

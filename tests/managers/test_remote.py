@@ -7,6 +7,7 @@ import pytest
 
 from reward_loop import FunctionLoadError, RewardSample
 from reward_loop.managers import PrimeRewardLoopManager, RemoteRewardLoopManager, get
+from tests.local_ray import local_ray
 
 MANAGERS = [RemoteRewardLoopManager, PrimeRewardLoopManager]
 
@@ -95,14 +96,12 @@ def row(text, level):
 @pytest.mark.integration
 async def test_remote_gives_what_verls_remote_gives():
     pytest.importorskip("verl")
-    import ray
     from omegaconf import OmegaConf
     from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 
     config = OmegaConf.create({"reward": {"num_workers": 1}})
     ours = RemoteRewardLoopManager(config, Tokenizer(), compute_score)
-    ray.init("local", num_cpus=2, include_dashboard=False)
-    try:
+    with local_ray(num_cpus=2):
         theirs = RemoteRewardManager(config, Tokenizer(), compute_score)
         for text in ("yes", "no"):
             expected = await theirs.run_single(row(text, 2))
@@ -110,8 +109,6 @@ async def test_remote_gives_what_verls_remote_gives():
             assert reward["reward_score"] == expected["reward_score"]
             info = reward["reward_extra_info"]
             assert {key: info[key] for key in expected["reward_extra_info"]} == expected["reward_extra_info"]
-    finally:
-        ray.shutdown()
     ours.function.close()
 
 

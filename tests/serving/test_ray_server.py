@@ -17,6 +17,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.models import ENGINES
+from tests.local_ray import local_ray
 from tests.servers import STUB_COMMAND, Watched, post
 
 ray = pytest.importorskip("ray")
@@ -26,9 +27,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=2**27, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, num_gpus=0, object_store_memory=2**27, log_to_driver=False):
+        yield
 
 
 @pytest.fixture

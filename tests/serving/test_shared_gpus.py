@@ -18,6 +18,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.serving import RewardModelManager
 from reward_loop.serving.models import ENGINES
+from tests.local_ray import local_ray
 from tests.servers import STUB_COMMAND, Watched, post
 
 ray = pytest.importorskip("ray")
@@ -35,31 +36,24 @@ def groups() -> Iterator[list[Any]]:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    ray.init(
-        "local",
-        num_cpus=4 * NODES * GPUS,
-        num_gpus=NODES * GPUS,
-        include_dashboard=False,
-        object_store_memory=2**27,
-        log_to_driver=False,
-    )
+    options = {"object_store_memory": 2**27, "log_to_driver": False}
+    with local_ray(num_cpus=4 * NODES * GPUS, num_gpus=NODES * GPUS, **options):
 
-    @ray.remote(num_cpus=1, num_gpus=1 / 3)
-    class Trainer:
-        def gpus(self) -> list[str]:
-            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        @ray.remote(num_cpus=1, num_gpus=1 / 3)
+        class Trainer:
+            def gpus(self) -> list[str]:
+                return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
-    made = [placement_group([{"CPU": 3, "GPU": 1}] * GPUS, strategy="STRICT_PACK") for _ in range(NODES)]
-    trainers = [
-        Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
-        for group in made
-        for bundle in range(GPUS)
-    ]
-    held = ray.get([trainer.gpus.remote() for trainer in trainers])
-    for number, group in enumerate(made):
-        group.held = [gpu for (gpu,) in held[number * GPUS : (number + 1) * GPUS]]
-    yield made
-    ray.shutdown()
+        made = [placement_group([{"CPU": 3, "GPU": 1}] * GPUS, strategy="STRICT_PACK") for _ in range(NODES)]
+        trainers = [
+            Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+            for group in made
+            for bundle in range(GPUS)
+        ]
+        held = ray.get([trainer.gpus.remote() for trainer in trainers])
+        for number, group in enumerate(made):
+            group.held = [gpu for (gpu,) in held[number * GPUS : (number + 1) * GPUS]]
+        yield made
 
 
 @pytest.fixture

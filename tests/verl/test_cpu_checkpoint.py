@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import torch
+
+from tests.local_ray import local_ray
 
 pytestmark = pytest.mark.integration
 
@@ -18,9 +19,8 @@ TWO_LAYERS = 2 * 4 * 8 * 4
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=100 * 2**20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=1, logging_level="error", object_store_memory=100 * 2**20):
+        yield
 
 
 async def test_all_rollouts_receive_what_rank_0_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl import worker_events
 from reward_loop.verl.progress import Progress, Recovered
 from reward_loop.verl.worker_events import Listener
+from tests.local_ray import local_ray
 
 pytestmark = pytest.mark.integration
 
@@ -52,14 +53,9 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    import ray
-
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_worker_niceness": "0"}
-    ray.init(
-        "local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env={"env_vars": environment}
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4, object_store_memory=10**8, runtime_env={"env_vars": environment}):
+        yield
 
 
 def test_events_arrive_also_from_the_replacement_of_a_dead_worker(cluster: None) -> None:

@@ -22,6 +22,7 @@ from reward_loop.limits.server import serve_limits
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
+from tests.local_ray import local_ray
 from tests.verl.configs import resolved as settled
 from tests.verl.runs import REPOSITORY, worker_python
 
@@ -350,13 +351,10 @@ def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    import ray
-
     environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
     runtime_env = {"env_vars": environment, "py_executable": worker_python()}
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, runtime_env=runtime_env)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4, object_store_memory=10**8, runtime_env=runtime_env):
+        yield
 
 
 KILLER = """

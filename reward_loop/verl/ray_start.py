@@ -1,0 +1,34 @@
+"""Starts Ray on a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["with_ray"]
+
+STARTS = 3
+"""How often Ray is started, if its start times out."""
+
+_TIMED_OUT = "The current node timed out during startup"
+"""Ray's error if a node is not ready after 30 s. No option changes this limit, and two busy cores can take longer."""
+
+T = TypeVar("T")
+
+
+def with_ray(function: Callable[[], T]) -> T:
+    """Calls a function that starts Ray first, and calls it again if the start timed out, at most `STARTS` times.
+
+    Raises:
+        Exception: any other error of the function, or the one of its last call.
+    """
+    import ray
+
+    for start in range(1, STARTS):
+        try:
+            return function()
+        except Exception as error:
+            if ray.is_initialized() or _TIMED_OUT not in str(error):
+                raise
+            print(f"Ray did not start within 30 s: the machine is busy. Starting it again ({start + 1} of {STARTS}).")
+    return function()

@@ -1,0 +1,49 @@
+"""Ray is started again if its start timed out."""
+
+from __future__ import annotations
+
+import pytest
+
+from reward_loop.verl.ray_start import STARTS, with_ray
+
+ray = pytest.importorskip("ray")
+
+TIMED_OUT = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+def failing(calls: list[int], errors: list[Exception]) -> str:
+    calls.append(len(calls))
+    if len(calls) <= len(errors):
+        raise errors[len(calls) - 1]
+    return "trained"
+
+
+@pytest.mark.parametrize("failures", [0, 1, STARTS - 1])
+def test_ray_is_started_again_if_its_start_timed_out(failures: int, capfd: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    assert with_ray(lambda: failing(calls, [Exception(TIMED_OUT)] * failures)) == "trained"
+    assert len(calls) == failures + 1
+    assert capfd.readouterr().out.count("Starting it again") == failures
+
+
+def test_the_last_timeout_is_raised() -> None:
+    calls: list[int] = []
+    with pytest.raises(Exception, match="timed out during startup"):
+        with_ray(lambda: failing(calls, [Exception(TIMED_OUT)] * STARTS))
+    assert len(calls) == STARTS
+
+
+def test_other_errors_are_raised_at_once() -> None:
+    calls: list[int] = []
+    with pytest.raises(ValueError, match="no GPU"):
+        with_ray(lambda: failing(calls, [ValueError("no GPU")]))
+    assert len(calls) == 1
+
+
+def test_an_error_of_the_training_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of the run may fail with the same words."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    calls: list[int] = []
+    with pytest.raises(Exception, match="timed out during startup"):
+        with_ray(lambda: failing(calls, [Exception(TIMED_OUT)]))
+    assert len(calls) == 1
