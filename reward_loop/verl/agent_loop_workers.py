@@ -22,7 +22,9 @@ from reward_loop.verl.assignments import Assignments
 from reward_loop.verl.router_address import worker_nodes
 from reward_loop.verl.tq_batches import unfinished_prompts
 
-__all__ = ["ReplacingAgentLoopManager", "WatchedAgentLoopWorker"]
+__all__ = ["REPLACING_AGENT_LOOP_MANAGER", "ReplacingAgentLoopManager", "WatchedAgentLoopWorker"]
+
+REPLACING_AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_workers.ReplacingAgentLoopManager"
 
 MAX_STARTS = 3
 """How many times a replacement is started, if it dies before it is ready."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["with_ray"]
+__all__ = ["STARTS", "START_TIMED_OUT", "with_ray"]
 
 STARTS = 3
 """How often Ray is started, if its start times out."""
 
-_TIMED_OUT = "The current node timed out during startup"
+START_TIMED_OUT = "The current node timed out during startup"
 """Ray's error if a node is not ready after 30 s. No option changes this limit, and two busy cores can take longer."""
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def with_ray(function: Callable[[], T]) -> T:
         try:
             return function()
         except Exception as error:
-            if ray.is_initialized() or _TIMED_OUT not in str(error):
+            if ray.is_initialized() or START_TIMED_OUT not in str(error):
                 raise
             print(f"Ray did not start within 30 s: the machine is busy. Starting it again ({start + 1} of {STARTS}).")
     return function()

@@ -51,9 +51,10 @@ def _without_secret(config: DictConfig) -> DictConfig:
 
 
 def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
-    """Returns the trainer class of the mode. Sets the agent loop manager in ``config`` if the mode needs its own."""
+    """Returns the trainer class of the mode. Sets the agent loop manager in ``config``, except one of the user."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
+    from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
     from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
     from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 
@@ -64,4 +65,6 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
             return QueueSeparateAsyncTrainer
         if mode.pipeline is not None:
             agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+        elif agent.get("agent_loop_manager_class") is None:
+            agent.agent_loop_manager_class = REPLACING_AGENT_LOOP_MANAGER
     return get_trainer_cls(mode.name)

@@ -247,8 +247,8 @@ def processes_with(*words: str) -> list[int]:
 async def judged(
     solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
 ) -> float:
-    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself;
-    from the 128th on it presses Ctrl-C on the trainer, again and again."""
+    """Asks the reward model. At its 20th sample it kills the model server, at its 30th the reward worker itself, and
+    at its 70th the agent loop worker; from the 160th on it presses Ctrl-C on the trainer, again and again."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20:
@@ -256,7 +256,10 @@ async def judged(
             _kill_once(pid, "killed-server")
     if seen >= 30:
         _kill_once(os.getpid(), "killed-worker")
-    if seen >= 128:
+    if seen >= 70 and _is_first("killed-agent-loop-worker"):
+        pid = await _agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid())
+        os.kill(pid, signal.SIGKILL)
+    if seen >= 160:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)
     score = await classify(reward_router_address, solution_str or " ", timeout=None)

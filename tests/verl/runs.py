@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from reward_loop.verl.cpu.preload import MODULES, preloaded
+from reward_loop.verl.cpu.preload import MODULES, preloaded, set_environment
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.nodes import Node
 
@@ -116,6 +116,7 @@ def train(
     environment: Mapping[str, str] | None = None,
     node: Node | None = None,
     python: str | None = None,
+    returncode: int = 0,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
 
@@ -129,6 +130,10 @@ def train(
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs. By default, it starts a Ray of its own here.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
+        returncode: the exit status that is expected.
+
+    Raises:
+        AssertionError: the run ended with another exit status.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "train.parquet").exists():
@@ -151,19 +156,23 @@ def train(
         f"hydra.run.dir={directory}",
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python(verl)!r}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
         *overrides,
     ]
     files = {"REWARD_LOG": str(directory / "calls.jsonl"), "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl")}
-    environment = {**os.environ, **files, **module_environment(verl), **(environment or {})}
+    # Workers that Ray starts before it receives a task have no environment of the run, so they are not used.
+    ray = {"RAY_prestart_worker_first_driver": "0"}
+    environment = {**os.environ, **ray, **files, **module_environment(verl), **(environment or {})}
     log = directory / "output.log"
-    if node is None and verl is None:
-        return Run(_fork(command[2:], environment, directory, log), _text(log), directory)
-    if node is not None:
+    if node is None:
+        status = _fork(command[2:], environment, directory, log)
+    else:
         # A running Ray does not have the environment of the command.
         command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={value}" for name, value in files.items()]
-        command = node.command(*command, directory=directory)
-    return Run(_spawn(command, environment, directory, log), _text(log), directory)
+        status = _spawn(node.command(*command, directory=directory), environment, directory, log)
+    output = _text(log)
+    assert status == returncode, f"the exit status is {status}:\n{output[-8000:]}"
+    return Run(status, output, directory)
 
 
 def _spawn(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
@@ -213,17 +222,16 @@ def _main(arguments: list[str], environment: Mapping[str, str], directory: Path,
     with log.open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    os.environ.clear()
-    os.environ.update(environment)
+    set_environment(environment)
     os.chdir(directory)
     module, *sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextlib.contextmanager
-def _modules_environment(verl: Path | None = None) -> Iterator[None]:
+def _modules_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CPU_ENVIRONMENT | module_environment(verl)).items():
+        for name, value in (CPU_ENVIRONMENT | module_environment()).items():
             patch.setenv(name, value)
         yield
 
@@ -237,10 +245,10 @@ atexit.register(_open.close)
 
 
 @functools.cache
-def worker_python(verl: Path | None = None) -> str:
+def worker_python() -> str:
     """Ray's ``py_executable`` for all runs and clusters of this process: it forks workers from a fork server.
 
     By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
     """
-    with _modules_environment(verl):
+    with _modules_environment():
         return _open.enter_context(preloaded())

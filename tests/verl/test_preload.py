@@ -68,6 +68,21 @@ def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
     assert said[0]["random"][1] != said[1]["random"][1]
 
 
+def test_a_worker_has_the_modules_of_its_own_python_path(worker: Path, tmp_path: Path) -> None:
+    worker.write_text("import json, sys; json.dump(sys.path, sys.stdout)")
+    mine, others = str(tmp_path / "mine"), str(tmp_path / "others")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(["/both", others]))
+        with preloaded([]) as executable:
+            command = [*shlex.split(executable), str(worker)]
+            environment = {"PYTHONPATH": os.pathsep.join([mine, "/both"])}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=300, check=True)
+    path = json.loads(done.stdout)
+    assert path[:3] == [str(worker.parent), mine, "/both"]
+    assert others not in path
+    assert path.count("/both") == 1
+
+
 def test_a_name_gives_the_same_command_on_every_node() -> None:
     name = f"reward-loop-test-{os.getpid()}"
     commands = []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from reward_loop.verl.ray_start import START_TIMED_OUT as TIMED_OUT
 from reward_loop.verl.ray_start import STARTS, with_ray
 
 ray = pytest.importorskip("ray")
-
-TIMED_OUT = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 
 
 def failing(calls: list[int], errors: list[Exception]) -> str:
@@ -28,7 +27,7 @@ def test_ray_is_started_again_if_its_start_timed_out(failures: int, capfd: pytes
 
 def test_the_last_timeout_is_raised() -> None:
     calls: list[int] = []
-    with pytest.raises(Exception, match="timed out during startup"):
+    with pytest.raises(Exception, match=TIMED_OUT):
         with_ray(lambda: failing(calls, [Exception(TIMED_OUT)] * STARTS))
     assert len(calls) == STARTS
 
@@ -44,6 +43,6 @@ def test_an_error_of_the_training_is_raised_at_once(monkeypatch: pytest.MonkeyPa
     """A task of the run may fail with the same words."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     calls: list[int] = []
-    with pytest.raises(Exception, match="timed out during startup"):
+    with pytest.raises(Exception, match=TIMED_OUT):
         with_ray(lambda: failing(calls, [Exception(TIMED_OUT)]))
     assert len(calls) == 1

@@ -12,6 +12,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from reward_loop.verl import services
+from reward_loop.verl.agent_loop_workers import REPLACING_AGENT_LOOP_MANAGER
 from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
@@ -30,7 +31,7 @@ def agent_loop_manager(config: DictConfig) -> Any:
 @pytest.mark.parametrize(
     ("mode", "trainer", "manager"),
     [
-        ("sync", PPOTrainerSync, None),
+        ("sync", PPOTrainerSync, REPLACING_AGENT_LOOP_MANAGER),
         ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
         ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
     ],
@@ -39,6 +40,12 @@ def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: ty
     settings = resolved(f"trainer.v1.trainer_mode={mode}")
     assert _trainer_class(settings.config, settings.mode) is trainer
     assert agent_loop_manager(settings.config) == manager
+
+
+def test_the_agent_loop_manager_of_the_user_stays() -> None:
+    settings = resolved("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager")
+    _trainer_class(settings.config, settings.mode)
+    assert agent_loop_manager(settings.config) == "my.Manager"
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "reward_pipeline", "separate_async"])

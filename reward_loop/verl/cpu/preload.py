@@ -15,9 +15,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["preloaded"]
+__all__ = ["preloaded", "set_environment"]
 
 MODULES = (
     "aiohttp",
@@ -142,8 +142,7 @@ def _become(request: Request) -> None:
     import numpy as np
 
     arguments, environment, directory = request
-    os.environ.clear()
-    os.environ.update(environment)
+    set_environment(environment)
     os.chdir(directory)
     while arguments[0].startswith("-"):  # flags of the interpreter
         arguments = arguments[1:]
@@ -153,6 +152,15 @@ def _become(request: Request) -> None:
     random.seed()
     np.random.seed()
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Replaces the environment of this process, and the folders of ``PYTHONPATH`` on the path of modules."""
+    before, after = (variables.get("PYTHONPATH", "").split(os.pathsep) for variables in (os.environ, environment))
+    if before != after:
+        sys.path[:] = [*filter(None, after), *(entry for entry in sys.path if entry not in before)]
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _ask(name: str, arguments: list[str]) -> None:
