@@ -6,11 +6,13 @@ verl starts each worker once: a death would end the run, or make the trainer wai
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 from uuid import uuid4
 
 import ray
+from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
@@ -25,6 +27,8 @@ from reward_loop.verl.tq_batches import unfinished_prompts
 __all__ = ["REPLACING_AGENT_LOOP_MANAGER", "ReplacingAgentLoopManager", "WatchedAgentLoopWorker"]
 
 REPLACING_AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop_workers.ReplacingAgentLoopManager"
+
+logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3
 """How many times a replacement is started, if it dies before it is ready."""
@@ -54,6 +58,7 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
         self._assignments = Assignments()
         self._deaths: list[Any] = []
         """For each worker, a call that fails when the worker dies."""
+        self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
         self._held: dict[str, tuple[int, TensorDict]] | None = None
         """Prompts to send again when the rollout engine is awake: uid -> worker and data. ``None`` if it is awake."""
 
@@ -76,9 +81,11 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
         calls = [(number, self.agent_loop_workers[number].generate_sequences.remote(part)) for number, part in parts]
         for number, call in calls:
             try:
-                ray.get(call)
-            except RayActorError:
-                # It may be alive and unreachable. Kill it, so that whatever waits for its death detects it.
+                # The first call also waits until the worker has started.
+                ray.get(call, timeout=self._receipt_timeout_s)
+            except (RayActorError, GetTimeoutError) as error:
+                # It may be alive and unreachable, or hang. Kill it, so that whatever waits for its death detects it.
+                logger.warning("agent loop worker %d did not receive its prompts: %s", number, error)
                 ray.kill(self.agent_loop_workers[number])
 
     def dead_workers(self) -> list[int]:

@@ -67,6 +67,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, *workers: Worker, replacements: lis
     manager: Any = object.__new__(ReplacingAgentLoopManager)
     manager.agent_loop_workers = list(workers)
     manager._assignments, manager._held, manager._deaths = Assignments(), None, ["never"] * len(workers)
+    manager._receipt_timeout_s = 300.0
     new = iter(replacements or [])
     monkeypatch.setattr(manager, "_start", lambda number: next(new), raising=False)
     return manager
@@ -101,6 +102,15 @@ def test_prompts_that_a_dead_worker_did_not_receive_are_sent_to_its_replacement(
     assert replacing.agent_loop_workers == [alive, new]
     replacing.send_again(sorted(replacing.prompts_of([1])), step=3)
     assert new.received == [(["c"], 3), (["d"], 3)]
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    alive, hung = Worker(), Worker()
+    hung.generate_sequences = SimpleNamespace(remote=lambda prompts: GetTimeoutError())
+    of_both = manager(monkeypatch, alive, hung)
+    of_both.generate_sequences(prompts("abcd"))
+    assert alive.received == [(["a", "b"], 1)]
+    assert killed == [hung]
 
 
 def test_prompts_wait_while_the_rollout_engine_sleeps(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
