@@ -1,0 +1,1 @@
+"""Shows the records of a run: the page in the browser, the timeline of a step, the trace."""
