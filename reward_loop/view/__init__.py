@@ -1,1 +1,1 @@
-"""The viewer of records in the browser: an index of the records folder, and the server of the pages."""
+"""Shows the records of a run: the pages in the browser and their server, the timeline of a step."""
