@@ -1,0 +1,87 @@
+"""Events of a trainer, which are recorded beside the samples; docs/records.md describes their fields.
+
+There are two kinds:
+
+- a *phase* of the trainer, such as generation or an update, under the name of verl's timing;
+- a *rollout*: when a response was generated, and when its reward was requested and arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from reward_loop.records.files import EVENTS
+from reward_loop.records.lines import parse_line
+from reward_loop.records.rows import VERSION
+
+__all__ = ["ADVANTAGE", "PHASE", "ROLLOUT", "STEP", "WaitsFor", "advantage_row", "phase_event", "read_events"]
+
+PHASE, ROLLOUT, ADVANTAGE = "phase", "rollout", "advantage"
+"""The kinds of events, and the kind of row that adds the advantage to an earlier row."""
+
+STEP = "step"
+"""The name of the phase that contains the phases of a training step."""
+
+WaitsFor = Literal["rollouts", "rewards"]
+"""What the trainer waits for in a phase: for responses, or for responses and their rewards."""
+
+
+def phase_event(name: str, step: int, start: float, end: float, waits_for: WaitsFor | None = None) -> dict[str, Any]:
+    """Return the event of a phase of the trainer.
+
+    Args:
+        name: the name of verl's timing, such as ``update_actor``.
+        step: the training step.
+        start: when the phase began, in seconds since 1970.
+        end: when it ended.
+        waits_for: what the trainer waited for; ``None`` if it computed.
+    """
+    return {
+        "version": VERSION,
+        "kind": PHASE,
+        "step": step,
+        "name": name,
+        "start": start,
+        "end": end,
+        "waits_for": waits_for,
+    }
+
+
+def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
+    """Return a row that adds the advantage to the last earlier row of a sample.
+
+    Args:
+        uid: the sample.
+        step: the training step that trained on the sample.
+        advantage: the mean over the tokens of the response that are trained on.
+    """
+    return {
+        "version": VERSION,
+        "kind": ADVANTAGE,
+        "time": time.time(),
+        "uid": uid,
+        "step": step,
+        "advantage": advantage,
+    }
+
+
+def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events in a records folder, in the order of each file. Incomplete lines are left out.
+
+    Each event gets a field ``process``, which names the process that wrote it.
+
+    Args:
+        folder: the records folder.
+        steps: yield only the events of these steps; ``None`` for all.
+    """
+    marks = None if steps is None else [b'"step":%d,' % step for step in steps]
+    for path in sorted((folder / EVENTS).glob("*.jsonl")):
+        with path.open("rb") as lines:
+            for line in lines:
+                if marks is None or any(mark in line for mark in marks):
+                    event = parse_line(line)
+                    if event is not None and event.get("version", VERSION) <= VERSION:
+                        yield {**event, "process": path.stem}
