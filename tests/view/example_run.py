@@ -32,6 +32,7 @@ RUBRIC = Judge(
     "Rate how clear and complete the reasoning is. End with `Score: N`, from 0 to 10.",
     Number(0, 10),
     system="You are a strict teacher of mathematics.",
+    model="judge-7b",
     max_tokens=256,
 )
 WORDS_OF_THE_JUDGE = "The student names each quantity"

@@ -2,7 +2,7 @@
 
 import uPlot from "./vendor/uplot-1.6.32/uPlot.esm.js";
 import { el, property, withProperty } from "./dom.js";
-import { number } from "./format.js";
+import { number, short } from "./format.js";
 
 /**
  * @typedef {Object} Series
@@ -24,15 +24,17 @@ export class Chart {
    * @param {string} options.title
    * @param {function(number): string} [options.format]: a value as text
    * @param {boolean} [options.isStacked]: draw the series as areas on top of each other
+   * @param {boolean} [options.isWide]: take two columns of the page
    * @param {number[]} [options.range]: the fixed range of the vertical axis
    * @param {function(number)} [options.onStep]: called with the step that was clicked
    */
-  constructor({ title, format = number, isStacked = false, range = null, onStep = null }) {
+  constructor({ title, format = number, isStacked = false, isWide = false, range = null, onStep = null }) {
     Object.assign(this, { format, isStacked, range, onStep, marks: [], shape: "" });
     this.legend = el("div", { class: "legend" });
+    this.at = el("span", { class: "at" });
     this.reset = el("button", { type: "button", class: "quiet small", hidden: true, onclick: () => this.showAll() }, "Reset zoom");
     this.canvas = el("div", { class: "canvas", role: "img", "aria-label": title });
-    this.node = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.reset), this.legend, this.canvas);
+    this.node = el("figure", { class: isWide ? "chart wide" : "chart" }, el("figcaption", {}, el("h3", {}, title), this.reset, this.at), this.legend, this.canvas);
     this.sizes = new ResizeObserver(() => this.plot?.setSize({ width: this.width, height: HEIGHT }));
     this.sizes.observe(this.canvas);
   }
@@ -81,7 +83,7 @@ export class Chart {
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : undefined } },
-      axes: [axis({ size: 30 }), axis({ size: 52, values: (_, ticks) => ticks.map(this.format) })],
+      axes: [axis({ size: 30 }), axis({ size: 52, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) })],
       series: [{}, ...this.series.map((one, i) => line(one, i, hasPoints, this.isStacked))],
       bands: bands(this.series),
       hooks: {
@@ -110,7 +112,7 @@ export class Chart {
 
   showValues(index) {
     const at = index ?? this.steps.length - 1;
-    const step = el("span", { class: "at" }, this.steps.length ? `step ${this.steps[at]}` : "");
+    this.at.textContent = this.steps.length ? `step ${this.steps[at]}` : "";
     const entries = this.series.map((one, i) =>
       el(
         "span",
@@ -120,7 +122,7 @@ export class Chart {
         el("b", {}, this.format(one.values[at] ?? null)),
       ),
     );
-    this.legend.replaceChildren(...entries, step);
+    this.legend.replaceChildren(...entries);
   }
 }
 

@@ -37,17 +37,16 @@ export function property(name) {
 }
 
 /** Returns a table with a head. A cell is a node or a text; a column that starts with ">" is aligned right. */
-export function table(columns, rows, caption) {
+export function table(columns, rows, { isNarrow = false } = {}) {
   const right = columns.map((name) => (name.startsWith(">") ? "right" : null));
   const head = columns.map((name, i) => el("th", { scope: "col", class: right[i] }, name.replace(/^>/, "")));
   const body = rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: right[i] }, cell))));
   return el(
     "div",
-    { class: "scroll" },
+    { class: isNarrow ? "scroll narrow" : "scroll" },
     el(
       "table",
       { class: "plain" },
-      caption ? el("caption", {}, caption) : null,
       el("thead", {}, el("tr", {}, head)),
       el("tbody", {}, body),
     ),

@@ -56,3 +56,8 @@ export function value(given) {
 export function plural(amount, noun) {
   return `${count(amount)} ${noun}${amount === 1 ? "" : "s"}`;
 }
+
+/** Returns a formatted number without trailing zeros, for an axis: 20 s instead of 20.0 s. */
+export function short(text) {
+  return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+}

@@ -22,8 +22,8 @@ export function groupsTable(element, { query, range, onGroup, onTotal }) {
     none: "No groups: the samples name no prompt.",
     columns: [
       { title: "Group", field: "group", minWidth: 120, cell: name },
-      { title: "Reward", field: "mean", width: 74, cell: (row) => fixed(row.mean, 2), hozAlign: "right", headerHozAlign: "right" },
-      { title: "Spread", field: "std", width: 104, cell: (row) => spread(row, range) },
+      { title: "Mean", field: "mean", width: 72, cell: (row) => fixed(row.mean, 2), hozAlign: "right", cssClass: "number" },
+      { title: "Spread", field: "std", width: 92, cell: (row) => spread(row, range) },
     ],
     onRow: onGroup,
     load: async (page) => {

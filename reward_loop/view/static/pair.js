@@ -21,7 +21,7 @@ export async function showPair(view, { args: [first, second] }) {
       el("a", { class: "button", href: link("pair", [second, first]) }, "Swap"),
       isSamePrompt(a, b) ? el("p", { class: "about" }, "Both answer the same prompt.") : null,
     ),
-    table(["", ...samples.map(({ row }) => `>${visible(row.uid ?? row.id)}`)], facts(a.row, b.row)),
+    table(["", ...samples.map(({ row }) => `>${visible(row.uid ?? row.id)}`)], facts(a.row, b.row), { isNarrow: true }),
     ...prompts(a, b),
     el("h2", {}, "Responses"),
     el("div", { class: "two" }, responses(a, b)),

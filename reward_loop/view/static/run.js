@@ -5,8 +5,12 @@ import { Chart } from "./chart.js";
 import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
 import { link, open } from "./router.js";
+import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 8;
+/** Components whose means are above it are in a chart of their own: their scale would hide the others. */
+const SMALL_COMPONENT = 1.5;
+const MOST_NAMES = 3;
 const NEWEST_STEPS = 50;
 const NEWEST_WARNINGS = 8;
 
@@ -17,6 +21,7 @@ const share = (row, amount) => (row.count ? amount / row.count : null);
 const CHARTS = [
   {
     title: "Reward",
+    isWide: true,
     series: (rows) => [
       { label: "mean", values: each(rows, (row) => row.reward?.mean) },
       { label: "median", values: each(rows, (row) => row.reward?.p50) },
@@ -26,11 +31,11 @@ const CHARTS = [
   },
   {
     title: "Components, mean",
-    series: (rows, run) =>
-      run.components
-        .map((name) => ({ label: name, values: each(rows, (row) => row.components?.[name]) }))
-        .filter((one) => one.values.some((value) => value !== null))
-        .slice(0, MOST_COMPONENTS),
+    series: (rows, run) => components(rows, run, (most) => most <= SMALL_COMPONENT),
+  },
+  {
+    title: "Components on larger scales, mean",
+    series: (rows, run) => components(rows, run, (most) => most > SMALL_COMPONENT),
   },
   {
     title: "Samples without a score",
@@ -109,7 +114,7 @@ export async function showRun(view, route, run) {
 function head(run, rows, validate) {
   const last = rows.at(-1);
   const unscored = run.samples - (run.outcomes.scored ?? 0);
-  const about = [run.functions.join(", "), run.models.length ? `judges: ${run.models.join(", ")}` : "", `${time(run.first_time)} to ${time(run.last_time)}`];
+  const about = [names(run.functions), run.models.length ? `judges: ${names(run.models)}` : "", `${time(run.first_time)} to ${time(run.last_time)}`];
   return [
     el(
       "div",
@@ -128,6 +133,11 @@ function head(run, rows, validate) {
     ]),
     ...run.notes.map((note) => el("p", { class: "note" }, note)),
   ];
+}
+
+function names(list) {
+  const shown = list.slice(0, MOST_NAMES).map(visible).join(", ");
+  return list.length > MOST_NAMES ? `${shown} and ${count(list.length - MOST_NAMES)} more` : shown;
 }
 
 function toggle(validate) {
@@ -171,6 +181,14 @@ function warningList(warnings) {
       more > 0 ? el("p", { class: "hint" }, `${plural(more, "earlier warning")} not shown. ▲ marks the step in each chart.`) : null,
     ),
   ];
+}
+
+/** Returns the series of the components whose largest mean is chosen. */
+function components(rows, run, isChosen) {
+  return run.components
+    .map((name) => ({ label: name, values: each(rows, (row) => row.components?.[name]) }))
+    .filter(({ values }) => values.some((value) => value !== null) && isChosen(Math.max(...values.map(Math.abs))))
+    .slice(0, MOST_COMPONENTS);
 }
 
 function phases(rows) {

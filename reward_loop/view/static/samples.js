@@ -108,7 +108,7 @@ function head(step, isValidation, run, row) {
     el("h1", {}, `Step ${step}`, isValidation ? el("span", { class: "tag" }, "validation") : null),
     el("span", { class: "buttons" }, go(previous, "Previous step", "←"), go(next, "Next step", "→")),
     run.validation ? el("a", { class: "button", href: link("step", [step], isValidation ? {} : { validate: 1 }) }, isValidation ? "Training" : "Validation") : null,
-    row?.phases || run.events ? el("a", { class: "button", href: link("timeline", [step]) }, "Timeline") : null,
+    run.events ? el("a", { class: "button", href: link("timeline", [step]) }, "Timeline") : null,
     ...(row?.warnings ?? []).map((warning) => el("p", { class: "note warn" }, warning)),
   );
 }

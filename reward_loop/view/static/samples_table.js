@@ -47,7 +47,7 @@ function flat(row) {
 }
 
 function columns(run, query, range, href) {
-  const right = { hozAlign: "right", headerHozAlign: "right" };
+  const right = { hozAlign: "right", cssClass: "number" };
   const components = run.components.slice(0, MOST_COMPONENTS).map((name) => ({
     title: name,
     field: `components.${name}`,
@@ -65,7 +65,7 @@ function columns(run, query, range, href) {
     },
     ...(query.step ? [] : [{ title: "Step", field: "step", cell: (row) => row.step ?? "–", width: 70, ...right }]),
     { title: "Reward", field: "reward", cell: (row) => rewardCell(row.reward, range), width: 118, headerSortStartingDir: "desc", ...right },
-    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 148 },
+    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 166 },
     ...components,
     { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 82, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },

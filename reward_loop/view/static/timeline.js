@@ -10,8 +10,11 @@ import { TimelineCanvas } from "./timeline_canvas.js";
 /** Shows the timeline of the step that the route names, otherwise of the last step. */
 export async function showTimeline(view, { args }, run) {
   const step = args[0] ?? run.steps.at(-1);
-  if (step === undefined) {
-    view.append(empty("No step to draw", "The samples of this folder belong to no training step."));
+  if (step === undefined || !run.events) {
+    view.append(
+      el("div", { class: "title" }, el("h1", {}, "Timeline")),
+      empty("No step to draw", "The folder has no events of a trainer. A run of verl with reward_pipeline records them beside its samples."),
+    );
     return { title: "Timeline" };
   }
   const timeline = await get("timeline", { step });
@@ -73,7 +76,7 @@ function controls(drawing, range) {
       button("All", "Show the whole step", () => drawing.showAll()),
     ),
     range,
-    el("span", { class: "lane-keys" }, keys.map(([name, label]) => el("span", { class: name }, el("i"), label))),
+    el("span", { class: "lane-keys" }, keys.map(([name, label]) => el("span", { class: `of-${name}` }, el("i"), label))),
     el("span", { class: "hint" }, "Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer."),
   );
 }

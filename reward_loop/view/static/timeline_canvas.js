@@ -1,7 +1,7 @@
 /** The drawing of a timeline, with zoom, a tip at the pointer, and links to samples. */
 
 import { el, property } from "./dom.js";
-import { seconds, value } from "./format.js";
+import { seconds, short, value } from "./format.js";
 import { layOut, ticks } from "./lanes.js";
 import { visible } from "./text.js";
 
@@ -172,7 +172,7 @@ export class TimelineCanvas {
       ctx.lineTo(x, this.height);
       ctx.stroke();
       ctx.fillStyle = colours.muted;
-      ctx.fillText(seconds(time), Math.min(Math.max(x, LEFT + 14), this.width - 24), 10);
+      ctx.fillText(short(seconds(time)), Math.min(Math.max(x, LEFT + 14), this.width - 24), 10);
     }
   }
 
