@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
+from reward_loop.records.files import EVENTS
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.filters import BadRequestError
 from reward_loop.view.follower import Follower
@@ -27,6 +28,7 @@ from reward_loop.view.index import Index
 from reward_loop.view.judges import judges
 from reward_loop.view.samples import Samples
 from reward_loop.view.summaries import Summaries
+from reward_loop.view.timeline import timeline
 
 __all__ = ["create_app"]
 
@@ -78,7 +80,7 @@ def create_app(index: Index) -> FastAPI:
                 **summaries.run(),
                 "following": index.is_following,
                 "revision": index.revision,
-                "events": False,
+                "events": any((index.folder / EVENTS).glob("*.jsonl")),
                 "incomplete": index.incomplete,
                 "notes": notes,
             }
@@ -86,7 +88,7 @@ def create_app(index: Index) -> FastAPI:
 
     @app.get("/api/steps")
     def steps(validate: bool = False) -> Response:
-        unrecorded = {"phases": None, "hidden_share": None, "waiting_s": None, "warnings": []}
+        unrecorded: dict[str, Any] = {"phases": None, "hidden_share": None, "waiting_s": None, "warnings": []}
         return _json({"rows": [{**row, **unrecorded} for row in summaries.steps(validate)]})
 
     @app.get("/api/samples")
@@ -109,8 +111,11 @@ def create_app(index: Index) -> FastAPI:
         return _json({"rows": judges(index, request.query_params)})
 
     @app.get("/api/timeline")
-    def timeline(step: int) -> Response:
-        raise HTTPException(404, "The run recorded no events of the trainer.")
+    def timeline_of(step: int) -> Response:
+        try:
+            return _json(timeline(index.folder, step))
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from None
 
     @app.get("/api/compare")
     def compared(other: str, on: str | None = None, threshold: float | None = None) -> Response:

@@ -131,6 +131,8 @@ def _serve(index: Index, listener: socket.socket, host: str, key: str | None, op
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")
     config = uvicorn.Config(
         Guard(app, host_names(listener, host), key, any_address),
+        loop="uvloop",
+        http="httptools",
         lifespan="on",
         ws="none",
         log_level="warning",

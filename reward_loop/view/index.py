@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import orjson
 
 from reward_loop.errors import ConfigError
+from reward_loop.records.lines import parse_line
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import VERSION
 from reward_loop.view import store, tables
@@ -27,8 +27,8 @@ from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
 __all__ = ["Index"]
 
-CHUNK = 32 * 2**20
-"""The number of bytes that are read together."""
+CHUNK = 16 * 2**20
+"""The number of bytes that are read together. One of its rows is found by reading the chunk again."""
 
 RECENT_S = 30.0
 """Seconds after the last new row for which a folder counts as growing."""
@@ -115,17 +115,10 @@ class Index:
             content = _read(self.folder / part["name"], part["start"], part["bytes"])
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
-                row = _parse(content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at)])
-                if row.get("id") == name:
+                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at) + 1])
+                if row is not None and row.get("id") == name:
                     return row
         return None
-
-    def segment(self, name: str) -> bytes:
-        """Return the content of a file of texts; empty if it has been deleted, or is outside of the folder."""
-        path = self.folder / name
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            return b""
-        return _read(path, 0, -1)
 
     @property
     def is_following(self) -> bool:
@@ -228,11 +221,3 @@ def _read(path: Path, start: int, size: int) -> bytes:
             return file.read(size)
     except OSError:
         return b""
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -115,6 +115,11 @@ class Samples:
         if known["revised_at"] is not None:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
+        advantages = self._index.rows(
+            "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = ?", [known["uid"]]
+        )
+        if advantages[0]["advantage"] is not None:
+            row |= advantages[0]
         same = SampleFilter().also("step IS NOT DISTINCT FROM ?", known["step"]).also("validate = ?", known["validate"])
         group = self._index.rows(
             f'SELECT id, uid, reward, outcome FROM samples WHERE {same.where} AND "group" = ? '

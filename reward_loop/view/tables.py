@@ -5,6 +5,7 @@ Table                   Rows
 ======================  ============================================================================================
 ``samples``             one for each sample, with its revision applied
 ``exchanges``           one for each exchange with a model server in a row; several samples of a batch share theirs
+``advantages``          the advantage of a sample, by its uid
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
 ``files``               how far each file has been read
@@ -45,6 +46,7 @@ _ROW = {
     "total_s": "DOUBLE",
     "work_s": "DOUBLE",
     "attempts": "BIGINT",
+    "advantage": "DOUBLE",
     "prompt_tokens": "BIGINT",
     "completion_tokens": "BIGINT",
     "text_file": "VARCHAR",
@@ -95,6 +97,9 @@ SELECT j.id, step, coalesce(validate, false) AS validate, function, batch, j.tim
     j.prompt_tokens, j.completion_tokens, try_cast(j.score AS DOUBLE) AS score
 FROM (SELECT step, validate, function, batch, unnest(judges) AS j FROM lines WHERE kind = 'sample')
 """
+_ADVANTAGES = """
+SELECT uid, coalesce(time, 0) AS time, advantage FROM lines WHERE kind = 'advantage' AND uid IS NOT NULL
+"""
 _REVISIONS = f"""
 SELECT uid, coalesce(time, 0) AS time, outcome, left(error, {_ERROR}) AS error, reward,
     coalesce(masked, false) AS masked
@@ -134,15 +139,21 @@ def create(connection: duckdb.DuckDBPyConnection) -> None:
     connection.execute(f"CREATE TEMP TABLE lines ({_struct(_LINE)})")
     connection.execute(f"CREATE TABLE samples AS {_SAMPLES} LIMIT 0", [0])
     connection.execute(f"CREATE TABLE exchanges AS {_EXCHANGES} LIMIT 0")
+    connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES} LIMIT 0")
     connection.execute(f"CREATE TABLE revisions AS {_REVISIONS} LIMIT 0")
     connection.execute("DROP TABLE lines")
+
+
+_BUFFER = 2 * 2**20
+"""``maximum_object_size`` of DuckDB, in bytes. Threads share the work in buffers of twice this size. Longer lines are
+read, too: their buffer grows."""
 
 
 def read_chunk(connection: duckdb.DuckDBPyConnection, path: str) -> None:
     """Read a file of lines into the temporary table ``lines``. Lines that are not JSON become rows of nulls."""
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE lines AS FROM read_json(?, format = 'newline_delimited', "
-        f"ignore_errors = true, columns = {{{_COLUMNS}}})",
+        f"ignore_errors = true, maximum_object_size = {_BUFFER}, columns = {{{_COLUMNS}}})",
         [path],
     )
 
@@ -167,6 +178,7 @@ def load(
     """
     connection.execute(f"INSERT INTO samples {_SAMPLES}", [chunk])
     connection.execute(f"INSERT INTO exchanges {_EXCHANGES}")
+    connection.execute(f"INSERT INTO advantages {_ADVANTAGES}")
     connection.execute(f"INSERT INTO revisions {_REVISIONS}")
     connection.execute(
         "UPDATE about SET incomplete = incomplete + "
