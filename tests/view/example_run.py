@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Number
 from reward_loop.records import records
+from reward_loop.records.events import ROLLOUT, phase_event
 from reward_loop.testing import FakeJudge, Status
 
 PROBLEMS = (
@@ -73,7 +75,8 @@ def response(question: str, truth: int, skill: float, dice: random.Random) -> st
         return f"The answer is {result}."
     steps = dice.randint(2, 5)
     lines = [f"**Step {i + 1}.** " + STEPS[i % len(STEPS)] for i in range(steps)]
-    return f"Let me read the problem again: {question}\n\n" + "\n".join(lines) + f"\n\nSo the result is \\boxed{{{result}}}."
+    end = f"So the result is \\boxed{{{result}}}."
+    return "\n\n".join([f"Let me read the problem again: {question}", "\n".join(lines), end])
 
 
 STEPS = (
@@ -86,15 +89,44 @@ STEPS = (
 
 
 async def score(folder: Path, samples: list[RewardSample], seed: int = 0) -> None:
-    """Score samples into a folder of records. One request in 60 fails."""
+    """Score samples as a trainer does: each one when its generation ends. One request in 60 fails."""
+    dice = random.Random(seed)
     config = RewardLoopConfig(log_dir=str(folder), on_failed="mask", on_unscored="mask")
-    with FakeJudge(reply, model="judge-7b", latency=(0.005, 0.06), faults={Status(500): 1 / 60}, seed=seed) as judge:
+    with FakeJudge(reply, model="judge-7b", latency=(0.02, 0.12), faults={Status(500): 1 / 60}, seed=seed) as judge:
         manager = NaiveRewardLoopManager(config, compute_score=compute_score, reward_router_address=judge.address)
+        start = time.time()
         try:
-            await asyncio.gather(*(manager.run_single(sample) for sample in samples))
+            await asyncio.gather(*(rollout(folder, manager, sample, start, dice.random()) for sample in samples))
+            await asyncio.sleep(0.2)  # training
+            trained = time.time()
+            for phase in phases(samples[0].step or 0, start, trained):
+                records(folder).write_event(phase)
             await asyncio.to_thread(records(folder).flush)
         finally:
             await asyncio.to_thread(manager.close)
+
+
+async def rollout(
+    folder: Path, manager: NaiveRewardLoopManager, sample: RewardSample, start: float, seconds: float
+) -> None:
+    """Generate a response in a part of a second, score it, and write the event of the rollout."""
+    await asyncio.sleep(0.1 + 0.4 * seconds**3)
+    end = time.time()
+    await manager.run_single(sample)
+    times = {"start": start, "end": end, "scoring": end, "scored": time.time()}
+    names = {"step": sample.step, "validate": sample.validate, "uid": sample.uid, "group": sample.group}
+    records(folder).write_event({"version": 1, "kind": ROLLOUT, **names, **times, "error": None})
+
+
+def phases(step: int, start: float, end: float) -> list[dict[str, Any]]:
+    """Return the events of the phases of a step: its last fifth of a second is training."""
+    return [
+        phase_event("gen", step, start, end - 0.2, "rewards"),
+        phase_event("old_log_prob", step, end - 0.2, end - 0.14),
+        phase_event("update_actor", step, end - 0.14, end - 0.02),
+        phase_event("update_weights", step, end - 0.02, end),
+        phase_event("step", step, start, end),
+    ]
 
 
 def step_samples(step: int, *, groups: int = 8, size: int = 4, steps: int = 8) -> list[RewardSample]:

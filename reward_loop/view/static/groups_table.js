@@ -38,7 +38,7 @@ function name(row) {
   return el(
     "span",
     { class: "group-name" },
-    el("b", {}, row.group ?? UNKNOWN),
+    el("b", {}, visible(row.group ?? UNKNOWN)),
     ` ${row.scored} of ${row.count}`,
     row.zero_variance ? el("span", { class: "tag warn", title: "All rewards are equal: the group has no advantage" }, "equal") : null,
     row.all_failed ? el("span", { class: "tag bad", title: "No sample has a reward" }, "all failed") : null,

@@ -226,7 +226,7 @@ function stepTable(rows, run, validate) {
     number(row.response_length),
     seconds(row.judge_s?.p50),
     seconds(row.judge_s?.p95),
-    row.phases ? el("a", { href: link("timeline", [row.step]) }, "timeline") : "",
+    run.events ? el("a", { href: link("timeline", [row.step]) }, "timeline") : "",
   ]);
   const columns = ["Step", ">Samples", ">Groups", ">Reward", ">Std", ...components.map((name) => `>${name}`)];
   columns.push(">No score", ">Equal groups", ">Tokens", ">Judge p50", ">Judge p95", "");

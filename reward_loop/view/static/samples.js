@@ -30,7 +30,7 @@ export async function showSamples(view, route, run) {
       "div",
       { class: "panes" },
       el("section", { class: "pane groups", "aria-label": "Groups" }, el("h2", {}, "Groups", totals.groups), panes.groups),
-      el("section", { class: "pane" }, el("h2", {}, "Samples", totals.samples, newer), form.node, panes.samples),
+      el("section", { class: "pane", "aria-label": "Samples" }, el("h2", {}, "Samples", totals.samples, newer), form.node, panes.samples),
     ),
   );
   const tables = {

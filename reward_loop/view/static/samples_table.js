@@ -6,6 +6,7 @@ import { count, fixed, seconds, value } from "./format.js";
 import { outcomeMark, rewardCell } from "./outcome.js";
 import { link, open } from "./router.js";
 import { pagedTable } from "./table.js";
+import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 6;
 
@@ -51,26 +52,26 @@ function columns(run, query, range, href) {
   const components = run.components.slice(0, MOST_COMPONENTS).map((name) => ({
     title: name,
     field: `components.${name}`,
-    cell: (row) => value(row[`components.${name}`]),
-    width: 92,
+    cell: (row) => visible(value(row[`components.${name}`])),
+    width: 80,
     ...right,
   }));
   return [
     {
       title: "Sample",
       field: "uid",
-      minWidth: 120,
+      minWidth: 104,
       widthGrow: 2,
-      cell: (row) => el("a", { href: href(row) }, row.uid ?? row.id),
+      cell: (row) => el("a", { href: href(row) }, visible(row.uid ?? row.id)),
     },
     ...(query.step ? [] : [{ title: "Step", field: "step", cell: (row) => row.step ?? "–", width: 70, ...right }]),
-    { title: "Reward", field: "reward", cell: (row) => rewardCell(row.reward, range), width: 118, headerSortStartingDir: "desc", ...right },
-    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 166 },
+    { title: "Reward", field: "reward", cell: (row) => rewardCell(row.reward, range), width: 104, headerSortStartingDir: "desc", ...right },
+    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 160 },
     ...components,
-    { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 82, ...right },
+    { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 76, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },
     { title: "Judges", field: "judge_s", cell: (row) => (row.judges ? `${row.judges} · ${seconds(row.judge_s)}` : "–"), width: 104, ...right },
-    { title: "Data source", field: "data_source", cell: (row) => row.data_source ?? "", minWidth: 90, widthGrow: 1 },
+    ...(run.data_sources.length > 1 ? [{ title: "Data source", field: "data_source", cell: (row) => visible(row.data_source ?? ""), minWidth: 96, widthGrow: 1 }] : []),
   ];
 }
 

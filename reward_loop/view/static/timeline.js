@@ -77,7 +77,7 @@ function controls(drawing, range) {
     ),
     range,
     el("span", { class: "lane-keys" }, keys.map(([name, label]) => el("span", { class: `of-${name}` }, el("i"), label))),
-    el("span", { class: "hint" }, "Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer."),
+    el("span", { class: "hint" }, "Pale: samples of other steps. Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer."),
   );
 }
 

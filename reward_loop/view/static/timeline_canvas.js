@@ -9,6 +9,8 @@ const LEFT = 168;
 const AXIS = 26;
 const PATH = { top: AXIS + 4, height: 18 };
 const SHORTEST_S = 0.001;
+const OTHER_STEP_ALPHA = 0.4;
+const SAME_S = 1e-6;
 const COLOURS = { rollout: "--lane-rollout", judge: "--lane-judge", trainer: "--lane-trainer" };
 
 /** A canvas with the lanes of a step. Times are seconds from its start. */
@@ -19,6 +21,7 @@ export class TimelineCanvas {
    * @param {function(number, number)} onRange: called with the shown range
    */
   constructor(timeline, onSample, onRange) {
+    this.step = timeline.step;
     this.end = Math.max(SHORTEST_S, timeline.end - timeline.start);
     this.onSample = onSample;
     this.onRange = onRange;
@@ -206,8 +209,10 @@ export class TimelineCanvas {
       const [x, width] = this.extent(span);
       const y = lane.top + span.row * lane.rowHeight;
       ctx.fillStyle = isFailed(span) ? colours.bad : colours[lane.kind] ?? colours.trainer;
+      ctx.globalAlpha = isOfStep(span, this.step) ? 1 : OTHER_STEP_ALPHA;
       if (height > 8 && width > 4) box(ctx, x, y, width, height);
       else ctx.fillRect(x, y, width, height);
+      ctx.globalAlpha = 1;
       if (this.isCritical(lane, span)) {
         ctx.strokeStyle = colours.critical;
         ctx.lineWidth = 2;
@@ -219,7 +224,11 @@ export class TimelineCanvas {
   }
 
   isCritical(lane, span) {
-    return this.critical.some((part) => part.lane === lane.name && part.name === span.name && part.start < span.end && part.end > span.start);
+    return this.critical.some(
+      (part) =>
+        (part.id ? part.id === span.id : part.lane === lane.name && part.name === span.name) &&
+        Math.min(part.end, span.end) - Math.max(part.start, span.start) > SAME_S,
+    );
   }
 
   /** Returns the left edge of a span and its width, at least one pixel, within the canvas. */
@@ -227,6 +236,11 @@ export class TimelineCanvas {
     const x = Math.max(LEFT - 10, this.x(start));
     return [x, Math.max(1, Math.min(this.width + 10, this.x(end)) - x - 0.5)];
   }
+}
+
+/** Returns whether a span belongs to the step: samples of the next steps may be generated at the same time. */
+function isOfStep({ detail }, step) {
+  return detail?.step === undefined || detail.step === null || detail.step === step;
 }
 
 function isFailed({ detail }) {
