@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
@@ -62,6 +63,11 @@ def create_app(index: Index) -> FastAPI:
     @app.exception_handler(HTTPException)
     def on_http_error(request: Request, error: HTTPException) -> Response:
         return _json({"error": str(error.detail)}, error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = (f"{found['loc'][-1]}: {found['msg']}" for found in error.errors())
+        return _json({"error": "; ".join(problems)}, 400)
 
     @app.exception_handler(BadRequestError)
     def on_bad_request(request: Request, error: BadRequestError) -> Response:
@@ -135,7 +141,8 @@ def create_app(index: Index) -> FastAPI:
     def unknown(path: str) -> None:
         raise HTTPException(404, f"There is no /api/{path}.")
 
-    app.mount("/", StaticFiles(directory=STATIC, html=True, check_dir=False))
+    if STATIC.is_dir():
+        app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 
