@@ -99,7 +99,7 @@ def test_steps(client: TestClient) -> None:
     assert set(second["reward"]) == {"mean", "std", "min", "p10", "p50", "p90", "max"}
     assert second["components"] == {"acc": pytest.approx(4 / 7), "text": None, "a/b": 4.0}
     assert second["prompt_tokens"] == third["prompt_tokens"] == 0  # counted by the client, which the test does not use
-    assert {"phases", "hidden_share", "waiting_s", "warnings"} <= set(first)
+    assert (first["phases"], first["hidden_share"], first["waiting_s"], first["warnings"]) == (None, None, None, [])
     (validation,) = get(client, "steps", validate="true")["rows"]
     assert validation["count"] == 1
 
@@ -212,6 +212,9 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         index.update()
         with TestClient(create_app(index)) as client:
             assert get(client, "run")["events"] is True
+            (row,) = get(client, "steps")["rows"]
+            assert row["phases"]["update_actor"] == 5.0
+            assert row["waiting_s"] is None or row["waiting_s"] >= 0
             found = get(client, "timeline", step=1)
             assert found["step"] == 1
             assert {lane["kind"] for lane in found["lanes"]} >= {"trainer"}
@@ -340,5 +343,6 @@ def test_deleted_texts_and_rows_are_missing_not_errors(tmp_path: Path) -> None:
             (row,) = get(client, "samples")["rows"]
             found = get(client, f"sample/{row['id']}")
             assert (found["texts"], found["exchanges"]) == (None, [])
+            assert (found["row"]["uid"], found["row"]["reward"], found["row"]["components"]) == ("a", 1.0, {})
             assert get(client, "samples", text="answer")["total"] == 0
             assert get(client, "run")["samples"] == 1
