@@ -169,7 +169,9 @@ class Index:
             IndexFailedError: the index cannot be written.
         """
         before = self.revision
-        while parts := self._new_parts():
+        # Lines that are added meanwhile are left to the next call: while a run writes, there would always be some.
+        end = before + self.pending_bytes()
+        while self.revision < end and (parts := self._new_parts()):
             self._add(parts)
             on_progress(self.revision - before)
         if self.revision == before:

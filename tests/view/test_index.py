@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -315,3 +316,20 @@ def test_indexes_that_were_not_used_for_long_are_deleted(folder: Path, cache: Pa
     with Index(other):
         assert not old.with_suffix(".duckdb").exists()
         assert len(list(cache.rglob("*.duckdb"))) == 1
+
+
+def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(writer := Records(folder), "first")
+    flushed(writer)
+    load = module.tables.load
+    with Index(folder) as index:
+
+        def load_while_writing(*arguments: Any) -> None:
+            load(*arguments)
+            record(writer, f"s{index.revision}")
+            flushed(writer)
+
+        monkeypatch.setattr(module.tables, "load", load_while_writing)
+        for count in (1, 2, 3):
+            assert index.update()
+            assert len(rewards(index)) == count
