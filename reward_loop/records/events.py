@@ -9,15 +9,26 @@ There are two kinds:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS
 from reward_loop.records.lines import parse_line
-from reward_loop.records.rows import VERSION
+from reward_loop.records.rows import MAX_TEXT, VERSION
 
-__all__ = ["ADVANTAGE", "PHASE", "ROLLOUT", "STEP", "WaitsFor", "advantage_row", "phase_event", "read_events"]
+__all__ = [
+    "ADVANTAGE",
+    "PHASE",
+    "ROLLOUT",
+    "STEP",
+    "WaitsFor",
+    "advantage_row",
+    "phase_event",
+    "read_events",
+    "rollout_event",
+]
 
 PHASE, ROLLOUT, ADVANTAGE = "phase", "rollout", "advantage"
 """The kinds of events, and the kind of row that adds the advantage to an earlier row."""
@@ -47,6 +58,43 @@ def phase_event(name: str, step: int, start: float, end: float, waits_for: Waits
         "start": start,
         "end": end,
         "waits_for": waits_for,
+    }
+
+
+def rollout_event(
+    group: str,
+    session: int,
+    step: int | None,
+    *,
+    validate: bool,
+    start: float,
+    times: Mapping[str, float],
+    error: str | None,
+) -> dict[str, Any]:
+    """Return the event of a rollout that has ended, rewards included.
+
+    Args:
+        group: the uid of the prompt.
+        session: the number of the rollout among those of the prompt.
+        step: the training step in which the prompt was submitted.
+        validate: whether it belongs to validation.
+        start: when generation began, in seconds since 1970.
+        times: when generation ended (``end``), and when the reward was requested (``scoring``) and arrived
+            (``scored``), as far as they are known.
+        error: why the rollout failed.
+    """
+    return {
+        "version": VERSION,
+        "kind": ROLLOUT,
+        "step": step,
+        "validate": validate,
+        "uid": f"{group}_{session}",
+        "group": group,
+        "start": start,
+        "end": times.get("end") or time.time(),
+        "scoring": times.get("scoring"),
+        "scored": times.get("scored"),
+        "error": None if error is None else cut(error, MAX_TEXT),
     }
 
 

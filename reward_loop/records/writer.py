@@ -16,7 +16,7 @@ from reward_loop.records.encoding import encode_record
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
-__all__ = ["Records", "records"]
+__all__ = ["MAX_BYTES", "Records", "records"]
 
 logger = logging.getLogger(__name__)
 

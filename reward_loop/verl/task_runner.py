@@ -55,6 +55,7 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER
+    from reward_loop.verl.rollout_events import RECORDING_AGENT_LOOP_MANAGER
     from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 
     agent = config.actor_rollout_ref.rollout.agent
@@ -64,4 +65,6 @@ def _trainer_class(config: DictConfig, mode: ModeOptions) -> Any:
             return QueueSeparateAsyncTrainer
         if mode.pipeline is not None:
             agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+        elif config.reward_loop.log_dir is not None and agent.get("agent_loop_manager_class") is None:
+            agent.agent_loop_manager_class = RECORDING_AGENT_LOOP_MANAGER
     return get_trainer_cls(mode.name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from reward_loop.view.filters import BadRequestError
 from reward_loop.view.follower import Follower
 from reward_loop.view.index import Index
 from reward_loop.view.judges import judges
+from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
 from reward_loop.view.summaries import Summaries
 from reward_loop.view.timeline import timeline
@@ -38,13 +40,18 @@ HEARTBEAT_S = 15.0
 """Seconds after which an open stream of changes sends the state again, so that proxies keep it open."""
 
 
+_NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
+"""The fields of a step for which the trainer has recorded no events."""
+
+
 def create_app(index: Index) -> FastAPI:
     """Return the ASGI app of the viewer, which follows the folder while it runs.
 
     Args:
         index: an open index, up to date.
     """
-    follower, comparing = Follower(index), threading.Lock()
+    follower, phases = Follower(index), PhaseReader(index.folder)
+    reading, comparing = threading.Lock(), threading.Lock()
     samples, summaries = Samples(index, RecordsReader(index.folder)), Summaries(index)
 
     @contextlib.asynccontextmanager
@@ -62,6 +69,11 @@ def create_app(index: Index) -> FastAPI:
     @app.exception_handler(HTTPException)
     def on_http_error(request: Request, error: HTTPException) -> Response:
         return _json({"error": str(error.detail)}, error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = (f"{found['loc'][-1]}: {found['msg']}" for found in error.errors())
+        return _json({"error": "; ".join(problems)}, 400)
 
     @app.exception_handler(BadRequestError)
     def on_bad_request(request: Request, error: BadRequestError) -> Response:
@@ -88,8 +100,11 @@ def create_app(index: Index) -> FastAPI:
 
     @app.get("/api/steps")
     def steps(validate: bool = False) -> Response:
-        unrecorded: dict[str, Any] = {"phases": None, "hidden_share": None, "waiting_s": None, "warnings": []}
-        return _json({"rows": [{**row, **unrecorded} for row in summaries.steps(validate)]})
+        with reading:
+            phases.update()
+            known = {} if validate else phases.steps()
+        rows = summaries.steps(validate)
+        return _json({"rows": [{**row, **known.get(row["step"], _NO_EVENTS), "warnings": []} for row in rows]})
 
     @app.get("/api/samples")
     def page(request: Request) -> Response:
@@ -135,7 +150,8 @@ def create_app(index: Index) -> FastAPI:
     def unknown(path: str) -> None:
         raise HTTPException(404, f"There is no /api/{path}.")
 
-    app.mount("/", StaticFiles(directory=STATIC, html=True, check_dir=False))
+    if STATIC.is_dir():
+        app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 

@@ -18,20 +18,27 @@ from typing import Any
 
 import duckdb
 
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.records.lines import parse_line
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.rows import VERSION
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
-__all__ = ["Index"]
+__all__ = ["Index", "IndexFailedError"]
 
 CHUNK = 16 * 2**20
 """The number of bytes that are read together. One of its rows is found by reading the chunk again."""
 
+CURSORS = 4
+"""The largest number of queries at a time: each needs a part of DuckDB's memory."""
+
 RECENT_S = 30.0
 """Seconds after the last new row for which a folder counts as growing."""
+
+
+class IndexFailedError(RewardLoopError):
+    """The index cannot be written."""
 
 
 class Index:
@@ -51,9 +58,8 @@ class Index:
         self.folder = folder
         self.revision = 0
         """A number that grows whenever the index changes: the bytes that have been read."""
-        self._grown = 0.0
-        """When rows were last added, on the clock of `time.time`."""
         self._lock = threading.Lock()
+        self._cursors = threading.BoundedSemaphore(CURSORS)
 
     def __enter__(self) -> Index:
         RecordsReader(self.folder)  # checks that the folder contains records
@@ -68,7 +74,6 @@ class Index:
             self._chunk = self._path.with_suffix(".chunk.jsonl")
             stack.callback(self._chunk.unlink, missing_ok=True)
             self.revision = self._read_bytes()
-            self._grown = max((path.stat().st_mtime for path in self._row_files()), default=0.0)
             self._stack = stack.pop_all()
         return self
 
@@ -77,8 +82,8 @@ class Index:
 
     @contextlib.contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Return a cursor for queries of one thread."""
-        with self._database.cursor() as cursor:
+        """Return a cursor for queries of one thread; wait while `CURSORS` threads have one."""
+        with self._cursors, self._database.cursor() as cursor:
             yield cursor
 
     def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
@@ -90,15 +95,25 @@ class Index:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Return a cursor within a transaction; no other thread changes the index meanwhile."""
+        """Return a cursor within a transaction; no other thread changes the index meanwhile.
+
+        Raises:
+            IndexFailedError: DuckDB reports an error, such as a full disk.
+        """
         with self._lock, self.cursor() as cursor:
-            cursor.begin()
             try:
+                cursor.begin()
                 yield cursor
-            except BaseException:
-                cursor.rollback()
+                cursor.commit()
+            except BaseException as error:
+                with contextlib.suppress(duckdb.Error):
+                    cursor.rollback()
+                if isinstance(error, duckdb.Error):
+                    raise IndexFailedError(
+                        f"the index of {self.folder} in {self._path.parent} cannot be written: {error}. "
+                        "XDG_CACHE_HOME chooses another directory"
+                    ) from error
                 raise
-            cursor.commit()
 
     def line(self, chunk: int, name: str) -> dict[str, Any] | None:
         """Return the row of a sample as it is in its file.
@@ -122,8 +137,9 @@ class Index:
 
     @property
     def is_following(self) -> bool:
-        """Whether rows have been added within the last `RECENT_S` seconds."""
-        return time.time() - self._grown < RECENT_S
+        """Whether a file of rows has grown within the last `RECENT_S` seconds."""
+        newest = max((path.stat().st_mtime for path in self._row_files()), default=0.0)
+        return time.time() - newest < RECENT_S
 
     @property
     def incomplete(self) -> int:
@@ -149,15 +165,17 @@ class Index:
 
         Raises:
             ConfigError: a newer version of the library has written records.
-            OSError: a file cannot be read, or the index cannot be written.
+            OSError: a file cannot be read.
+            IndexFailedError: the index cannot be written.
         """
         before = self.revision
-        while parts := self._new_parts():
+        # Lines that are added meanwhile are left to the next call: while a run writes, there would always be some.
+        end = before + self.pending_bytes()
+        while self.revision < end and (parts := self._new_parts()):
             self._add(parts)
             on_progress(self.revision - before)
         if self.revision == before:
             return False
-        self._grown = time.time() if before else self._grown
         with self.writing() as cursor:
             if cursor.execute("SELECT 1 FROM revisions LIMIT 1").fetchone():
                 tables.revise(cursor)

@@ -111,7 +111,7 @@ class Samples:
         if not found:
             return None
         known = found[0]
-        row = self._index.line(known["chunk"], name) or {}
+        row = self._index.line(known["chunk"], name) or _row(known)
         if known["revised_at"] is not None:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
@@ -162,6 +162,13 @@ class Samples:
             last = prompt[-1] if prompt else None
             prompt = last.get("content") if isinstance(last, dict) else last
         return None if prompt is None else str(prompt)[:PROMPT]
+
+
+def _row(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the index has of a row whose file has been deleted."""
+    internal = ("chunk", "revised_at", "judges", "judge_s")
+    kept = {field: value for field, value in known.items() if field not in internal}
+    return {**kept, "components": orjson.loads(known["components"] or "{}")}
 
 
 def _page(query: Mapping[str, str]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def index_file(folder: Path) -> Iterator[Path]:
             path = cache / f"{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]}.duckdb"
             lock = stack.enter_context(path.with_suffix(".lock").open("wb"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            os.utime(lock.fileno())
+        except (OSError, RuntimeError):  # RuntimeError: there is no home directory
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reward-loop-view-"))) / "index.duckdb"
         yield path
 
@@ -67,6 +69,7 @@ def delete_database(path: Path) -> None:
     """Delete the database of an index."""
     for file in (path, path.with_name(f"{path.name}.wal")):
         file.unlink(missing_ok=True)
+    shutil.rmtree(_spill(path), ignore_errors=True)
 
 
 def _connect(path: Path) -> duckdb.DuckDBPyConnection:
@@ -75,11 +78,16 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
         config={
             "threads": THREADS,
             "memory_limit": MEMORY,
-            "temp_directory": f"{path}.tmp",
+            "temp_directory": str(_spill(path)),
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         },
     )
+
+
+def _spill(path: Path) -> Path:
+    """Return the directory of DuckDB's intermediate results."""
+    return path.with_name(f"{path.name}.tmp")
 
 
 def _cache_directory() -> Path:
@@ -97,4 +105,3 @@ def _delete_old(cache: Path) -> None:
                 with lock.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     delete_database(lock.with_suffix(".duckdb"))
-                    lock.unlink()

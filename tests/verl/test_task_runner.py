@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from reward_loop.verl import services
 from reward_loop.verl.pipeline import AGENT_LOOP_MANAGER, RewardPipelineTrainer
 from reward_loop.verl.replay_buffer import RewardReplayBuffer
+from reward_loop.verl.rollout_events import RECORDING_AGENT_LOOP_MANAGER
 from reward_loop.verl.separate_async import QUEUE_AGENT_LOOP_MANAGER, QueueSeparateAsyncTrainer
 from reward_loop.verl.services import RewardServices, reward_services
 from reward_loop.verl.task_runner import TaskRunner, _trainer_class
@@ -30,7 +31,7 @@ def agent_loop_manager(config: DictConfig) -> Any:
 @pytest.mark.parametrize(
     ("mode", "trainer", "manager"),
     [
-        ("sync", PPOTrainerSync, None),
+        ("sync", PPOTrainerSync, RECORDING_AGENT_LOOP_MANAGER),
         ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
         ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
     ],
@@ -38,6 +39,21 @@ def agent_loop_manager(config: DictConfig) -> Any:
 def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: type, manager: str | None) -> None:
     settings = resolved(f"trainer.v1.trainer_mode={mode}")
     assert _trainer_class(settings.config, settings.mode) is trainer
+    assert agent_loop_manager(settings.config) == manager
+
+
+@pytest.mark.parametrize(
+    ("option", "manager"),
+    [
+        ("reward_loop.log_dir=null", None),
+        ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager", "mine.Manager"),
+    ],
+)
+def test_verls_agent_loop_manager_stays_without_records_and_a_manager_of_the_user_always(
+    option: str, manager: str | None
+) -> None:
+    settings = resolved("trainer.v1.trainer_mode=sync", option)
+    _trainer_class(settings.config, settings.mode)
     assert agent_loop_manager(settings.config) == manager
 
 

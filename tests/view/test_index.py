@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.records import Records
 from reward_loop.records.reader import NoRecordsError, RecordsReader
 from reward_loop.view import index as module
-from reward_loop.view.index import Index
+from reward_loop.view.index import Index, IndexFailedError
 from reward_loop.view.summaries import Summaries
 from tests.view.recorded import OtherProcess, exchange, flushed, record, revise
 
@@ -273,3 +276,60 @@ def test_records_of_a_newer_version_are_an_error(folder: Path) -> None:
         file.write(json.dumps({"version": 99, "kind": "sample", "id": "x"}) + "\n")
     with Index(folder) as index, pytest.raises(ConfigError, match="records of version 99"):
         index.update()
+
+
+def test_an_index_that_cannot_be_written_is_an_error_that_names_its_directory(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        monkeypatch.setattr(module.tables, "load", lambda cursor, *_: cursor.execute("SELECT * FROM nothing"))
+        with pytest.raises(IndexFailedError, match="XDG_CACHE_HOME"):
+            index.update()
+        monkeypatch.undo()
+        assert index.update()  # nothing of the failed transaction is left
+        assert rewards(index) == {"a": 1.0}
+
+
+def test_an_index_is_temporary_where_the_cache_directory_cannot_be_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with Index(folder) as index:
+        index.update()
+        assert rewards(index) == {"a": 1.0}
+
+
+def test_indexes_that_were_not_used_for_long_are_deleted(folder: Path, cache: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+    (old,) = cache.rglob("*.lock")
+    os.utime(old, (0, 0))
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    with Index(other):
+        assert not old.with_suffix(".duckdb").exists()
+        assert len(list(cache.rglob("*.duckdb"))) == 1
+
+
+def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(writer := Records(folder), "first")
+    flushed(writer)
+    load = module.tables.load
+    with Index(folder) as index:
+
+        def load_while_writing(*arguments: Any) -> None:
+            load(*arguments)
+            record(writer, f"s{index.revision}")
+            flushed(writer)
+
+        monkeypatch.setattr(module.tables, "load", load_while_writing)
+        for count in (1, 2, 3):
+            assert index.update()
+            assert len(rewards(index)) == count
