@@ -26,9 +26,9 @@ export function groupsTable(element, { query, range, onGroup, onTotal }) {
       { title: "Spread", field: "std", width: 92, cell: (row) => spread(row, range) },
     ],
     onRow: onGroup,
+    onTotal,
     load: async (page) => {
       const answer = await get("groups", { ...query, ...page });
-      onTotal(answer.total);
       return { total: answer.total, rows: answer.rows.map((row) => ({ ...row, id: `${row.step}/${row.validate}/${row.group}` })) };
     },
   });

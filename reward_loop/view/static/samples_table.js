@@ -30,12 +30,12 @@ export function samplesTable(element, run, { query, sort, order, range, onTotal,
     sort,
     order,
     none: "No sample matches these filters.",
+    onTotal,
     onRow: (row) => open("sample", [row.id], latest),
     load: async (page) => {
       latest = { ...query(), sort: page.sort, order: page.order };
       const answer = await get("samples", { ...latest, offset: page.offset, limit: page.limit });
       onSort(page.sort, page.order);
-      onTotal(answer.total);
       return { total: answer.total, rows: answer.rows.map(flat) };
     },
   });

@@ -14,10 +14,12 @@ const PAGE = 100;
  * @param {function({offset, limit, sort, order}): Promise<{rows, total}>} options.load
  * @param {string} [options.sort], [options.order]: the first order
  * @param {function(Object)} [options.onRow]: called with the row that was clicked
+ * @param {function(number)} options.onTotal: called with the number of rows, when they are drawn
  * @param {string} options.none: what to show without rows
  * @param {number} options.rowHeight
  */
-export function pagedTable(element, { label, columns, load, sort, order, onRow, none, rowHeight }) {
+export function pagedTable(element, { label, columns, load, sort, order, onRow, onTotal, none, rowHeight }) {
+  let total = 0;
   const table = new TabulatorFull(element, {
     columns: columns.map(column),
     index: "id",
@@ -37,11 +39,13 @@ export function pagedTable(element, { label, columns, load, sort, order, onRow, 
     ajaxURL: "api",
     ajaxRequestFunc: async (_url, _config, { page, size, sort: sorters }) => {
       const sorter = sorters?.at(0);
-      const { rows, total } = await load({ offset: (page - 1) * size, limit: size, sort: sorter?.field, order: sorter?.dir });
-      return { data: rows, last_page: Math.max(1, Math.ceil(total / size)) };
+      const found = await load({ offset: (page - 1) * size, limit: size, sort: sorter?.field, order: sorter?.dir });
+      total = found.total;
+      return { data: found.rows, last_page: Math.max(1, Math.ceil(total / size)) };
     },
   });
   element.setAttribute("aria-label", label);
+  table.on("renderComplete", () => onTotal(total));
   if (onRow) {
     table.on("rowClick", (event, row) => {
       if (!event.target.closest("a")) onRow(row.getData());

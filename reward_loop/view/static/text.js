@@ -39,7 +39,7 @@ export function textBlock(value, { isMarkdown = false, mark = (text) => [text] }
 
   function show(length) {
     const shown = visible(cutAt(text, length));
-    const content = isMarkdown ? markdown(shown) : el("pre", {}, mark(shown));
+    const content = isMarkdown ? markdown(shown) : el("pre", {}, mark(shown).flatMap(chunks));
     block.replaceChildren(content, ...(text.length > length ? [rest(length)] : []));
   }
 
@@ -53,6 +53,24 @@ export function textBlock(value, { isMarkdown = false, mark = (text) => [text] }
       button("Show everything", text.length),
     );
   }
+}
+
+/**
+ * Returns a long text in blocks, of which the browser lays out only those in view. They end at the ends of lines; in a
+ * line that is longer than a block, at a word.
+ */
+function chunks(part) {
+  if (typeof part !== "string" || part.length <= SHOWN) return [part];
+  const found = [];
+  for (let from = 0; from < part.length; ) {
+    const most = from + SHOWN;
+    const line = part.lastIndexOf("\n", most) + 1;
+    const word = part.lastIndexOf(" ", most) + 1;
+    const to = most >= part.length ? part.length : [line, word].find((place) => place > from) ?? most;
+    found.push(el("div", { class: "chunk" }, part.slice(from, to)));
+    from = to;
+  }
+  return found;
 }
 
 /** Returns the beginning of a text; never half of a surrogate pair. */
