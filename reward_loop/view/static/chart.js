@@ -8,10 +8,11 @@ import { number, short } from "./format.js";
  * @typedef {Object} Series
  * @property {string} label
  * @property {Array<number|null>} values: one for each step
+ * @property {boolean} [isDashed]: it may lie on another line
  * @property {boolean} [isEdge]: an edge of the band: no line of its own
  */
 
-const HEIGHT = 190;
+const HEIGHT = 176;
 const POINTS_UP_TO = 40;
 const COLOURS = 8;
 
@@ -80,6 +81,7 @@ export class Chart {
     return {
       width: this.width,
       height: HEIGHT,
+      padding: [8, 14, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : undefined } },
@@ -147,6 +149,7 @@ function line(series, index, hasPoints, isStacked) {
     fill: isStacked ? stroke : undefined,
     width: series.isEdge || isStacked ? 0 : 1.75,
     points: { show: hasPoints && !series.isEdge && !isStacked, size: 4, fill: stroke },
+    dash: series.isDashed ? [4, 5] : undefined,
     spanGaps: true,
   };
 }

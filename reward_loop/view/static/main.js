@@ -117,6 +117,12 @@ function followRecords() {
   setInterval(() => run.following && refresh(), 30_000);
 }
 
+/** Returns the last two parts of a path. */
+function shortened(path) {
+  const parts = path.split("/");
+  return parts.length > 3 ? `…/${parts.slice(-2).join("/")}` : path;
+}
+
 async function start() {
   document.getElementById("help").addEventListener("click", showHelp);
   listen([
@@ -132,7 +138,7 @@ async function start() {
     return;
   }
   const folder = document.getElementById("folder");
-  folder.textContent = run.folder;
+  folder.textContent = shortened(run.folder);
   folder.title = run.folder;
   showStatus(true);
   addEventListener("hashchange", show);

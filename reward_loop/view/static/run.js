@@ -43,7 +43,7 @@ const CHARTS = [
     series: (rows) => [
       { label: "unscored", values: each(rows, (row) => share(row, row.unscored)) },
       { label: "failed", values: each(rows, (row) => share(row, row.failed)) },
-      { label: "masked", values: each(rows, (row) => share(row, row.masked)) },
+      { label: "masked", values: each(rows, (row) => share(row, row.masked)), isDashed: true },
     ],
   },
   {

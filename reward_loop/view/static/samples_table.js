@@ -70,9 +70,15 @@ function columns(run, query, range, href) {
     ...components,
     { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 76, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },
-    { title: "Judges", field: "judge_s", cell: (row) => (row.judges ? `${row.judges} · ${seconds(row.judge_s)}` : "–"), width: 104, ...right },
+    { title: "Judges", field: "judge_s", cell: (row) => judgesText(row), width: 96, ...right },
     ...(run.data_sources.length > 1 ? [{ title: "Data source", field: "data_source", cell: (row) => visible(row.data_source ?? ""), minWidth: 96, widthGrow: 1 }] : []),
   ];
+}
+
+/** Returns the seconds of a sample's requests to judges, with their number if there are several. */
+function judgesText({ judges, judge_s: total }) {
+  if (!judges) return "–";
+  return judges > 1 ? `${judges} · ${seconds(total)}` : seconds(total);
 }
 
 /** Returns the range of the rewards of steps. */

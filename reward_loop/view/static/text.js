@@ -63,12 +63,11 @@ function chunks(part) {
   if (typeof part !== "string" || part.length <= SHOWN) return [part];
   const found = [];
   for (let from = 0; from < part.length; ) {
-    const most = from + SHOWN;
-    const line = part.lastIndexOf("\n", most) + 1;
-    const word = part.lastIndexOf(" ", most) + 1;
-    const to = most >= part.length ? part.length : [line, word].find((place) => place > from) ?? most;
-    found.push(el("div", { class: "chunk" }, part.slice(from, to)));
-    from = to;
+    const next = part.slice(from, from + SHOWN);
+    const ends = [next.lastIndexOf("\n") + 1, next.lastIndexOf(" ") + 1, next.length];
+    const length = from + SHOWN >= part.length ? next.length : ends.find((end) => end > 0);
+    found.push(el("div", { class: "chunk" }, next.slice(0, length)));
+    from += length;
   }
   return found;
 }
