@@ -198,16 +198,13 @@ class Index:
             for part in parts:
                 append(part, file)
         with self.writing() as cursor:
-            tables.read_chunk(cursor, str(self._chunk))
-            version = tables.max_version(cursor)
+            fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
+            version = tables.load(cursor, str(self._chunk), parts, fingerprints)
             if version > VERSION:
                 raise ConfigError(
                     f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
                     f"{VERSION}: use the reward_loop that wrote them, or a newer one"
                 )
-            row = cursor.execute("SELECT coalesce(max(chunk), 0) + 1 FROM chunks").fetchone()
-            assert row is not None
-            tables.load(cursor, row[0], parts, {part.path.name: fingerprint(part.path) for part in parts})
         self.revision += sum(part.bytes for part in parts)
 
     def _row_files(self) -> list[Path]:

@@ -166,7 +166,7 @@ class Samples:
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the index has of a row whose file has been deleted."""
-    internal = ("chunk", "revised_at", "judges", "judge_s")
+    internal = ("chunk", "revised_at", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
     return {**kept, "components": orjson.loads(known["components"] or "{}")}
 
