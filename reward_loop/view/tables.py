@@ -9,7 +9,7 @@ Table                   Rows
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
 ``files``               how far each file has been read
-``summaries``           what `summaries` has computed for a step
+``summaries``           what `summaries` has computed for a step; null if that is to be done
 ======================  ============================================================================================
 """
 
@@ -24,7 +24,7 @@ from reward_loop.view.growth import Lines
 
 __all__ = ["LAYOUT", "create", "load", "revise"]
 
-LAYOUT = 1
+LAYOUT = 2
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -95,7 +95,7 @@ SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS valid
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
-    NULL::DOUBLE AS revised_at, ?::INTEGER AS chunk
+    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number, ?::INTEGER AS chunk
 FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER},
     columns = {{{_COLUMNS}}})
 """
@@ -203,8 +203,13 @@ def revise(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def _forget(connection: duckdb.DuckDBPyConnection, samples: str) -> None:
-    """Delete the summaries of the steps that contain samples."""
+    """Replace the summaries of the steps that contain samples by nulls."""
     connection.execute(
-        f"DELETE FROM summaries USING (SELECT DISTINCT step, validate FROM samples WHERE {samples}) AS changed "
+        f"CREATE OR REPLACE TEMP TABLE changed AS SELECT DISTINCT step, validate FROM samples WHERE {samples}"
+    )
+    connection.execute(
+        "DELETE FROM summaries USING changed "
         "WHERE summaries.step IS NOT DISTINCT FROM changed.step AND summaries.validate = changed.validate"
     )
+    connection.execute("INSERT INTO summaries SELECT step, validate, NULL FROM changed")
+    connection.execute("DROP TABLE changed")
