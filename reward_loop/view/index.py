@@ -27,10 +27,10 @@ from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
 __all__ = ["Index", "IndexFailedError"]
 
-CHUNK = 16 * 2**20
+CHUNK = 8 * 2**20
 """The number of bytes that are read together. One of its rows is found by reading the chunk again."""
 
-CHUNKS = 16
+CHUNKS = 32
 """The number of chunks in a transaction: DuckDB writes small ones twice, first into its log."""
 
 CURSORS = 4
