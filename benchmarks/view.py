@@ -7,6 +7,7 @@ judge. A tenth has texts: a response of 8 KB, and the request and the reply of t
 library's own writer; the others are copies with other values. Steps have 5,120 samples in groups of 8.
 
 - `index_s`: the first start, until the address is printed. `ready_s`: the next start, until `/api/run` is answered.
+  `index_cpu_s` and `ready_cpu_s` are the processor times of the server until then.
 - `page_ms_p95`: the requests of the first page, `/api/run` and `/api/steps`, and then the first 100 samples of a step,
   together.
 - `sample_ms_p95`: one sample. `filter_ms_p95`: the first 100 samples of a step, filtered by reward and sorted by a
@@ -209,6 +210,12 @@ class Viewer:
         answer.raise_for_status()
         return answer.json()
 
+    def cpu_s(self) -> float:
+        """Return the processor time of the server so far, in seconds."""
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return round((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 2)
+
     def rss_mb(self) -> float:
         """Return the largest resident memory so far, in MB."""
         with open(f"/proc/{self.process.pid}/status") as file:
@@ -315,12 +322,14 @@ def main() -> None:
         result["rows_mb"] = round(sum(path.stat().st_size for path in folder.glob("*.jsonl")) / 1e6)
         with Viewer(folder, cache) as viewer:
             result["index_s"] = round(viewer.started_s, 2)
+            result["index_cpu_s"] = viewer.cpu_s()
             result["rss_mb"] = viewer.rss_mb()
         result["index_mb"] = round(sum(path.stat().st_size for path in cache.rglob("*.duckdb")) / 1e6)
         began = time.perf_counter()
         with Viewer(folder, cache) as viewer:
             viewer.get("run")
             result["ready_s"] = round(time.perf_counter() - began, 2)
+            result["ready_cpu_s"] = viewer.cpu_s()
             result |= measure_requests(viewer, count, times)
             result |= measure_following(viewer, folder, count, seconds)
             result["rss_mb"] = round(max(result["rss_mb"], viewer.rss_mb()))

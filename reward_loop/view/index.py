@@ -27,8 +27,11 @@ from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
 __all__ = ["Index", "IndexFailedError"]
 
-CHUNK = 16 * 2**20
+CHUNK = 8 * 2**20
 """The number of bytes that are read together. One of its rows is found by reading the chunk again."""
+
+CHUNKS = 32
+"""The number of chunks in a transaction: DuckDB writes small ones twice, first into its log."""
 
 CURSORS = 4
 """The largest number of queries at a time: each needs a part of DuckDB's memory."""
@@ -171,9 +174,10 @@ class Index:
         before = self.revision
         # Lines that are added meanwhile are left to the next call: while a run writes, there would always be some.
         end = before + self.pending_bytes()
-        while self.revision < end and (parts := self._new_parts()):
-            self._add(parts)
-            on_progress(self.revision - before)
+        while self.revision < end and (
+            read := self._read_chunks(lambda done: on_progress(self.revision + done - before))
+        ):
+            self.revision += read
         if self.revision == before:
             return False
         with self.writing() as cursor:
@@ -181,10 +185,24 @@ class Index:
                 tables.revise(cursor)
         return True
 
-    def _new_parts(self) -> list[Lines]:
+    def _read_chunks(self, on_progress: Callable[[int], None]) -> int:
+        """Read at most `CHUNKS` chunks in one transaction, and return the number of their bytes."""
+        read = 0
+        with self.writing() as cursor:
+            for _ in range(CHUNKS):
+                parts = self._new_parts(cursor)
+                if not parts:
+                    break
+                self._add(cursor, parts)
+                read += sum(part.bytes for part in parts)
+                on_progress(read)
+                if read < CHUNK // 2:  # there is little more
+                    break
+        return read
+
+    def _new_parts(self, cursor: duckdb.DuckDBPyConnection) -> list[Lines]:
         """Return the next lines of files, up to `CHUNK` bytes."""
-        with self.cursor() as cursor:
-            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
+        known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
         parts: list[Lines] = []
         room = CHUNK
         for path in self._row_files():
@@ -193,22 +211,17 @@ class Index:
                 room -= lines.bytes
         return parts
 
-    def _add(self, parts: list[Lines]) -> None:
+    def _add(self, cursor: duckdb.DuckDBPyConnection, parts: list[Lines]) -> None:
         with self._chunk.open("wb", buffering=0) as file:
             for part in parts:
                 append(part, file)
-        with self.writing() as cursor:
-            tables.read_chunk(cursor, str(self._chunk))
-            version = tables.max_version(cursor)
-            if version > VERSION:
-                raise ConfigError(
-                    f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
-                    f"{VERSION}: use the reward_loop that wrote them, or a newer one"
-                )
-            row = cursor.execute("SELECT coalesce(max(chunk), 0) + 1 FROM chunks").fetchone()
-            assert row is not None
-            tables.load(cursor, row[0], parts, {part.path.name: fingerprint(part.path) for part in parts})
-        self.revision += sum(part.bytes for part in parts)
+        fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
+        version = tables.load(cursor, str(self._chunk), parts, fingerprints)
+        if version > VERSION:
+            raise ConfigError(
+                f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
+                f"{VERSION}: use the reward_loop that wrote them, or a newer one"
+            )
 
     def _row_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.jsonl"))

@@ -61,7 +61,8 @@ def open_database(path: Path) -> duckdb.DuckDBPyConnection:
         connection.close()
     delete_database(path)
     connection = _connect(path)
-    tables.create(connection)
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as empty:
+        tables.create(connection, empty.name)
     return connection
 
 

@@ -14,11 +14,7 @@ from reward_loop.view.index import Index
 
 __all__ = ["Summaries"]
 
-_MISSING = """
-CREATE OR REPLACE TEMP TABLE missing AS
-SELECT DISTINCT step, validate FROM samples
-EXCEPT SELECT step, validate FROM summaries
-"""
+_MISSING = "CREATE OR REPLACE TEMP TABLE missing AS SELECT step, validate FROM summaries WHERE content IS NULL"
 _CHOSEN = (
     "samples JOIN missing ON samples.step IS NOT DISTINCT FROM missing.step AND samples.validate = missing.validate"
 )
@@ -83,8 +79,11 @@ class Summaries:
 
     def compute(self) -> None:
         """Compute the summaries of the steps that have changed."""
+        if not self._index.rows("SELECT 1 FROM summaries WHERE content IS NULL LIMIT 1"):
+            return
         with self._index.writing() as cursor:
             cursor.execute(_MISSING)
+            cursor.execute("DELETE FROM summaries WHERE content IS NULL")
             for key, summary in _computed(cursor).items():
                 cursor.execute("INSERT INTO summaries VALUES (?, ?, ?)", [*key, orjson.dumps(summary).decode()])
             cursor.execute("DROP TABLE missing")

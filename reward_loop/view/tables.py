@@ -4,26 +4,27 @@
 Table                   Rows
 ======================  ============================================================================================
 ``samples``             one for each sample, with its revision applied
-``exchanges``           one for each exchange with a model server in a row; several samples of a batch share theirs
+``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones
 ``advantages``          the advantage of a sample, by its uid
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
 ``files``               how far each file has been read
-``summaries``           what `summaries` has computed for a step
+``summaries``           what `summaries` has computed for a step; null if that is to be done
 ======================  ============================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import duckdb
 
 from reward_loop.view.growth import Lines
 
-__all__ = ["LAYOUT", "create", "load", "max_version", "read_chunk", "revise"]
+__all__ = ["LAYOUT", "create", "load", "revise"]
 
-LAYOUT = 1
+LAYOUT = 2
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -70,6 +71,10 @@ _EXCHANGE = {
     "score": "JSON",
 }
 
+_BUFFER = 2 * 2**20
+"""``maximum_object_size`` of DuckDB, in bytes. Threads share the work in buffers of twice this size. Longer lines are
+read, too: their buffer grows."""
+
 _ERROR = 500
 """The number of characters of an error that the index keeps. The row in the file has all of it."""
 
@@ -81,30 +86,28 @@ def _struct(fields: Mapping[str, str]) -> str:
 _LINE = {"version": "BIGINT", "kind": "VARCHAR", **_ROW, "judges": f"STRUCT({_struct(_EXCHANGE)})[]"}
 _COLUMNS = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
 
-# A sample without `step` may belong to a run that has none, so it stays NULL; the other defaults are those of the row.
+# A sample without `step` may belong to a run that has none, so it stays NULL. Rows of other kinds are in `samples` only
+# until the chunk has been loaded: reading the lines into a table of their own first takes half as long again.
 _SAMPLES = f"""
-SELECT id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time, data_source,
-    function, outcome, score, reward, coalesce(masked, false) AS masked, left(error, {_ERROR}) AS error,
-    components::VARCHAR AS components, response_length, coalesce(total_s, work_s) AS total_s, attempts,
-    prompt_tokens, completion_tokens, text_file, text_offset, text_bytes, exchange_file, exchange_offset,
-    exchange_bytes, coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
-    NULL::DOUBLE AS revised_at, ?::INTEGER AS chunk
-FROM lines WHERE kind = 'sample'
+SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
+    data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
+    left(error, {_ERROR}) AS error, components::VARCHAR AS components, response_length,
+    coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
+    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
+    coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
+    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number, ?::INTEGER AS chunk
+FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER},
+    columns = {{{_COLUMNS}}})
 """
 _EXCHANGES = """
-SELECT j.id, step, coalesce(validate, false) AS validate, function, batch, j.time, coalesce(j.model, j.url) AS model,
-    j.backend, j.seconds, coalesce(j.error, '') != '' AS error, coalesce(j.unscored, '') != '' AS unscored,
-    j.prompt_tokens, j.completion_tokens, try_cast(j.score AS DOUBLE) AS score
-FROM (SELECT step, validate, function, batch, unnest(judges) AS j FROM lines WHERE kind = 'sample')
+SELECT e.id, step, validate, function, batch, e.time, coalesce(e.model, e.url) AS model, e.backend, e.seconds,
+    coalesce(e.error, '') != '' AS error, coalesce(e.unscored, '') != '' AS unscored, e.prompt_tokens,
+    e.completion_tokens, try_cast(e.score AS DOUBLE) AS score
+FROM (SELECT step, validate, function, batch, unnest(exchanges) AS e FROM samples)
 """
-_ADVANTAGES = """
-SELECT uid, coalesce(time, 0) AS time, advantage FROM lines WHERE kind = 'advantage' AND uid IS NOT NULL
-"""
-_REVISIONS = f"""
-SELECT uid, coalesce(time, 0) AS time, outcome, left(error, {_ERROR}) AS error, reward,
-    coalesce(masked, false) AS masked
-FROM lines WHERE kind = 'revision' AND uid IS NOT NULL
-"""
+_NEW = "FROM samples WHERE chunk = ? AND"
+_ADVANTAGES = f"SELECT uid, time, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
+_REVISIONS = f"SELECT uid, time, outcome, error, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
 
 # A revision changes the last earlier row with its uid. Clocks of several nodes differ, so if no row is earlier, it
 # changes the first one.
@@ -130,67 +133,64 @@ WHERE uid IN (SELECT uid FROM samples WHERE rowid IN (SELECT target FROM targets
 """
 
 
-def create(connection: duckdb.DuckDBPyConnection) -> None:
-    """Create the tables of an empty index."""
+def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
+    """Create the tables of an empty index.
+
+    Args:
+        connection: the database.
+        empty: the path of an empty file.
+    """
     connection.execute(f"CREATE TABLE about AS SELECT {LAYOUT} AS layout, 0::BIGINT AS incomplete")
     connection.execute("CREATE TABLE files (name VARCHAR, bytes BIGINT, fingerprint BLOB)")
     connection.execute("CREATE TABLE chunks (chunk INTEGER, name VARCHAR, start BIGINT, bytes BIGINT)")
     connection.execute("CREATE TABLE summaries (step BIGINT, validate BOOLEAN, content VARCHAR)")
-    connection.execute(f"CREATE TEMP TABLE lines ({_struct(_LINE)})")
-    connection.execute(f"CREATE TABLE samples AS {_SAMPLES} LIMIT 0", [0])
-    connection.execute(f"CREATE TABLE exchanges AS {_EXCHANGES} LIMIT 0")
-    connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES} LIMIT 0")
-    connection.execute(f"CREATE TABLE revisions AS {_REVISIONS} LIMIT 0")
-    connection.execute("DROP TABLE lines")
-
-
-_BUFFER = 2 * 2**20
-"""``maximum_object_size`` of DuckDB, in bytes. Threads share the work in buffers of twice this size. Longer lines are
-read, too: their buffer grows."""
-
-
-def read_chunk(connection: duckdb.DuckDBPyConnection, path: str) -> None:
-    """Read a file of lines into the temporary table ``lines``. Lines that are not JSON become rows of nulls."""
-    connection.execute(
-        f"CREATE OR REPLACE TEMP TABLE lines AS FROM read_json(?, format = 'newline_delimited', "
-        f"ignore_errors = true, maximum_object_size = {_BUFFER}, columns = {{{_COLUMNS}}})",
-        [path],
-    )
-
-
-def max_version(connection: duckdb.DuckDBPyConnection) -> int:
-    """Return the highest version of the records in ``lines``; 0 if there are none."""
-    row = connection.execute("SELECT coalesce(max(version), 0) FROM lines").fetchone()
-    assert row is not None
-    return int(row[0])
+    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [0, empty])
+    connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
+    connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
+    connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
 
 
 def load(
-    connection: duckdb.DuckDBPyConnection, chunk: int, parts: Sequence[Lines], fingerprints: Mapping[str, bytes]
-) -> None:
-    """Add the rows in ``lines`` to the tables.
+    connection: duckdb.DuckDBPyConnection, path: str, parts: Sequence[Lines], fingerprints: Mapping[str, bytes]
+) -> int:
+    """Add lines of records to the tables. The connection must be within a transaction.
 
     Args:
-        connection: a connection within a transaction.
-        chunk: the number of the chunk.
-        parts: the lines of files in it.
-        fingerprints: the `fingerprint` of each file.
+        connection: a connection to the database.
+        path: a file with the lines of all parts.
+        parts: where the lines are in the folder.
+        fingerprints: the `fingerprint` of each file in the folder, by its name.
+
+    Returns:
+        the highest version of these records; 0 if there are none.
     """
-    connection.execute(f"INSERT INTO samples {_SAMPLES}", [chunk])
-    connection.execute(f"INSERT INTO exchanges {_EXCHANGES}")
-    connection.execute(f"INSERT INTO advantages {_ADVANTAGES}")
-    connection.execute(f"INSERT INTO revisions {_REVISIONS}")
-    connection.execute(
-        "UPDATE about SET incomplete = incomplete + "
-        "(SELECT count(*) FROM lines WHERE kind IS NULL AND version IS NULL AND id IS NULL AND uid IS NULL)"
+    (chunk,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
+    connection.execute(f"INSERT INTO samples {_SAMPLES}", [chunk, path])
+    others, incomplete, version = _row(
+        connection,
+        "SELECT count(*) FILTER (kind IS DISTINCT FROM 'sample'), count(*) FILTER (kind IS NULL AND version IS NULL "
+        "AND id IS NULL AND uid IS NULL), coalesce(max(version), 0) FROM samples WHERE chunk = ?",
+        [chunk],
     )
+    if others:
+        connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [chunk])
+        connection.execute(f"INSERT INTO revisions {_REVISIONS}", [chunk])
+        connection.execute("DELETE FROM samples WHERE chunk = ? AND kind IS DISTINCT FROM 'sample'", [chunk])
+    if incomplete:
+        connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
     for part in parts:
         name = part.path.name
         connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", [chunk, name, part.start, part.bytes])
         connection.execute("DELETE FROM files WHERE name = ?", [name])
         connection.execute("INSERT INTO files VALUES (?, ?, ?)", [name, part.start + part.bytes, fingerprints[name]])
-    connection.execute("DROP TABLE lines")
     _forget(connection, f"chunk = {chunk}")
+    return int(version)
+
+
+def _row(connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...]:
+    row = connection.execute(query, parameters).fetchone()
+    assert row is not None
+    return row
 
 
 def revise(connection: duckdb.DuckDBPyConnection) -> None:
@@ -203,8 +203,13 @@ def revise(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def _forget(connection: duckdb.DuckDBPyConnection, samples: str) -> None:
-    """Delete the summaries of the steps that contain samples."""
+    """Replace the summaries of the steps that contain samples by nulls."""
     connection.execute(
-        f"DELETE FROM summaries USING (SELECT DISTINCT step, validate FROM samples WHERE {samples}) AS changed "
+        f"CREATE OR REPLACE TEMP TABLE changed AS SELECT DISTINCT step, validate FROM samples WHERE {samples}"
+    )
+    connection.execute(
+        "DELETE FROM summaries USING changed "
         "WHERE summaries.step IS NOT DISTINCT FROM changed.step AND summaries.validate = changed.validate"
     )
+    connection.execute("INSERT INTO summaries SELECT step, validate, NULL FROM changed")
+    connection.execute("DROP TABLE changed")

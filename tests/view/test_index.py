@@ -324,10 +324,11 @@ def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch:
     load = module.tables.load
     with Index(folder) as index:
 
-        def load_while_writing(*arguments: Any) -> None:
-            load(*arguments)
+        def load_while_writing(*arguments: Any) -> int:
+            version = load(*arguments)
             record(writer, f"s{index.revision}")
             flushed(writer)
+            return version
 
         monkeypatch.setattr(module.tables, "load", load_while_writing)
         for count in (1, 2, 3):
