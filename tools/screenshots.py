@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from tests.view.browser import browser, server
-from tests.view.example_run import write_run
+from tools.browser import browser, server
+from tools.example_run import write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reward_loop import RewardSample
-from tests.view.browser import CHROMIUM, browser, server
-from tests.view.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
+from tools.browser import CHROMIUM, browser, server
+from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

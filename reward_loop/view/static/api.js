@@ -22,7 +22,9 @@ export async function get(path, parameters = {}) {
   }
   const answer = await response.json().catch(() => null);
   if (response.ok && answer !== null) return answer;
-  throw new ApiError(typeof answer?.error === "string" ? answer.error : `The server answered with status ${response.status}.`);
+  throw new ApiError(
+    typeof answer?.error === "string" ? answer.error : `The server answered with status ${response.status}.`,
+  );
 }
 
 /**

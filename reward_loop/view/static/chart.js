@@ -33,9 +33,19 @@ export class Chart {
     Object.assign(this, { format, isStacked, range, onStep, marks: [], shape: "" });
     this.legend = el("div", { class: "legend" });
     this.at = el("span", { class: "at" });
-    this.reset = el("button", { type: "button", class: "quiet small", hidden: true, onclick: () => this.showAll() }, "Reset zoom");
+    this.reset = el(
+      "button",
+      { type: "button", class: "quiet small", hidden: true, onclick: () => this.showAll() },
+      "Reset zoom",
+    );
     this.canvas = el("div", { class: "canvas", role: "img", "aria-label": title });
-    this.node = el("figure", { class: isWide ? "chart wide" : "chart" }, el("figcaption", {}, el("h3", {}, title), this.reset, this.at), this.legend, this.canvas);
+    this.node = el(
+      "figure",
+      { class: isWide ? "chart wide" : "chart" },
+      el("figcaption", {}, el("h3", {}, title), this.reset, this.at),
+      this.legend,
+      this.canvas,
+    );
     this.sizes = new ResizeObserver(() => this.plot?.setSize({ width: this.width, height: HEIGHT }));
     this.sizes.observe(this.canvas);
   }
@@ -85,7 +95,10 @@ export class Chart {
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : undefined } },
-      axes: [axis({ size: 30 }), axis({ size: 52, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) })],
+      axes: [
+        axis({ size: 30 }),
+        axis({ size: 52, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) }),
+      ],
       series: [{}, ...this.series.map((one, i) => line(one, i, hasPoints, this.isStacked))],
       bands: bands(this.series),
       hooks: {
@@ -129,7 +142,7 @@ export class Chart {
 }
 
 /** Returns the colour of a series of a chart. */
-export function colour(series, index) {
+function colour(series, index) {
   return property(series.isEdge ? "--edge" : `--series-${(index % COLOURS) + 1}`);
 }
 

@@ -10,16 +10,29 @@ import { visible } from "./text.js";
 export async function showCompare(view, { query: { other } }, run) {
   view.append(el("div", { class: "title" }, el("h1", {}, "Compare")), form(other));
   if (!other) {
-    view.append(empty("Compare with another scoring", "Name the folder of another run, or of another scoring of the same rollouts. Samples are matched by their uid."));
+    view.append(
+      empty(
+        "Compare with another scoring",
+        "Name the folder of another run, or of another scoring of the same rollouts. Samples are matched by their uid.",
+      ),
+    );
     return { title: "Compare" };
   }
   const found = await get("compare", { other }).catch((error) => error);
-  view.append(...(found instanceof Error ? [el("p", { class: "note bad" }, found.message)] : result(found, run, other)));
+  view.append(
+    ...(found instanceof Error ? [el("p", { class: "note bad" }, found.message)] : result(found, run, other)),
+  );
   return { title: "Compare" };
 }
 
 function form(other) {
-  const input = el("input", { class: "wide", value: other ?? "", placeholder: "DIR", "aria-label": "Folder to compare with", spellcheck: "false" });
+  const input = el("input", {
+    class: "wide",
+    value: other ?? "",
+    placeholder: "DIR",
+    "aria-label": "Folder to compare with",
+    spellcheck: "false",
+  });
   const submit = (event) => {
     event.preventDefault();
     open("compare", [], { other: input.value.trim() });
@@ -28,7 +41,10 @@ function form(other) {
 }
 
 function result(found, run, other) {
-  const alone = [found.only_a && `${plural(found.only_a, "sample")} only in a`, found.only_b && `${plural(found.only_b, "sample")} only in b`];
+  const alone = [
+    found.only_a && `${plural(found.only_a, "sample")} only in a`,
+    found.only_b && `${plural(found.only_b, "sample")} only in b`,
+  ];
   return [
     el("p", { class: "about" }, `a: ${visible(run.folder)}`, el("br"), `b: ${visible(other)}`),
     figures([
@@ -62,7 +78,11 @@ function agreements({ agreement, label_a: labelA, label_b: labelB }) {
 }
 
 function outcomes(found) {
-  const rows = found.outcomes.map(({ a, b, samples }) => [a, a === b ? b : el("span", { class: "differs" }, b), count(samples)]);
+  const rows = found.outcomes.map(({ a, b, samples }) => [
+    a,
+    a === b ? b : el("span", { class: "differs" }, b),
+    count(samples),
+  ]);
   return el("section", {}, el("h2", {}, "Outcomes"), table(["a", "b", ">Samples"], rows));
 }
 

@@ -11,7 +11,10 @@ export function diff(a, b) {
   const [left, right] = [words(a), words(b)];
   const start = common(left, right, (list, i) => list[i]);
   const rest = Math.min(left.length, right.length) - start;
-  const end = Math.min(rest, common(left, right, (list, i) => list[list.length - 1 - i]));
+  const end = Math.min(
+    rest,
+    common(left, right, (list, i) => list[list.length - 1 - i]),
+  );
   const [middleA, middleB] = [left.slice(start, left.length - end), right.slice(start, right.length - end)];
   const same = middleA.length + middleB.length > MOST_WORDS ? null : matches(middleA, middleB);
   const flags = (list, kept) => list.map((_, i) => i < start || i >= list.length - end || kept.has(i - start));

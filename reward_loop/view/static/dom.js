@@ -40,16 +40,17 @@ export function property(name) {
 export function table(columns, rows, { isNarrow = false } = {}) {
   const right = columns.map((name) => (name.startsWith(">") ? "right" : null));
   const head = columns.map((name, i) => el("th", { scope: "col", class: right[i] }, name.replace(/^>/, "")));
-  const body = rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: right[i] }, cell))));
+  const body = rows.map((row) =>
+    el(
+      "tr",
+      {},
+      row.map((cell, i) => el("td", { class: right[i] }, cell)),
+    ),
+  );
   return el(
     "div",
     { class: isNarrow ? "scroll narrow" : "scroll" },
-    el(
-      "table",
-      { class: "plain" },
-      el("thead", {}, el("tr", {}, head)),
-      el("tbody", {}, body),
-    ),
+    el("table", { class: "plain" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
   );
 }
 
@@ -60,11 +61,18 @@ export function figures(entries) {
     { class: "figures" },
     entries
       .filter(Boolean)
-      .map(([label, value, hint]) => el("div", {}, el("dt", {}, label), el("dd", {}, value), hint && el("dd", { class: "hint" }, hint))),
+      .map(([label, value, hint]) =>
+        el("div", {}, el("dt", {}, label), el("dd", {}, value), hint && el("dd", { class: "hint" }, hint)),
+      ),
   );
 }
 
 /** Returns what a view shows when it has no data: what is missing, and why. */
 export function empty(title, ...text) {
-  return el("div", { class: "empty" }, el("h2", {}, title), text.map((line) => el("p", {}, line)));
+  return el(
+    "div",
+    { class: "empty" },
+    el("h2", {}, title),
+    text.map((line) => el("p", {}, line)),
+  );
 }

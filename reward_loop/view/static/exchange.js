@@ -12,18 +12,29 @@ export function exchangeCard(exchange, index) {
   return el(
     "article",
     { class: "exchange", "aria-label": `Exchange ${index + 1}` },
-    el("header", {}, el("h3", {}, exchange.model ?? "model server"), verdictTag(exchange), el("p", { class: "about" }, about(exchange))),
+    el(
+      "header",
+      {},
+      el("h3", {}, exchange.model ?? "model server"),
+      verdictTag(exchange),
+      el("p", { class: "about" }, about(exchange)),
+    ),
     problem(exchange),
     hasTexts ? null : el("p", { class: "hint" }, "The texts of this exchange were not recorded, or have been deleted."),
     messages === undefined || messages === null ? null : part("Request", conversation(messages)),
-    reply === undefined || reply === null ? null : part("Reply", textBlock(reply, { mark: (text) => markVerdict(text, verdict) }), "reply"),
+    reply === undefined || reply === null
+      ? null
+      : part("Reply", textBlock(reply, { mark: (text) => markVerdict(text, verdict) }), "reply"),
     raw("Other fields of the request", request),
     raw("Whole answer of the server", response),
   );
 }
 
 function about(exchange) {
-  const tokens = exchange.prompt_tokens == null ? null : `${count(exchange.prompt_tokens)} + ${plural(exchange.completion_tokens ?? 0, "token")}`;
+  const tokens =
+    exchange.prompt_tokens == null
+      ? null
+      : `${count(exchange.prompt_tokens)} + ${plural(exchange.completion_tokens ?? 0, "token")}`;
   return [
     exchange.backend,
     exchange.url,
@@ -58,6 +69,10 @@ function part(title, content, name = "") {
 /** Returns a value of JSON that is shown when it is opened. */
 function raw(title, value) {
   if (value === null || value === undefined || (typeof value === "object" && !Object.keys(value).length)) return null;
-  const details = el("details", { ontoggle: () => details.open && details.children.length === 1 && details.append(textBlock(value)) }, el("summary", {}, title));
+  const details = el(
+    "details",
+    { ontoggle: () => details.open && details.children.length === 1 && details.append(textBlock(value)) },
+    el("summary", {}, title),
+  );
   return details;
 }

@@ -18,21 +18,38 @@ export function filters(run, query, changed) {
     showChips();
     changed();
   };
-  const text = field(query, set, "text", { type: "search", placeholder: "Search prompts, responses, judges", "aria-label": "Search", class: "wide" });
+  const text = field(query, set, "text", {
+    type: "search",
+    placeholder: "Search prompts, responses, judges",
+    "aria-label": "Search",
+    class: "wide",
+  });
   const chips = el("span", { class: "chips" });
   const node = el(
     "form",
     { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
     text,
-    choice(query, set, "outcome", "All outcomes", Object.keys(run.outcomes)),
-    run.data_sources.length > 1 ? choice(query, set, "data_source", "All data sources", run.data_sources) : null,
+    choice(query, set, "outcome", "Outcome", "All outcomes", Object.keys(run.outcomes)),
+    run.data_sources.length > 1
+      ? choice(query, set, "data_source", "Data source", "All data sources", run.data_sources)
+      : null,
     el(
       "span",
       { class: "range" },
       el("span", {}, "Reward"),
-      field(query, set, "min_reward", { type: "number", step: "any", placeholder: "min", "aria-label": "Lowest reward" }),
+      field(query, set, "min_reward", {
+        type: "number",
+        step: "any",
+        placeholder: "min",
+        "aria-label": "Lowest reward",
+      }),
       "–",
-      field(query, set, "max_reward", { type: "number", step: "any", placeholder: "max", "aria-label": "Highest reward" }),
+      field(query, set, "max_reward", {
+        type: "number",
+        step: "any",
+        placeholder: "max",
+        "aria-label": "Highest reward",
+      }),
     ),
     chips,
   );
@@ -68,7 +85,12 @@ function field(query, set, name, attributes) {
   return input;
 }
 
-function choice(query, set, name, all, values) {
+function choice(query, set, name, label, all, values) {
   const options = values.map((given) => el("option", { value: given, selected: query[name] === given }, given));
-  return el("select", { "aria-label": all, onchange: (event) => set(name, event.target.value) }, el("option", { value: "" }, all), options);
+  return el(
+    "select",
+    { "aria-label": label, onchange: (event) => set(name, event.target.value) },
+    el("option", { value: "" }, all),
+    options,
+  );
 }

@@ -6,7 +6,9 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** Returns a number with a fixed count of decimals, so that a column of them is aligned. */
 export function fixed(value, digits = 3) {
-  return isNumber(value) ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : UNKNOWN;
+  return isNumber(value)
+    ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })
+    : UNKNOWN;
 }
 
 /** Returns a number with at most four significant digits. */

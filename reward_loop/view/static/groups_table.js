@@ -22,14 +22,24 @@ export function groupsTable(element, { query, range, onGroup, onTotal }) {
     none: "No groups: the samples name no prompt.",
     columns: [
       { title: "Group", field: "group", minWidth: 120, cell: name },
-      { title: "Mean", field: "mean", width: 72, cell: (row) => fixed(row.mean, 2), hozAlign: "right", cssClass: "number" },
+      {
+        title: "Mean",
+        field: "mean",
+        width: 72,
+        cell: (row) => fixed(row.mean, 2),
+        hozAlign: "right",
+        cssClass: "number",
+      },
       { title: "Spread", field: "std", width: 92, cell: (row) => spread(row, range) },
     ],
     onRow: onGroup,
     onTotal,
     load: async (page) => {
       const answer = await get("groups", { ...query, ...page });
-      return { total: answer.total, rows: answer.rows.map((row) => ({ ...row, id: `${row.step}/${row.validate}/${row.group}` })) };
+      return {
+        total: answer.total,
+        rows: answer.rows.map((row) => ({ ...row, id: `${row.step}/${row.validate}/${row.group}` })),
+      };
     },
   });
 }
@@ -40,7 +50,9 @@ function name(row) {
     { class: "group-name" },
     el("b", {}, visible(row.group ?? UNKNOWN)),
     ` ${row.scored} of ${row.count}`,
-    row.zero_variance ? el("span", { class: "tag warn", title: "All rewards are equal: the group has no advantage" }, "equal") : null,
+    row.zero_variance
+      ? el("span", { class: "tag warn", title: "All rewards are equal: the group has no advantage" }, "equal")
+      : null,
     row.all_failed ? el("span", { class: "tag bad", title: "No sample has a reward" }, "all failed") : null,
     el("small", {}, visible((row.prompt ?? "").slice(0, 200))),
   );

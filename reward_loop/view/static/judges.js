@@ -12,7 +12,11 @@ const MOST_CARDS = 12;
 
 /** Shows the judges of the run. */
 export async function showJudges(view, { query }) {
-  const parts = { head: el("div", { class: "title" }, el("h1", {}, "Judges")), table: el("div"), cards: el("div", { class: "cards" }) };
+  const parts = {
+    head: el("div", { class: "title" }, el("h1", {}, "Judges")),
+    table: el("div"),
+    cards: el("div", { class: "cards" }),
+  };
   view.append(parts.head, parts.table, parts.cards);
   let charts = [];
 
@@ -22,7 +26,9 @@ export async function showJudges(view, { query }) {
     charts.forEach((chart) => chart.close());
     charts = [];
     parts.table.replaceChildren(rows.length > 1 ? overview(rows) : "");
-    parts.cards.replaceChildren(...(rows.length ? rows.slice(0, MOST_CARDS).map((row) => card(row, charts)) : [none()]));
+    parts.cards.replaceChildren(
+      ...(rows.length ? rows.slice(0, MOST_CARDS).map((row) => card(row, charts)) : [none()]),
+    );
     charts.forEach((chart) => chart.draw());
   }
 
@@ -31,7 +37,10 @@ export async function showJudges(view, { query }) {
 }
 
 function none() {
-  return empty("No judge was asked", "The records have no request through reward_loop.client. Rewards that only compute need no judge; requests of other clients are not recorded.");
+  return empty(
+    "No judge was asked",
+    "The records have no request through reward_loop.client. Rewards that only compute need no judge; requests of other clients are not recorded.",
+  );
 }
 
 function name({ model, backend, function: asked }) {
@@ -90,7 +99,11 @@ function card(row, charts) {
       { class: "charts" },
       histogram("Latency", row.seconds.histogram, seconds),
       histogram("Scores of the verdicts", row.verdicts),
-      hasSteps ? add({ title: "Mean score", format: (given) => fixed(given, 2) }, [{ label: "mean", values: each((one) => one.mean_score) }]) : null,
+      hasSteps
+        ? add({ title: "Mean score", format: (given) => fixed(given, 2) }, [
+            { label: "mean", values: each((one) => one.mean_score) },
+          ])
+        : null,
       hasSteps ? add({ title: "Latency by step", format: seconds }, latency) : null,
       hasSteps ? add({ title: "Failures by step", format: percent }, failures) : null,
     ),

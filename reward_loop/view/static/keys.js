@@ -16,7 +16,14 @@ let ofView = [];
 export function listen(shortcuts) {
   ofPage = [...shortcuts, { keys: ["?"], label: "Show these shortcuts", run: showHelp }];
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target) || document.querySelector("dialog[open]")) return;
+    if (
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey ||
+      isTyping(event.target) ||
+      document.querySelector("dialog[open]")
+    )
+      return;
     const found = [...ofView, ...ofPage].find((shortcut) => shortcut.keys.includes(event.key));
     if (!found) return;
     event.preventDefault();
@@ -32,7 +39,18 @@ export function useShortcuts(shortcuts = []) {
 /** Shows all shortcuts in a dialog. */
 export function showHelp() {
   const rows = (shortcuts) =>
-    shortcuts.map(({ keys, label }) => el("div", {}, el("dt", {}, keys.map((key) => el("kbd", {}, key === " " ? "Space" : key))), el("dd", {}, label)));
+    shortcuts.map(({ keys, label }) =>
+      el(
+        "div",
+        {},
+        el(
+          "dt",
+          {},
+          keys.map((key) => el("kbd", {}, key === " " ? "Space" : key)),
+        ),
+        el("dd", {}, label),
+      ),
+    );
   const dialog = el(
     "dialog",
     { class: "help", "aria-label": "Keyboard shortcuts", onclose: () => dialog.remove() },
@@ -47,5 +65,8 @@ export function showHelp() {
 }
 
 function isTyping(target) {
-  return target instanceof HTMLElement && (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName));
+  return (
+    target instanceof HTMLElement &&
+    (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName))
+  );
 }

@@ -1,6 +1,6 @@
 /** Starts the page: shows the view that the location names, and follows the records. */
 
-import { follow, get } from "./api.js";
+import { ApiError, follow, get } from "./api.js";
 import { showCompare } from "./compare.js";
 import { el, empty } from "./dom.js";
 import { plural } from "./format.js";
@@ -63,9 +63,14 @@ async function opening(element, route) {
     return await VIEWS[route.name](element, route, run);
   } catch (error) {
     element.replaceChildren(empty("This cannot be shown", error.message));
-    if (error.name !== "Error") console.info(error);
+    report(error);
     return { title: "Error" };
   }
+}
+
+/** Logs an error of the page; those of the server are shown. */
+function report(error) {
+  if (!(error instanceof ApiError)) console.error(error);
 }
 
 function mark(name) {
@@ -97,8 +102,9 @@ function refresher() {
         Object.assign(run, await get("run"));
         showStatus(true);
         await view.refresh?.();
-      } catch {
+      } catch (error) {
         showStatus(false);
+        report(error);
       }
     }
     isRunning = false;

@@ -8,13 +8,14 @@ import { el } from "./dom.js";
 const FENCE = /^\s*(```|~~~)/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^\s*([-*+]|\d+[.)])\s+(.*)$/;
-const INLINE = /(`+)(.+?)\1|\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^\s$](?:[^$]*[^\s$])?)\$|\*\*(.+?)\*\*|\*([^\s*](?:[^*]*[^\s*])?)\*/g;
+const INLINE =
+  /(`+)(.+?)\1|\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^\s$](?:[^$]*[^\s$])?)\$|\*\*(.+?)\*\*|\*([^\s*](?:[^*]*[^\s*])?)\*/g;
 
 /** Returns a text as nodes. */
 export function markdown(text) {
   const lines = text.split("\n");
   const root = el("div", { class: "markdown" });
-  for (let at = 0; at < lines.length; ) at = block(root, lines, at);
+  for (let at = 0; at < lines.length;) at = block(root, lines, at);
   return root;
 }
 
@@ -25,7 +26,9 @@ function block(root, lines, at) {
   if (line.trim() === "") return at + 1;
   const heading = HEADING.exec(line);
   if (heading) {
-    root.append(el("p", { class: "heading", role: "heading", "aria-level": heading[1].length + 2 }, inline(heading[2])));
+    root.append(
+      el("p", { class: "heading", role: "heading", "aria-level": heading[1].length + 2 }, inline(heading[2])),
+    );
     return at + 1;
   }
   return ITEM.test(line) ? list(root, lines, at) : paragraph(root, lines, at);
@@ -43,7 +46,8 @@ function list(root, lines, at) {
   const isOrdered = /\d/.test(ITEM.exec(lines[at])[1]);
   const items = el(isOrdered ? "ol" : "ul", isOrdered ? { start: parseInt(ITEM.exec(lines[at])[1], 10) } : {});
   let end = at;
-  for (; end < lines.length && ITEM.test(lines[end]); end += 1) items.append(el("li", {}, inline(ITEM.exec(lines[end])[2])));
+  for (; end < lines.length && ITEM.test(lines[end]); end += 1)
+    items.append(el("li", {}, inline(ITEM.exec(lines[end])[2])));
   root.append(items);
   return end;
 }

@@ -13,5 +13,10 @@ export function outcomeMark({ outcome, masked }) {
 export function rewardCell(reward, { min, max }) {
   if (reward === null || reward === undefined) return el("span", { class: "muted" }, "–");
   const place = max > min ? (reward - min) / (max - min) : 0;
-  return el("span", { class: "reward" }, fixed(reward), withProperty(el("i", { "aria-hidden": "true" }), "--share", Math.max(0, Math.min(1, place))));
+  return el(
+    "span",
+    { class: "reward" },
+    fixed(reward),
+    withProperty(el("i", { "aria-hidden": "true" }), "--share", Math.max(0, Math.min(1, place))),
+  );
 }

@@ -59,7 +59,14 @@ function facts(a, b) {
 
 function prompts(a, b) {
   if (isSamePrompt(a, b)) return a.texts?.prompt == null ? [] : [el("h2", {}, "Prompt"), conversation(a.texts.prompt)];
-  return [el("h2", {}, "Prompts"), el("div", { class: "two" }, [a, b].map(({ texts }) => el("div", {}, texts?.prompt == null ? missing() : conversation(texts.prompt))))];
+  return [
+    el("h2", {}, "Prompts"),
+    el(
+      "div",
+      { class: "two" },
+      [a, b].map(({ texts }) => el("div", {}, texts?.prompt == null ? missing() : conversation(texts.prompt))),
+    ),
+  ];
 }
 
 function missing() {
@@ -74,15 +81,36 @@ function responses(a, b) {
     el(
       "div",
       { class: `text side ${"ab"[i]}` },
-      el("p", { class: "side-name" }, outcomeMark([a, b][i].row), el("a", { href: link("sample", [[a, b][i].row.id]) }, visible([a, b][i].row.uid ?? [a, b][i].row.id))),
-      [a, b][i].texts ? el("pre", {}, side.map((run) => (run.isSame ? run.text : el("mark", {}, run.text)))) : missing(),
-      texts[i].length > SHOWN ? el("p", { class: "rest" }, `The first ${count(SHOWN)} characters are compared. The sample's own view shows the rest.`) : null,
+      el(
+        "p",
+        { class: "side-name" },
+        outcomeMark([a, b][i].row),
+        el("a", { href: link("sample", [[a, b][i].row.id]) }, visible([a, b][i].row.uid ?? [a, b][i].row.id)),
+      ),
+      [a, b][i].texts
+        ? el(
+            "pre",
+            {},
+            side.map((run) => (run.isSame ? run.text : el("mark", {}, run.text))),
+          )
+        : missing(),
+      texts[i].length > SHOWN
+        ? el(
+            "p",
+            { class: "rest" },
+            `The first ${count(SHOWN)} characters are compared. The sample's own view shows the rest.`,
+          )
+        : null,
     ),
   );
 }
 
 function judges({ exchanges }) {
-  return el("div", {}, exchanges.length ? exchanges.map(exchangeCard) : el("p", { class: "hint" }, "No request was recorded."));
+  return el(
+    "div",
+    {},
+    exchanges.length ? exchanges.map(exchangeCard) : el("p", { class: "hint" }, "No request was recorded."),
+  );
 }
 
 function next(a, b, direction) {

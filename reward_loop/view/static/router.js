@@ -9,7 +9,9 @@ export function parse(hash) {
 
 /** Returns the hash of a view; parameters without a value are left out. */
 export function link(name, args = [], query = {}) {
-  const parameters = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+  const parameters = new URLSearchParams(
+    Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+  );
   const path = [name, ...args].map(encodeURIComponent).join("/");
   return `#/${path}${parameters.size ? `?${parameters}` : ""}`;
 }

@@ -114,7 +114,11 @@ export async function showRun(view, route, run) {
 function head(run, rows, validate) {
   const last = rows.at(-1);
   const unscored = run.samples - (run.outcomes.scored ?? 0);
-  const about = [names(run.functions), run.models.length ? `judges: ${names(run.models)}` : "", `${time(run.first_time)} to ${time(run.last_time)}`];
+  const about = [
+    names(run.functions),
+    run.models.length ? `judges: ${names(run.models)}` : "",
+    `${time(run.first_time)} to ${time(run.last_time)}`,
+  ];
   return [
     el(
       "div",
@@ -129,7 +133,11 @@ function head(run, rows, validate) {
       last && ["Reward, last step", fixed(last.reward?.mean), change(rows)],
       ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
       last && ["Judge latency, last step", seconds(last.judge_s?.p95), "95 % are faster"],
-      last?.hidden_share != null && ["Judging hidden, last step", percent(last.hidden_share), `${seconds(last.waiting_s)} waited`],
+      last?.hidden_share != null && [
+        "Judging hidden, last step",
+        percent(last.hidden_share),
+        `${seconds(last.waiting_s)} waited`,
+      ],
     ]),
     ...run.notes.map((note) => el("p", { class: "note" }, note)),
   ];
@@ -148,7 +156,9 @@ function toggle(validate) {
   return el(
     "span",
     { class: "segments" },
-    choices.map(([label, query, isChosen]) => el("a", { href: link("run", [], query), "aria-current": isChosen ? "true" : null }, label)),
+    choices.map(([label, query, isChosen]) =>
+      el("a", { href: link("run", [], query), "aria-current": isChosen ? "true" : null }, label),
+    ),
   );
 }
 
@@ -178,7 +188,9 @@ function warningList(warnings) {
       { class: "warnings", "aria-label": "Warnings" },
       el("h2", {}, plural(warnings.length, "warning")),
       el("ul", {}, items),
-      more > 0 ? el("p", { class: "hint" }, `${plural(more, "earlier warning")} not shown. ▲ marks the step in each chart.`) : null,
+      more > 0
+        ? el("p", { class: "hint" }, `${plural(more, "earlier warning")} not shown. ▲ marks the step in each chart.`)
+        : null,
     ),
   ];
 }
@@ -197,7 +209,12 @@ function phases(rows) {
 
 function showCharts(element, charts, rows, run, warnings, validate) {
   const steps = rows.map((row) => row.step);
-  const marks = [...new Set([...warnings.map((warning) => warning.step), ...rows.filter((row) => row.warnings?.length).map((row) => row.step)])];
+  const marks = [
+    ...new Set([
+      ...warnings.map((warning) => warning.step),
+      ...rows.filter((row) => row.warnings?.length).map((row) => row.step),
+    ]),
+  ];
   const onStep = (step) => open("step", [step], { validate: validate ? 1 : null });
   for (const { title, series, ...options } of CHARTS) {
     const lines = series(rows, run);
@@ -235,11 +252,19 @@ function stepTable(rows, run, validate) {
 }
 
 function noSteps(run) {
-  if (!run.samples) return empty("No samples yet", "The folder has no complete row. This page shows samples as soon as they are written.");
+  if (!run.samples)
+    return empty(
+      "No samples yet",
+      "The folder has no complete row. This page shows samples as soon as they are written.",
+    );
   return el(
     "div",
     {},
     empty("These samples have no training step", "They were scored outside of a training run."),
-    el("p", { class: "center" }, el("a", { class: "button", href: link("samples") }, `Show the ${plural(run.samples, "sample")}`)),
+    el(
+      "p",
+      { class: "center" },
+      el("a", { class: "button", href: link("samples") }, `Show the ${plural(run.samples, "sample")}`),
+    ),
   );
 }

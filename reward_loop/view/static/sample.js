@@ -24,7 +24,14 @@ export async function showSample(view, { args: [id], query }, run) {
       "div",
       { class: "sample-parts" },
       el("div", {}, texts, judges(exchanges)),
-      el("aside", { "aria-label": "Reward and times" }, components(row), times(row), groupOf(sample, query), fields(row, run)),
+      el(
+        "aside",
+        { "aria-label": "Reward and times" },
+        components(row),
+        times(row),
+        groupOf(sample, query),
+        fields(row, run),
+      ),
     ),
   );
   const go = (target) => () => target && open("sample", [target], query);
@@ -40,19 +47,31 @@ export async function showSample(view, { args: [id], query }, run) {
   };
 
   function textParts({ texts: recorded }) {
-    if (!recorded) return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted.")];
+    if (!recorded)
+      return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted.")];
     const part = (title, content, extra) => el("section", { class: "part" }, el("h2", {}, title, extra), content);
     const has = (field) => recorded[field] !== null && recorded[field] !== undefined;
     return [
       has("prompt") ? part("Prompt", conversation(recorded.prompt, { isMarkdown }), modes()) : null,
-      has("response") ? part("Response", textBlock(recorded.response, { isMarkdown }), has("prompt") ? null : modes()) : null,
+      has("response")
+        ? part("Response", textBlock(recorded.response, { isMarkdown }), has("prompt") ? null : modes())
+        : null,
       has("ground_truth") ? part("Ground truth", textBlock(recorded.ground_truth)) : null,
       Object.keys(recorded.extra_info ?? {}).length ? part("Extra info", textBlock(recorded.extra_info)) : null,
     ].filter(Boolean);
   }
 
   function modes() {
-    const mode = (label, chosen) => el("button", { type: "button", "aria-pressed": String(isMarkdown === chosen), onclick: () => ((isMarkdown = chosen), showTexts()) }, label);
+    const mode = (label, chosen) =>
+      el(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(isMarkdown === chosen),
+          onclick: () => ((isMarkdown = chosen), showTexts()),
+        },
+        label,
+      );
     return el("span", { class: "segments" }, mode("Plain", false), mode("Markdown", true));
   }
 }
@@ -61,11 +80,19 @@ export async function showSample(view, { args: [id], query }, run) {
 function above(row, query) {
   const { step, validate, ...filters } = query;
   if (step === undefined && Object.keys(query).length) return ["samples", [], query];
-  return row.step === null || row.step === undefined ? ["samples", [], filters] : ["step", [row.step], { ...filters, validate: row.validate ? 1 : null }];
+  return row.step === null || row.step === undefined
+    ? ["samples", [], filters]
+    : ["step", [row.step], { ...filters, validate: row.validate ? 1 : null }];
+}
+
+function groupLink({ group, step, validate }) {
+  if (step === null || step === undefined) return link("samples", [], { group });
+  return link("step", [step], { group, validate: validate ? 1 : null });
 }
 
 function head({ row, previous, next }, query) {
-  const go = (target, label, text) => el("a", { class: "button", "aria-label": label, href: target ? link("sample", [target], query) : null }, text);
+  const go = (target, label, text) =>
+    el("a", { class: "button", "aria-label": label, href: target ? link("sample", [target], query) : null }, text);
   const [name, args, filters] = above(row, query);
   return el(
     "div",
@@ -74,16 +101,21 @@ function head({ row, previous, next }, query) {
       "nav",
       { class: "path", "aria-label": "Path" },
       el("a", { href: link(name, args, filters) }, name === "step" ? `Step ${row.step}` : "Samples"),
-      row.group ? [" / ", el("a", { href: link("step", [row.step ?? "none"], { group: row.group, validate: row.validate ? 1 : null }) }, visible(row.group))] : null,
+      row.group ? [" / ", el("a", { href: groupLink(row) }, visible(row.group))] : null,
     ),
     el("h1", {}, visible(row.uid ?? row.id)),
     outcomeMark(row),
     el("span", { class: "buttons" }, go(previous, "Previous sample", "←"), go(next, "Next sample", "→")),
     figures([
       ["Reward", fixed(row.reward), row.score !== row.reward ? `score ${fixed(row.score)}` : null],
+      row.advantage != null && ["Advantage", fixed(row.advantage), "mean of its tokens"],
       ["Response", count(row.response_length), "tokens"],
       ["Time", seconds(row.total_s), plural(row.attempts ?? 0, "attempt")],
-      ["Judges", plural((row.judges ?? []).length, "request"), `${count((row.prompt_tokens ?? 0) + (row.completion_tokens ?? 0))} tokens`],
+      [
+        "Judges",
+        plural((row.judges ?? []).length, "request"),
+        `${count((row.prompt_tokens ?? 0) + (row.completion_tokens ?? 0))} tokens`,
+      ],
     ]),
   );
 }
@@ -99,7 +131,13 @@ function bars(entries, most) {
         {},
         el("dt", {}, label),
         el("dd", {}, text),
-        amount === null ? null : withProperty(el("dd", { class: amount < 0 ? "bar negative" : "bar", "aria-hidden": "true" }), "--share", most ? Math.min(1, Math.abs(amount) / most) : 0),
+        amount === null
+          ? null
+          : withProperty(
+              el("dd", { class: amount < 0 ? "bar negative" : "bar", "aria-hidden": "true" }),
+              "--share",
+              most ? Math.min(1, Math.abs(amount) / most) : 0,
+            ),
       ),
     ),
   );
@@ -130,7 +168,15 @@ function times(row) {
   ].filter(([, given]) => given);
   if (!entries.length) return null;
   const most = Math.max(row.total_s ?? 0, ...entries.map(([, given]) => given));
-  return el("section", { class: "card" }, el("h2", {}, "Time"), bars(entries.map(([label, given]) => [label, given, seconds(given)]), most));
+  return el(
+    "section",
+    { class: "card" },
+    el("h2", {}, "Time"),
+    bars(
+      entries.map(([label, given]) => [label, given, seconds(given)]),
+      most,
+    ),
+  );
 }
 
 function groupOf({ row, group }, query) {
@@ -141,7 +187,13 @@ function groupOf({ row, group }, query) {
       { "aria-current": one.id === row.id ? "true" : null },
       el("a", { href: link("sample", [one.id], query) }, visible(one.uid ?? one.id)),
       el("span", { class: "right" }, one.reward === null ? one.outcome : fixed(one.reward)),
-      one.id === row.id ? el("span") : el("a", { class: "small", href: link("pair", [row.id, one.id]), "aria-label": `Compare with ${one.uid ?? one.id}` }, "compare"),
+      one.id === row.id
+        ? el("span")
+        : el(
+            "a",
+            { class: "small", href: link("pair", [row.id, one.id]), "aria-label": `Compare with ${one.uid ?? one.id}` },
+            "compare",
+          ),
     ),
   );
   return el("section", { class: "card" }, el("h2", {}, "Group"), el("ul", { class: "group-list" }, items));
@@ -163,10 +215,25 @@ function fields(row, run) {
     ["Revised", row.revised ? "after scoring" : null],
     ["Record", row.id],
   ].filter(([, given]) => given !== null && given !== undefined && given !== "");
-  return el("section", { class: "card" }, el("h2", {}, "Record"), el("dl", { class: "fields" }, entries.map(([label, given]) => [el("dt", {}, label), el("dd", {}, visible(asText(given)))])));
+  return el(
+    "section",
+    { class: "card" },
+    el("h2", {}, "Record"),
+    el(
+      "dl",
+      { class: "fields" },
+      entries.map(([label, given]) => [el("dt", {}, label), el("dd", {}, visible(asText(given)))]),
+    ),
+  );
 }
 
 function judges(exchanges) {
-  if (!exchanges.length) return el("p", { class: "hint" }, "No request to a judge or model server was recorded for this sample.");
-  return el("section", { class: "exchanges", "aria-label": "Judges" }, el("h2", {}, "Judges", el("span", { class: "total" }, exchanges.length)), exchanges.map(exchangeCard));
+  if (!exchanges.length)
+    return el("p", { class: "hint" }, "No request to a judge or model server was recorded for this sample.");
+  return el(
+    "section",
+    { class: "exchanges", "aria-label": "Judges" },
+    el("h2", {}, "Judges", el("span", { class: "total" }, exchanges.length)),
+    exchanges.map(exchangeCard),
+  );
 }

@@ -20,7 +20,11 @@ export async function showSamples(view, route, run) {
   const order_ = { sort, order };
 
   const totals = { groups: el("span", { class: "total" }), samples: el("span", { class: "total" }) };
-  const newer = el("button", { type: "button", class: "chip accent", hidden: true, onclick: () => reload() }, "New records: show them");
+  const newer = el(
+    "button",
+    { type: "button", class: "chip accent", hidden: true, onclick: () => reload() },
+    "New records: show them",
+  );
   const panes = { groups: el("div", { class: "table" }), samples: el("div", { class: "table" }) };
   const form = filters(run, query, () => (remember(), markGroup(), tables.samples.setData()));
   view.append(
@@ -29,8 +33,19 @@ export async function showSamples(view, route, run) {
     el(
       "div",
       { class: "panes" },
-      el("section", { class: "pane groups", "aria-label": "Groups" }, el("h2", {}, "Groups", totals.groups), panes.groups),
-      el("section", { class: "pane", "aria-label": "Samples" }, el("h2", {}, "Samples", totals.samples, newer), form.node, panes.samples),
+      el(
+        "section",
+        { class: "pane groups", "aria-label": "Groups" },
+        el("h2", {}, "Groups", totals.groups),
+        panes.groups,
+      ),
+      el(
+        "section",
+        { class: "pane", "aria-label": "Samples" },
+        el("h2", {}, "Samples", totals.samples, newer),
+        form.node,
+        panes.samples,
+      ),
     ),
   );
   const tables = {
@@ -38,7 +53,8 @@ export async function showSamples(view, route, run) {
       query: scope,
       range,
       onTotal: (total) => (totals.groups.textContent = count(total)),
-      onGroup: ({ group, step: ofGroup }) => (step === null ? open("step", [ofGroup], { group }) : form.set("group", query.group === group ? null : group)),
+      onGroup: ({ group, step: ofGroup }) =>
+        step === null ? open("step", [ofGroup], { group }) : form.set("group", query.group === group ? null : group),
     }),
     samples: samplesTable(panes.samples, run, {
       query: () => ({ ...scope, ...query }),
@@ -97,17 +113,33 @@ function stepShortcuts(step, run, validate) {
 
 function head(step, isValidation, run, row) {
   if (step === null) {
-    return el("div", { class: "title" }, el("h1", {}, "Samples"), el("p", { class: "about" }, `${plural(run.samples, "sample")} of all steps`));
+    return el(
+      "div",
+      { class: "title" },
+      el("h1", {}, "Samples"),
+      el("p", { class: "about" }, `${plural(run.samples, "sample")} of all steps`),
+    );
   }
   const { previous, next } = neighbours(step, run);
   const query = isValidation ? { validate: 1 } : {};
-  const go = (target, label, text) => el("a", { class: "button", "aria-label": label, href: target === undefined ? null : link("step", [target], query) }, text);
+  const go = (target, label, text) =>
+    el(
+      "a",
+      { class: "button", "aria-label": label, href: target === undefined ? null : link("step", [target], query) },
+      text,
+    );
   return el(
     "div",
     { class: "title" },
     el("h1", {}, `Step ${step}`, isValidation ? el("span", { class: "tag" }, "validation") : null),
     el("span", { class: "buttons" }, go(previous, "Previous step", "←"), go(next, "Next step", "→")),
-    run.validation ? el("a", { class: "button", href: link("step", [step], isValidation ? {} : { validate: 1 }) }, isValidation ? "Training" : "Validation") : null,
+    run.validation
+      ? el(
+          "a",
+          { class: "button", href: link("step", [step], isValidation ? {} : { validate: 1 }) },
+          isValidation ? "Training" : "Validation",
+        )
+      : null,
     run.events ? el("a", { class: "button", href: link("timeline", [step]) }, "Timeline") : null,
     ...(row?.warnings ?? []).map((warning) => el("p", { class: "note warn" }, warning)),
   );
@@ -115,10 +147,22 @@ function head(step, isValidation, run, row) {
 
 function summary(row) {
   return figures([
-    ["Reward", spreadText(row.reward ?? {}), row.reward ? `${fixed(row.reward.min)} to ${fixed(row.reward.max)}` : null],
+    [
+      "Reward",
+      spreadText(row.reward ?? {}),
+      row.reward ? `${fixed(row.reward.min)} to ${fixed(row.reward.max)}` : null,
+    ],
     ["Samples", count(row.count), plural(row.groups, "group")],
-    ["Without a score", percent(row.count ? (row.count - row.scored) / row.count : null), `${count(row.unscored)} unscored, ${count(row.failed)} failed`],
-    ["Groups without a signal", count(row.zero_variance_groups + row.all_failed_groups), `${count(row.zero_variance_groups)} equal, ${count(row.all_failed_groups)} failed`],
+    [
+      "Without a score",
+      percent(row.count ? (row.count - row.scored) / row.count : null),
+      `${count(row.unscored)} unscored, ${count(row.failed)} failed`,
+    ],
+    [
+      "Groups without a signal",
+      count(row.zero_variance_groups + row.all_failed_groups),
+      `${count(row.zero_variance_groups)} equal, ${count(row.all_failed_groups)} failed`,
+    ],
     ["Response length", number(row.response_length), "tokens, mean"],
     ["Judge latency", seconds(row.judge_s?.p50), `95 %: ${seconds(row.judge_s?.p95)}`],
   ]);

@@ -65,13 +65,30 @@ function columns(run, query, range, href) {
       cell: (row) => el("a", { href: href(row) }, visible(row.uid ?? row.id)),
     },
     ...(query.step ? [] : [{ title: "Step", field: "step", cell: (row) => row.step ?? "–", width: 70, ...right }]),
-    { title: "Reward", field: "reward", cell: (row) => rewardCell(row.reward, range), width: 104, headerSortStartingDir: "desc", ...right },
+    {
+      title: "Reward",
+      field: "reward",
+      cell: (row) => rewardCell(row.reward, range),
+      width: 104,
+      headerSortStartingDir: "desc",
+      ...right,
+    },
     { title: "Outcome", field: "outcome", cell: outcomeMark, width: 160 },
     ...components,
     { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 76, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },
     { title: "Judges", field: "judge_s", cell: (row) => judgesText(row), width: 96, ...right },
-    ...(run.data_sources.length > 1 ? [{ title: "Data source", field: "data_source", cell: (row) => visible(row.data_source ?? ""), minWidth: 96, widthGrow: 1 }] : []),
+    ...(run.data_sources.length > 1
+      ? [
+          {
+            title: "Data source",
+            field: "data_source",
+            cell: (row) => visible(row.data_source ?? ""),
+            minWidth: 96,
+            widthGrow: 1,
+          },
+        ]
+      : []),
   ];
 }
 

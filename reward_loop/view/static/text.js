@@ -21,7 +21,7 @@ export function visible(text) {
 
 /** Returns a value of a record as text: text as it is, anything else as indented JSON. */
 export function asText(value) {
-  return typeof value === "string" ? value : JSON.stringify(value, null, 2) ?? "";
+  return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
 }
 
 /**
@@ -62,7 +62,7 @@ export function textBlock(value, { isMarkdown = false, mark = (text) => [text] }
 function chunks(part) {
   if (typeof part !== "string" || part.length <= SHOWN) return [part];
   const found = [];
-  for (let from = 0; from < part.length; ) {
+  for (let from = 0; from < part.length;) {
     const next = part.slice(from, from + SHOWN);
     const ends = [next.lastIndexOf("\n") + 1, next.lastIndexOf(" ") + 1, next.length];
     const length = from + SHOWN >= part.length ? next.length : ends.find((end) => end > 0);
@@ -80,12 +80,18 @@ function cutAt(text, length) {
 
 /** Returns a prompt or the request of a judge: chat messages with their roles, or text. */
 export function conversation(value, options) {
-  if (!Array.isArray(value) || !value.every((one) => one && typeof one === "object" && "content" in one)) return textBlock(value, options);
+  if (!Array.isArray(value) || !value.every((one) => one && typeof one === "object" && "content" in one))
+    return textBlock(value, options);
   return el(
     "div",
     { class: "conversation" },
     value.map((message) =>
-      el("div", { class: "message" }, el("span", { class: "role" }, visible(String(message.role ?? "?")).slice(0, 40)), textBlock(contentOf(message), options)),
+      el(
+        "div",
+        { class: "message" },
+        el("span", { class: "role" }, visible(String(message.role ?? "?")).slice(0, 40)),
+        textBlock(contentOf(message), options),
+      ),
     ),
   );
 }

@@ -13,7 +13,10 @@ export async function showTimeline(view, { args }, run) {
   if (step === undefined || !run.events) {
     view.append(
       el("div", { class: "title" }, el("h1", {}, "Timeline")),
-      empty("No step to draw", "The folder has no events of a trainer. A run of verl with reward_pipeline records them beside its samples."),
+      empty(
+        "No step to draw",
+        "The folder has no events of a trainer. A run of verl with reward_pipeline records them beside its samples.",
+      ),
     );
     return { title: "Timeline" };
   }
@@ -22,14 +25,21 @@ export async function showTimeline(view, { args }, run) {
   const range = el("output", { class: "about" });
   view.append(head(step, run, timeline));
   if (!spans) {
-    view.append(empty("Nothing was recorded for this step", "A timeline needs the times of samples, judges or the trainer."));
+    view.append(
+      empty("Nothing was recorded for this step", "A timeline needs the times of samples, judges or the trainer."),
+    );
     return { title: `Timeline of step ${step}`, shortcuts: stepShortcuts(step, run) };
   }
-  const showRange = (from, to) => (range.textContent = `${seconds(from)} to ${seconds(to)} of ${seconds(timeline.end - timeline.start)}`);
+  const showRange = (from, to) =>
+    (range.textContent = `${seconds(from)} to ${seconds(to)} of ${seconds(timeline.end - timeline.start)}`);
   const drawing = new TimelineCanvas(timeline, (id) => open("sample", [id]), showRange);
   view.append(...bound(timeline), controls(drawing, range), drawing.node, ...notes(timeline), details(timeline));
   drawing.draw();
-  return { title: `Timeline of step ${step}`, shortcuts: [...zoomShortcuts(drawing), ...stepShortcuts(step, run)], close: () => drawing.close() };
+  return {
+    title: `Timeline of step ${step}`,
+    shortcuts: [...zoomShortcuts(drawing), ...stepShortcuts(step, run)],
+    close: () => drawing.close(),
+  };
 }
 
 function neighbour(step, run, direction) {
@@ -40,7 +50,11 @@ function neighbour(step, run, direction) {
 function head(step, run, timeline) {
   const go = (direction, label, text) => {
     const target = neighbour(step, run, direction);
-    return el("a", { class: "button", "aria-label": label, href: target === undefined ? null : link("timeline", [target]) }, text);
+    return el(
+      "a",
+      { class: "button", "aria-label": label, href: target === undefined ? null : link("timeline", [target]) },
+      text,
+    );
   };
   return el(
     "div",
@@ -76,8 +90,16 @@ function controls(drawing, range) {
       button("All", "Show the whole step", () => drawing.showAll()),
     ),
     range,
-    el("span", { class: "lane-keys" }, keys.map(([name, label]) => el("span", { class: `of-${name}` }, el("i"), label))),
-    el("span", { class: "hint" }, "Pale: samples of other steps. Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer."),
+    el(
+      "span",
+      { class: "lane-keys" },
+      keys.map(([name, label]) => el("span", { class: `of-${name}` }, el("i"), label)),
+    ),
+    el(
+      "span",
+      { class: "hint" },
+      "Pale: samples of other steps. Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer.",
+    ),
   );
 }
 
@@ -103,23 +125,47 @@ function stepShortcuts(step, run) {
 }
 
 function notes({ truncated }) {
-  return truncated ? [el("p", { class: "note" }, `${plural(truncated, "span")} left out: the shortest of lanes with very many.`)] : [];
+  return truncated
+    ? [el("p", { class: "note" }, `${plural(truncated, "span")} left out: the shortest of lanes with very many.`)]
+    : [];
 }
 
 function details(timeline) {
   const from = timeline.start;
-  const path = timeline.critical.map((part) => [part.lane, visible(part.name), seconds(part.start - from), seconds(part.end - part.start)]);
-  const lanes = timeline.lanes.map((lane) => [visible(lane.name), plural(lane.spans.length, "span"), seconds(busy(lane.spans)), seconds(longest(lane.spans))]);
+  const path = timeline.critical.map((part) => [
+    part.lane,
+    visible(part.name),
+    seconds(part.start - from),
+    seconds(part.end - part.start),
+  ]);
+  const lanes = timeline.lanes.map((lane) => [
+    visible(lane.name),
+    plural(lane.spans.length, "span"),
+    seconds(busy(lane.spans)),
+    seconds(longest(lane.spans)),
+  ]);
   return el(
     "div",
     { class: "two" },
-    el("section", {}, el("h2", {}, "Critical path"), path.length ? table(["Lane", "Span", ">Start", ">Duration"], path) : el("p", { class: "hint" }, "Not known for this step.")),
+    el(
+      "section",
+      {},
+      el("h2", {}, "Critical path"),
+      path.length
+        ? table(["Lane", "Span", ">Start", ">Duration"], path)
+        : el("p", { class: "hint" }, "Not known for this step."),
+    ),
     el(
       "section",
       {},
       el("h2", {}, "Lanes"),
       table(["Lane", ">Spans", ">Busy", ">Longest"], lanes),
-      el("p", { class: "hint" }, "For Perfetto or chrome://tracing: ", el("code", {}, "reward-loop trace DIR -o run.json")),
+      el(
+        "p",
+        { class: "hint" },
+        "For Perfetto or chrome://tracing: ",
+        el("code", {}, "reward-loop trace DIR -o run.json"),
+      ),
     ),
   );
 }

@@ -27,9 +27,17 @@ export class TimelineCanvas {
     this.onRange = onRange;
     const shift = (span) => ({ ...span, start: span.start - timeline.start, end: span.end - timeline.start });
     this.critical = timeline.critical.map(shift);
-    this.lanes = layOut(timeline.lanes.map((lane) => ({ ...lane, spans: lane.spans.map(shift) })), PATH.top + PATH.height + 16);
-    this.height = this.lanes.reduce((most, lane) => Math.max(most, lane.top + lane.height), PATH.top + PATH.height) + 10;
-    this.canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "Timeline of the step; the tables below have the same times" });
+    this.lanes = layOut(
+      timeline.lanes.map((lane) => ({ ...lane, spans: lane.spans.map(shift) })),
+      PATH.top + PATH.height + 16,
+    );
+    this.height =
+      this.lanes.reduce((most, lane) => Math.max(most, lane.top + lane.height), PATH.top + PATH.height) + 10;
+    this.canvas = el("canvas", {
+      tabindex: "0",
+      role: "img",
+      "aria-label": "Timeline of the step; the tables below have the same times",
+    });
     this.tip = el("div", { class: "tip", hidden: true });
     this.node = el("div", { class: "timeline-canvas" }, this.canvas, this.tip);
     this.listen();
@@ -97,7 +105,10 @@ export class TimelineCanvas {
   }
 
   move(x, y) {
-    this.selected = this.pressed != null && Math.abs(x - this.pressed) > 4 ? [this.pressed, Math.max(LEFT, x)].sort((a, b) => a - b) : null;
+    this.selected =
+      this.pressed != null && Math.abs(x - this.pressed) > 4
+        ? [this.pressed, Math.max(LEFT, x)].sort((a, b) => a - b)
+        : null;
     this.draw();
     const found = this.selected ? null : this.spanAt(x, y);
     this.canvas.classList.toggle("clickable", Boolean(found?.span.id));
@@ -116,7 +127,9 @@ export class TimelineCanvas {
     const lane = this.lanes.find((one) => y >= one.top && y <= one.top + one.height);
     if (!lane || x < LEFT) return null;
     const row = Math.floor((y - lane.top) / lane.rowHeight);
-    const span = lane.spans.find((one) => one.row === row && x >= this.x(one.start) - 1 && x <= Math.max(this.x(one.end), this.x(one.start) + 2));
+    const span = lane.spans.find(
+      (one) => one.row === row && x >= this.x(one.start) - 1 && x <= Math.max(this.x(one.end), this.x(one.start) + 2),
+    );
     return span ? { lane, span } : null;
   }
 
@@ -124,7 +137,9 @@ export class TimelineCanvas {
     this.tip.hidden = !found;
     if (!found) return;
     const { lane, span } = found;
-    const details = Object.entries(span.detail ?? {}).map(([name, given]) => el("div", {}, `${name}: ${visible(value(given))}`));
+    const details = Object.entries(span.detail ?? {}).map(([name, given]) =>
+      el("div", {}, `${name}: ${visible(value(given))}`),
+    );
     this.tip.replaceChildren(
       el("b", {}, visible(span.name)),
       el("div", {}, `${lane.name} · ${seconds(span.end - span.start)}`),
@@ -208,7 +223,7 @@ export class TimelineCanvas {
       if (span.end < this.from || span.start > this.to) continue;
       const [x, width] = this.extent(span);
       const y = lane.top + span.row * lane.rowHeight;
-      ctx.fillStyle = isFailed(span) ? colours.bad : colours[lane.kind] ?? colours.trainer;
+      ctx.fillStyle = isFailed(span) ? colours.bad : (colours[lane.kind] ?? colours.trainer);
       ctx.globalAlpha = isOfStep(span, this.step) ? 1 : OTHER_STEP_ALPHA;
       if (height > 8 && width > 4) box(ctx, x, y, width, height);
       else ctx.fillRect(x, y, width, height);
@@ -248,7 +263,17 @@ function isFailed({ detail }) {
 }
 
 function theme() {
-  const names = { grid: "--grid", muted: "--muted", text: "--text", bad: "--bad", critical: "--critical", onCritical: "--on-critical", onLane: "--on-lane", selection: "--selection", ...COLOURS };
+  const names = {
+    grid: "--grid",
+    muted: "--muted",
+    text: "--text",
+    bad: "--bad",
+    critical: "--critical",
+    onCritical: "--on-critical",
+    onLane: "--on-lane",
+    selection: "--selection",
+    ...COLOURS,
+  };
   return Object.fromEntries(Object.entries(names).map(([name, variable]) => [name, property(variable)]));
 }
 

@@ -7,14 +7,18 @@ export function markVerdict(text, verdict) {
   const place = findVerdict(text, verdict);
   if (!place) return [text];
   const [start, end] = place;
-  return [text.slice(0, start), el("mark", { title: "The verdict that was read" }, text.slice(start, end)), text.slice(end)];
+  return [
+    text.slice(0, start),
+    el("mark", { title: "The verdict that was read" }, text.slice(start, end)),
+    text.slice(end),
+  ];
 }
 
 /**
  * Returns start and end of the last place where a reply has the verdict, or null. The library reads the last verdict in a
  * reply, too.
  */
-export function findVerdict(text, verdict) {
+function findVerdict(text, verdict) {
   if (verdict === null || verdict === undefined || verdict === "") return null;
   if (typeof verdict === "object") return findObject(text);
   const pattern = typeof verdict === "number" ? numberPattern(verdict) : wordPattern(String(verdict));
@@ -25,7 +29,10 @@ export function findVerdict(text, verdict) {
 /** Matches a number as a judge may write it: 7 and 7.0, and its denominator. A name before it is part of the place. */
 function numberPattern(verdict) {
   const written = Number.isInteger(verdict) ? `${verdict}(?:\\.0+)?` : `${escaped(String(verdict))}0*`;
-  return new RegExp(`(?:\\b\\w+:[\\s*_]*)?(?<![\\w.])${written.replace("-", "[-−]")}(?![\\w]|\\.\\d)(?:\\s*/\\s*\\d+)?`, "g");
+  return new RegExp(
+    `(?:\\b\\w+:[\\s*_]*)?(?<![\\w.])${written.replace("-", "[-−]")}(?![\\w]|\\.\\d)(?:\\s*/\\s*\\d+)?`,
+    "g",
+  );
 }
 
 function wordPattern(verdict) {
