@@ -54,6 +54,8 @@ class Work:
     """When the reward was requested."""
     scored: float | None
     """When the reward arrived."""
+    step: int | None = None
+    """The step in which its prompt was submitted."""
     judge: str = ""
     """The longest exchange with a judge, or the function, and its seconds, as text."""
 
@@ -113,10 +115,14 @@ def works(rollouts: Iterable[Row], rows: Iterable[Row]) -> list[Work]:
         times = event["start"], event["end"], event.get("scoring"), event.get("scored")
         if row is not None and times[3] is None:  # scored with the whole batch
             times = (*times[:2], scoring_start(row), row["time"])
-        found.append(Work(str(event.get("uid")), event.get("group"), _id(row), *times, judge=_longest(row)))
+        found.append(
+            Work(str(event.get("uid")), event.get("group"), _id(row), *times, event.get("step"), _longest(row))
+        )
     for uid, row in by_uid.items():
         begun = scoring_start(row)
-        found.append(Work(str(uid), row.get("group"), _id(row), None, begun, begun, row["time"], _longest(row)))
+        found.append(
+            Work(str(uid), row.get("group"), _id(row), None, begun, begun, row["time"], row.get("step"), _longest(row))
+        )
     return found
 
 

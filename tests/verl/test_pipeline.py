@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, groups, texts
+from reward_loop.records.events import read_events
+from reward_loop.view.phases import phases
+from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, groups, texts
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -121,6 +123,18 @@ def test_every_step_says_where_its_seconds_went(run: Run) -> None:
     assert [run.steps[step]["reward_pipeline/prompts_ahead"] for step in range(1, 5)] == [8, 8, 8, 0]
     assert run.steps[4]["reward_pipeline/rewards_pending"] == run.steps[4]["reward_pipeline/oldest_reward_s"] == 0
     assert all(run.steps[step]["reward_pipeline/rewards_pending_max"] >= 1 for step in range(1, 4))
+
+
+def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
+    phases_of_mode = {"gen", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights"}
+    folder = run.directory / "checkpoints" / "rewards"
+    check_events(run, folder, phases_of_mode)
+    for step, found in phases(folder).items():
+        # Each update call is a phase.
+        updates = [event for event in read_events(folder, [step]) if event.get("name") == "update_actor"]
+        assert len(updates) == run.steps[step]["reward_pipeline/update_calls"]
+        waiting = run.steps[step]["reward_pipeline/waiting_for_rewards_s"]
+        assert found["waiting_s"] == pytest.approx(waiting, abs=1e-3)
 
 
 def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(

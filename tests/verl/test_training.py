@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.verl import rewards
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, signature, texts
+from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, signature, texts
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -97,7 +97,7 @@ def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
 def test_every_sample_has_a_record(mixed_run: Run) -> None:
     folder = mixed_run.directory / "checkpoints" / "rewards"  # the default
     files = list(folder.glob("*.jsonl"))
-    assert len(files) == 2, "one for each reward worker"
+    assert len(files) == 3, "one for each reward worker, and one of the trainer with the advantages"
     rows = pd.concat([pd.read_json(file, lines=True) for file in files])
     written = rows[rows.kind == "sample"]
     assert written.uid.is_unique
@@ -119,6 +119,11 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
             assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
             assert record.prompt[0]["content"] in rollout["input"]
             assert record.group == rollout["uid"].split("_")[0]
+
+
+def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:
+    phases_of_mode = {"gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
+    check_events(mixed_run, mixed_run.directory / "checkpoints" / "rewards", phases_of_mode)
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:
