@@ -221,6 +221,14 @@ def test_the_run_survives_the_death_of_an_agent_loop_worker(picky_run: Run) -> N
     assert counts["prompts_generated_again"] + counts["prompts_judged_again"] >= 1
 
 
+def test_the_events_of_a_run_whose_agent_loop_worker_was_killed_can_be_read(picky_run: Run) -> None:
+    folder = picky_run.directory / "checkpoints" / "rewards"
+    assert sorted(phases(folder)) == [1, 2, 3, 4]
+    processes = {event["process"] for event in read_events(folder) if event["kind"] == "rollout"}
+    assert len(processes) == 2, "the agent loop worker that was killed, and its replacement"
+    assert any(event["error"] for event in read_events(folder) if event["kind"] == "rollout")
+
+
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
     sizes = [len(group) for step in range(1, 5) for group in groups(picky_run.rollouts(step)).values()]
     assert {3, 4, 5} <= set(sizes)

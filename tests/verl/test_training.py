@@ -10,6 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.phases import phases
+from reward_loop.view.timeline import timeline
 from tests.verl import rewards
 from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, signature, texts
 from tests.verl.runs import Run, agent_loop, train
@@ -273,6 +276,17 @@ def test_killed_servers_and_workers_lose_nothing(harried_run: Run) -> None:
         assert harried_run.steps[step]["reward_loop/failed"] == 0
     seen = signature([row for step in (1, 2, 3) for row in harried_run.rollouts(step)])
     assert not seen - signature(harried_run.calls), "a rollout has a score that the function did not return"
+
+
+def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_run: Run) -> None:
+    folder = harried_run.directory / "checkpoints" / "rewards"
+    scored = {row["uid"] for row in RecordsReader(folder).rows()}
+    assert {row["uid"].rsplit("_", 1)[0] for step in (1, 2) for row in harried_run.rollouts(step)} <= scored
+    found = phases(folder)
+    for step in (1, 2, 3):
+        timings = harried_run.steps[step]
+        assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
+        assert "bounded the step" in timeline(folder, step)["bound"]
 
 
 def test_ctrl_c_leaves_no_process(harried_run: Run, tiny_discriminative_model: Path) -> None:
