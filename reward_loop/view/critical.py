@@ -182,8 +182,8 @@ def bound(path: Sequence[Segment]) -> str | None:
     share = f"{seconds[part]:.1f} s of {path[-1].end - path[0].start:.1f} s"
     longest = max((segment for segment in path if segment.part == part), key=lambda segment: segment.seconds)
     if longest.work is None:
-        what = "a wait" if longest.waits_for else "a phase of the trainer"
-        return f"{part} bounded the step, {what}: {share}."
+        rest = ", without the rollouts and rewards that it waited for" if longest.waits_for else ""
+        return f"The phase {part} bounded the step: {share}{rest}."
     sample = f"sample {longest.work.uid}" + (f" of group {longest.work.group}" if longest.work.group else "")
     match part:
         case "judging":
