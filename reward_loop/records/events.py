@@ -8,6 +8,7 @@ There are two kinds:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -125,11 +126,12 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
         folder: the records folder.
         steps: yield only the events of these steps; ``None`` for all.
     """
-    marks = None if steps is None else [b'"step":%d,' % step for step in steps]
+    pattern = rb"" if steps is None else rb'"step":(?:%b),' % b"|".join(b"%d" % step for step in steps)
+    wanted = re.compile(pattern)
     for path in sorted((folder / EVENTS).glob("*.jsonl")):
         with path.open("rb") as lines:
             for line in lines:
-                if marks is None or any(mark in line for mark in marks):
+                if wanted.search(line):
                     event = parse_line(line)
                     if event is not None and event.get("version", VERSION) <= VERSION:
                         yield {**event, "process": path.stem}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from reward_loop.records.rows import REVISION, SAMPLE, VERSION
 __all__ = ["NoRecordsError", "RecordsReader"]
 
 _REVISED = ("outcome", "error")
+
+_CHANGES = re.compile(f'"kind":"(?:{REVISION}|{ADVANTAGE})"'.encode())
 
 _HEAD = 4096
 """The number of bytes within which a row has its step."""
@@ -73,8 +76,9 @@ class RecordsReader:
         Args:
             steps: the training steps.
         """
-        marks = [f'"step":{step},' for step in steps]
-        return (row for row in self._lines(marks, _HEAD) if row["kind"] == SAMPLE and row.get("step") in steps)
+        pattern = rb'"step":(?:%b),' % b"|".join(b"%d" % step for step in steps)
+        lines = self._lines(re.compile(pattern), _HEAD)
+        return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
@@ -101,7 +105,7 @@ class RecordsReader:
         """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids."""
         revisions: dict[str, dict[str, Any]] = {}
         advantages: dict[str, float] = {}
-        for row in self._lines(only=(REVISION, ADVANTAGE)):
+        for row in self._lines(_CHANGES):
             uid = row.get("uid")
             if uid is None:
                 continue
@@ -117,13 +121,12 @@ class RecordsReader:
                 last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
         return revisions, advantages, {uid: name for uid, (_, name) in last.items()}
 
-    def _lines(self, only: Sequence[str] = (), head: int = 64) -> Iterator[dict[str, Any]]:
-        """Yield the rows in all files; with `only`, those whose first ``head`` bytes contain one of these words."""
-        words = [word.encode() for word in only]
+    def _lines(self, only: re.Pattern[bytes] | None = None, head: int = 64) -> Iterator[dict[str, Any]]:
+        """Yield the rows in all files; with `only`, those whose first ``head`` bytes match it."""
         for path in sorted(self.folder.glob("*.jsonl")):
             with path.open("rb") as lines:
                 for line in lines:
-                    if words and not any(word in line[:head] for word in words):
+                    if only is not None and not only.search(line, 0, head):
                         continue
                     row = parse_line(line)
                     if row is None:

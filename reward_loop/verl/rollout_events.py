@@ -22,6 +22,9 @@ RECORDING_AGENT_LOOP_MANAGER = "reward_loop.verl.rollout_events.RecordingAgentLo
 class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """Records each session, in the folder ``reward_loop.log_dir``. A Ray actor."""
 
+    _records: Records | None = None
+    """``None`` if nothing is recorded."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._records = _open_records(self.config)
@@ -59,9 +62,8 @@ class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
             self._mark("scored", kwargs)
 
     def _mark(self, name: str, kwargs: dict) -> None:
-        times = self._times.get((kwargs["uid"], kwargs["session_id"]))
-        if times is not None:
-            times[name] = time.time()
+        if self._records is not None:
+            self._times[kwargs["uid"], kwargs["session_id"]][name] = time.time()
 
 
 class RecordingAgentLoopManager(AgentLoopManagerTQ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
 from reward_loop.records.files import EVENTS
+from reward_loop.records.health import health as read_health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.filters import BadRequestError
 from reward_loop.view.follower import Follower
@@ -104,7 +106,17 @@ def create_app(index: Index) -> FastAPI:
             phases.update()
             known = {} if validate else phases.steps()
         rows = summaries.steps(validate)
-        return _json({"rows": [{**row, **known.get(row["step"], _NO_EVENTS), "warnings": []} for row in rows]})
+        warnings: dict[Any, list[str]] = defaultdict(list)
+        for warning in () if validate else read_health(index.folder):
+            warnings[warning["step"]].append(warning["message"])
+        return _json(
+            {
+                "rows": [
+                    {**row, **known.get(row["step"], _NO_EVENTS), "warnings": warnings.get(row["step"], [])}
+                    for row in rows
+                ]
+            }
+        )
 
     @app.get("/api/samples")
     def page(request: Request) -> Response:
@@ -140,7 +152,7 @@ def create_app(index: Index) -> FastAPI:
 
     @app.get("/api/health")
     def health() -> Response:
-        return _json({"warnings": []})
+        return _json({"warnings": read_health(index.folder)})
 
     @app.get("/api/changes")
     async def changes() -> StreamingResponse:

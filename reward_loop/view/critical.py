@@ -41,6 +41,12 @@ class Phase:
         """How long it took, without the phases within it."""
         return self.end - self.start - sum(part.end - part.start for part in self.parts)
 
+    def from_time(self, start: float) -> Phase:
+        """Return this phase and those within it, none of which begins before ``start``."""
+        if self.start >= start:
+            return self
+        return replace(self, start=start, parts=tuple(part.from_time(start) for part in self.parts))
+
     def all(self) -> Iterator[Phase]:
         """Yield this phase and all phases within it."""
         yield self
@@ -61,7 +67,9 @@ def nest(events: Iterable[Mapping[str, Any]]) -> list[Phase]:
         # The start is computed from the end, so a part may seem to begin earlier: its middle decides.
         while first and (found[first - 1].start + found[first - 1].end) / 2 >= start:
             first -= 1
-        parts = tuple(found[first:])
+        if first:
+            start = max(start, found[first - 1].end)
+        parts = tuple(part.from_time(start) for part in found[first:])
         found[first:] = [Phase(event["name"], event["step"], start, end, event.get("waits_for"), parts)]
     return found
 
@@ -83,12 +91,16 @@ class Segment:
         """How long it took."""
         return self.end - self.start
 
+    @property
+    def name(self) -> str:
+        """The part, and the sample that the trainer waited for."""
+        return self.part if self.work is None else f"{self.part} of {self.work.uid}"
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the segment as the page shows it: its lane is that of a span with the same name."""
+        """Return the segment as JSON values. The lane is ``rollouts``, ``queue``, ``judging``, or the trainer's."""
         lane = {JUDGING: "judging", QUEUE: "queue", GENERATION: "rollouts"}.get(self.part, TRAINER)
-        name = self.part if self.work is None else f"{self.part} of {self.work.uid}"
         sample = None if self.work is None else self.work.id
-        return {"lane": lane, "name": name, "start": self.start, "end": self.end, "id": sample}
+        return {"lane": lane, "name": self.name, "start": self.start, "end": self.end, "id": sample}
 
 
 def critical_path(phases: Sequence[Phase], works: Sequence[Work]) -> list[Segment]:
@@ -170,8 +182,8 @@ def bound(path: Sequence[Segment]) -> str | None:
     share = f"{seconds[part]:.1f} s of {path[-1].end - path[0].start:.1f} s"
     longest = max((segment for segment in path if segment.part == part), key=lambda segment: segment.seconds)
     if longest.work is None:
-        what = "a wait" if longest.waits_for else "a phase of the trainer"
-        return f"{part} bounded the step, {what}: {share}."
+        rest = ", without the rollouts and rewards that it waited for" if longest.waits_for else ""
+        return f"The phase {part} bounded the step: {share}{rest}."
     sample = f"sample {longest.work.uid}" + (f" of group {longest.work.group}" if longest.work.group else "")
     match part:
         case "judging":

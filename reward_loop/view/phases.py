@@ -13,7 +13,7 @@ from reward_loop.records.events import PHASE, ROLLOUT, STEP
 from reward_loop.records.files import EVENTS
 from reward_loop.records.lines import parse_line
 from reward_loop.view.critical import JUDGING, LATE_S, OTHER, QUEUE, Phase, Segment, arrival, expand, nest
-from reward_loop.view.spans import Work, works
+from reward_loop.view.spans import Work, work_of
 
 __all__ = ["PhaseReader", "phases"]
 
@@ -110,7 +110,7 @@ class PhaseReader:
         for path, (start, end) in new.items():
             for event in _events(path, start, end, ROLLOUT):
                 if not event.get("validate"):
-                    self._assign(works([event], [])[0], steps, ends)
+                    self._assign(work_of(event), steps, ends)
             self._offsets[path] = end
 
     def steps(self) -> dict[int, dict[str, Any]]:

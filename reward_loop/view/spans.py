@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from reward_loop._util.text import cut
 
-__all__ = ["TRAINER", "Span", "Work", "judge_spans", "rollout_spans", "works"]
+__all__ = ["TRAINER", "Span", "Work", "judge_spans", "rollout_spans", "scoring_start", "work_of", "works"]
 
 Kind = Literal["rollout", "judge", "trainer"]
 
@@ -40,8 +40,7 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The work for one sample until its reward arrived. Times that are not known are ``None``."""
 
     uid: str
@@ -54,6 +53,8 @@ class Work:
     """When the reward was requested."""
     scored: float | None
     """When the reward arrived."""
+    step: int | None = None
+    """The step in which its prompt was submitted."""
     judge: str = ""
     """The longest exchange with a judge, or the function, and its seconds, as text."""
 
@@ -106,18 +107,48 @@ def works(rollouts: Iterable[Row], rows: Iterable[Row]) -> list[Work]:
     by_uid = {row.get("uid"): row for row in rows if not row.get("validate")}
     found = []
     for event in rollouts:
-        if event.get("validate"):
-            by_uid.pop(event.get("uid"), None)
-            continue
         row = by_uid.pop(event.get("uid"), None)
-        times = event["start"], event["end"], event.get("scoring"), event.get("scored")
-        if row is not None and times[3] is None:  # scored with the whole batch
-            times = (*times[:2], scoring_start(row), row["time"])
-        found.append(Work(str(event.get("uid")), event.get("group"), _id(row), *times, judge=_longest(row)))
+        if not event.get("validate"):
+            found.append(work_of(event, row))
     for uid, row in by_uid.items():
         begun = scoring_start(row)
-        found.append(Work(str(uid), row.get("group"), _id(row), None, begun, begun, row["time"], _longest(row)))
+        found.append(
+            Work(
+                str(uid),
+                row.get("group"),
+                row.get("id"),
+                None,
+                begun,
+                begun,
+                row["time"],
+                row.get("step"),
+                _longest(row),
+            )
+        )
     return found
+
+
+def work_of(rollout: Row, row: Row | None = None) -> Work:
+    """Return the work for the sample of a rollout.
+
+    Args:
+        rollout: the event of the rollout.
+        row: the row of the sample, if there is one.
+    """
+    scoring, scored = rollout.get("scoring"), rollout.get("scored")
+    if row is not None and scored is None:  # scored with the whole batch
+        scoring, scored = scoring_start(row), row["time"]
+    return Work(
+        rollout["uid"],
+        rollout.get("group"),
+        None if row is None else row.get("id"),
+        rollout["start"],
+        rollout["end"],
+        scoring,
+        scored,
+        rollout.get("step"),
+        "" if row is None else _longest(row),
+    )
 
 
 def scoring_start(row: Row) -> float:
@@ -125,9 +156,7 @@ def scoring_start(row: Row) -> float:
     return row["time"] - (row.get("total_s") or 0.0)
 
 
-def _longest(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _longest(row: Row) -> str:
     judges = row.get("judges") or ()
     if judges:
         longest = max(judges, key=lambda judge: judge.get("seconds") or 0.0)
@@ -139,10 +168,6 @@ def _server(judge: Row) -> str:
     return " at ".join(str(part) for part in (judge.get("model"), judge.get("backend")) if part) or str(
         judge.get("url")
     )
-
-
-def _id(row: Row | None) -> str | None:
-    return None if row is None else row.get("id")
 
 
 def _short(error: Any) -> str | None:

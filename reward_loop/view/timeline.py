@@ -13,7 +13,7 @@ from reward_loop.records.reader import RecordsReader
 from reward_loop.view.critical import Phase, bound, critical_path, nest
 from reward_loop.view.spans import TRAINER, Span, judge_spans, rollout_spans, scoring_start, works
 
-__all__ = ["MAX_SPANS", "StepSpans", "read_step", "timeline"]
+__all__ = ["MAX_SPANS", "StepSpans", "near_steps", "order", "read_step", "step_phases", "timeline"]
 
 MAX_SPANS = 5000
 """The largest number of spans of a timeline. The shortest ones are left out; those of the trainer stay."""
@@ -23,6 +23,13 @@ OLDER, NEWER = 3, 1
 earlier steps, and rollouts of the next one are generated meanwhile."""
 
 Row = Mapping[str, Any]
+
+
+def step_phases(events: Iterable[Row], step: int) -> list[Phase]:
+    """Return the outermost phases of a step, of the trainer that ran it last: a resumed run repeats some steps."""
+    found = [event for event in events if event["step"] == step]
+    last = max(found, key=lambda event: event["end"], default=None)
+    return nest(event for event in found if last is not None and event.get("process") == last.get("process"))
 
 
 class StepSpans:
@@ -38,7 +45,7 @@ class StepSpans:
         by_kind: dict[str, list[Row]] = defaultdict(list)
         for event in events:
             by_kind[event["kind"]].append(event)
-        self.phases = nest(_latest(event for event in by_kind[PHASE] if event["step"] == step))
+        self.phases = step_phases(by_kind[PHASE], step)
         whole = [phase for phase in self.phases if phase.name == STEP]
         self.training: Sequence[Phase] = whole or self.phases
         """The phases of the step itself, without validation."""
@@ -66,6 +73,11 @@ class StepSpans:
         ]
 
 
+def near_steps(step: int) -> range:
+    """Return the steps whose samples may be drawn in a step."""
+    return range(step - OLDER, step + NEWER + 1)
+
+
 def read_step(folder: Path, step: int) -> StepSpans:
     """Read what happened in a training step.
 
@@ -77,7 +89,7 @@ def read_step(folder: Path, step: int) -> StepSpans:
         NoRecordsError: there is no such folder, or it contains no records.
         ConfigError: nothing is recorded for this step.
     """
-    near = range(step - OLDER, step + NEWER + 1)
+    near = near_steps(step)
     found = StepSpans(step, read_events(folder, near), list(RecordsReader(folder).rows_of(near)))
     if not found.is_known:
         raise ConfigError(f"{folder} has no records of step {step}")
@@ -110,7 +122,7 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
         "end": found.end,
         "lanes": [
             {"name": lanes[key][0].lane, "kind": key[0], "spans": list(map(_to_dict, lanes[key]))}
-            for key in _order(lanes)
+            for key in order(lanes)
         ],
         "critical": [segment.to_dict() for segment in path],
         "bound": bound(path),
@@ -125,7 +137,7 @@ def _largest(spans: Sequence[Span]) -> Sequence[Span]:
     return longest[: max(MAX_SPANS, sum(span.kind == "trainer" for span in spans))]
 
 
-def _order(lanes: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
+def order(lanes: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
     """Return the lanes from top to bottom: rollouts, functions, judges, the trainer."""
     kinds = ("rollout", "judge", "trainer")
     return sorted(lanes, key=lambda key: (kinds.index(key[0]), key[1].startswith("judge "), key[1]))
@@ -133,13 +145,6 @@ def _order(lanes: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
 
 def _to_dict(span: Span) -> dict[str, Any]:
     return {"name": span.name, "start": span.start, "end": span.end, "id": span.id, "detail": dict(span.detail)}
-
-
-def _latest(phases: Iterable[Row]) -> list[Row]:
-    """Return the phases of the trainer that ran the step last: a run that was resumed repeats some steps."""
-    found = list(phases)
-    last = max(found, key=lambda phase: phase["end"], default=None)
-    return [phase for phase in found if last is not None and phase.get("process") == last.get("process")]
 
 
 def _end(rollout: Row) -> float:

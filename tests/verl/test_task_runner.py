@@ -31,7 +31,7 @@ def agent_loop_manager(config: DictConfig) -> Any:
 @pytest.mark.parametrize(
     ("mode", "trainer", "manager"),
     [
-        ("sync", PPOTrainerSync, RECORDING_AGENT_LOOP_MANAGER),
+        ("sync", PPOTrainerSync, None),
         ("reward_pipeline", RewardPipelineTrainer, AGENT_LOOP_MANAGER),
         ("separate_async", QueueSeparateAsyncTrainer, QUEUE_AGENT_LOOP_MANAGER),
     ],
@@ -43,16 +43,16 @@ def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: ty
 
 
 @pytest.mark.parametrize(
-    ("option", "manager"),
+    ("options", "manager"),
     [
-        ("reward_loop.log_dir=null", None),
-        ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager", "mine.Manager"),
+        ((), RECORDING_AGENT_LOOP_MANAGER),
+        (("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager",), "mine.Manager"),
     ],
 )
-def test_verls_agent_loop_manager_stays_without_records_and_a_manager_of_the_user_always(
-    option: str, manager: str | None
+def test_rollouts_are_recorded_by_an_agent_loop_manager_unless_the_user_has_one(
+    options: tuple[str, ...], manager: str
 ) -> None:
-    settings = resolved("trainer.v1.trainer_mode=sync", option)
+    settings = resolved("trainer.v1.trainer_mode=sync", "reward_loop.log_dir=/records", *options)
     _trainer_class(settings.config, settings.mode)
     assert agent_loop_manager(settings.config) == manager
 

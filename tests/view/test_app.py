@@ -15,6 +15,7 @@ pytest.importorskip("duckdb")
 from starlette.testclient import TestClient
 
 from reward_loop.records import Records
+from reward_loop.records.health import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
 from reward_loop.view.guard import Guard
@@ -203,6 +204,20 @@ def test_compare(client: TestClient, folder: Path) -> None:
     answer = client.get("/api/compare", params={"other": "/nowhere"})
     assert answer.status_code == 400
     assert "/nowhere" in answer.json()["error"]
+
+
+def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> None:
+    assert get(client, "health") == {"warnings": []}
+    made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
+    fields = {"step": 1, "monitor": "masked", "value": 0.9, "threshold": 0.5, "since": 1}
+    health = open_health(tmp_path / "rewards")
+    health.write(warning_row(message="90 % of the samples are masked", subject="", **fields))
+    flushed(health)
+    with Index(tmp_path / "rewards") as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
+            assert get(client, "steps")["rows"][0]["warnings"] == ["90 % of the samples are masked"]
 
 
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:

@@ -87,6 +87,22 @@ def test_a_slow_judge_bounds_the_step(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("slowest", "sentence"),
+    [
+        (("update_actor", 14.0, 30.0), "The phase update_actor bounded the step: 16.0 s of 21.0 s."),
+        (
+            ("gen", 14.0, 30.0, "rewards"),
+            "The phase gen bounded the step: 17.0 s of 21.0 s, without the rollouts and rewards that it waited for.",
+        ),
+    ],
+)
+def test_a_phase_of_the_trainer_bounds_the_step(tmp_path: Path, slowest: tuple[Any, ...], sentence: str) -> None:
+    events = phases(1, ("gen", 10.0, 14.0, "rewards"), slowest, ("step", 10.0, 31.0))
+    found = timeline(write(tmp_path, [*events, rollout("a_0", 10.0, 12.0, 12.0, 13.0)], [row("a_0", 12.0, 13.0)]), 1)
+    assert found["bound"] == sentence
+
+
 def test_judging_in_the_background_is_not_on_the_critical_path(tmp_path: Path) -> None:
     # As in the mode reward_pipeline: the trainer waits for rollouts, then computes while samples are judged.
     events = phases(
