@@ -1,10 +1,12 @@
 /**
- * A small safe part of Markdown: headings, lists, code, emphasis, and mathematics as text. It builds nodes itself; links,
- * images and HTML stay text.
+ * A small safe part of Markdown: headings, lists, code, emphasis, and mathematics as text. It builds nodes itself;
+ * links, images and HTML stay text.
  */
 
 import { el } from "./dom.js";
 
+/** The time to find emphasis can grow with the square of the length. */
+const LONGEST_PARAGRAPH = 4000;
 const FENCE = /^\s*(```|~~~)/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^\s*([-*+]|\d+[.)])\s+(.*)$/;
@@ -60,8 +62,9 @@ function paragraph(root, lines, at) {
   return end;
 }
 
-/** Returns a text in parts: code, mathematics and emphasis are elements. */
+/** Returns a text in parts: code, mathematics and emphasis are elements. Very long paragraphs stay text. */
 function inline(text) {
+  if (text.length > LONGEST_PARAGRAPH) return [text];
   const parts = [];
   let from = 0;
   for (const found of text.matchAll(INLINE)) {
