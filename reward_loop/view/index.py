@@ -3,7 +3,7 @@
 Invariants:
 
 - Only complete lines are read. `files` has the offset of the first line that has not been read.
-- A chunk, its rows and the new offsets are committed in one transaction: after a crash, no line is missing or twice.
+- The rows of chunks and the new offsets are committed in one transaction: after a crash, no line is missing or twice.
 - One thread at a time writes (`_lock`); queries use cursors of their own and see the last commit.
 """
 
@@ -73,7 +73,7 @@ class Index:
                 self._database.close()
                 store.delete_database(self._path)
                 self._database = store.open_database(self._path)
-            stack.callback(self._close)
+            stack.callback(self._database.close)
             self._chunk = self._path.with_suffix(".chunk.jsonl")
             stack.callback(self._chunk.unlink, missing_ok=True)
             self.revision = self._read_bytes()
@@ -240,9 +240,6 @@ class Index:
             if fingerprint(path) != bytes(head) or path.stat().st_size < size:
                 return False
         return True
-
-    def _close(self) -> None:
-        self._database.close()
 
 
 def _read(path: Path, start: int, size: int) -> bytes:
