@@ -24,6 +24,8 @@ from reward_loop.offline.compare_command import compare
 from reward_loop.records.command import stuck
 from reward_loop.records.report_command import report
 from reward_loop.router.command import route
+from reward_loop.view.command import view
+from reward_loop.view.trace_command import trace
 
 __all__ = ["app", "main"]
 
@@ -94,6 +96,8 @@ app.command()(score)
 app.command()(route)
 app.command()(report)
 app.command()(compare)
+app.command()(view)
+app.command()(trace)
 app.command()(stuck)
 app.command()(limits)
 app.command()(simulate)

@@ -30,6 +30,7 @@ HOMES = {
     "torch": MODELS,
     "transformers": MODELS,
     "pyarrow": ["offline/parquet.py"],
+    "duckdb": ["view"],
 }
 
 EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores"), ("agent/ray_agent.py", "torch", "tensor")}

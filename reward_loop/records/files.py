@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EXCHANGES", "TEXTS", "Place", "RecordFiles"]
+__all__ = ["EVENTS", "EXCHANGES", "TEXTS", "Place", "RecordFiles"]
 
 logger = logging.getLogger(__name__)
 
 TEXTS, EXCHANGES = "texts", "exchanges"
 """The sub-folders of texts: those of samples, and those of their exchanges with model servers."""
+
+EVENTS = "events"
+"""The sub-folder of the trainer's events."""
 
 SEGMENTS = 512
 """A segment ends when it is larger than this part of the folder's maximum size."""
@@ -60,6 +63,10 @@ class RecordFiles:
     def add_rows(self, lines: Sequence[bytes]) -> None:
         """Append lines to the file of rows."""
         self._append(self.path, b"".join(lines))
+
+    def add_events(self, lines: Sequence[bytes]) -> None:
+        """Append lines to the file of events."""
+        self._append(self.folder / EVENTS / self.path.name, b"".join(lines))
 
     def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[Place | None]:
         """Append texts to the current segment.
@@ -119,7 +126,7 @@ class RecordFiles:
         Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
         """
         try:
-            rows = sum(size for _, size, _ in _files(self.folder))
+            rows = sum(size for folder in (self.folder, self.folder / EVENTS) for _, size, _ in _files(folder))
             left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
         except OSError:
             return  # `_append` reports a file system that does not work

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from reward_loop.errors import ConfigError
+from reward_loop.records.events import ADVANTAGE
+from reward_loop.records.lines import parse_line
 from reward_loop.records.rows import REVISION, SAMPLE, VERSION
 
 __all__ = ["NoRecordsError", "RecordsReader"]
 
 _REVISED = ("outcome", "error")
+
+_CHANGES = re.compile(f'"kind":"(?:{REVISION}|{ADVANTAGE})"'.encode())
+
+_HEAD = 4096
+"""The number of bytes within which a row has its step."""
 
 
 class NoRecordsError(ConfigError):
@@ -47,19 +52,33 @@ class RecordsReader:
             )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of all samples, with their revisions applied.
+        """Yield the rows of all samples, with their revisions and advantages applied.
 
-        A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true.
+        A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true. A sample
+        that was trained on has a field ``advantage``, if the trainer recorded it.
         """
-        revisions, last = self._revisions()
+        revisions, advantages, last = self._changes()
         self.incomplete = 0
         for row in self._lines():
             if row["kind"] != SAMPLE:
                 continue
             uid = row.get("uid")
-            if uid in revisions and row.get("id") == last.get(uid):
-                row = _revised(row, revisions[uid])
+            if uid in last and row.get("id") == last[uid]:
+                if uid in revisions:
+                    row = _revised(row, revisions[uid])
+                if uid in advantages:
+                    row = {**row, "advantage": advantages[uid]}
             yield row
+
+    def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the samples that were generated for some steps, without their revisions.
+
+        Args:
+            steps: the training steps.
+        """
+        pattern = rb'"step":(?:%b),' % b"|".join(b"%d" % step for step in steps)
+        lines = self._lines(re.compile(pattern), _HEAD)
+        return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
@@ -82,30 +101,34 @@ class RecordsReader:
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
 
-    def _revisions(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the last revision of each uid, and the ID of the last row of each of these uids."""
+    def _changes(self) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, str]]:
+        """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids."""
         revisions: dict[str, dict[str, Any]] = {}
-        for row in self._lines(only=REVISION.encode()):
+        advantages: dict[str, float] = {}
+        for row in self._lines(_CHANGES):
             uid = row.get("uid")
-            if row["kind"] != REVISION or uid is None:
+            if uid is None:
                 continue
-            if uid not in revisions or row["time"] >= revisions[uid]["time"]:
+            if row["kind"] == ADVANTAGE:
+                advantages[uid] = row["advantage"]
+            elif row["kind"] == REVISION and (uid not in revisions or row["time"] >= revisions[uid]["time"]):
                 revisions[uid] = row
         last: dict[str, tuple[float, str]] = {}
-        for row in self._lines() if revisions else ():
+        changed = revisions.keys() | advantages.keys()
+        for row in self._lines() if changed else ():
             uid = row.get("uid")
-            if uid in revisions and row["kind"] == SAMPLE:
+            if uid in changed and row["kind"] == SAMPLE:
                 last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
-        return revisions, {uid: name for uid, (_, name) in last.items()}
+        return revisions, advantages, {uid: name for uid, (_, name) in last.items()}
 
-    def _lines(self, only: bytes | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the rows in all files; with `only`, those whose beginning contains it."""
+    def _lines(self, only: re.Pattern[bytes] | None = None, head: int = 64) -> Iterator[dict[str, Any]]:
+        """Yield the rows in all files; with `only`, those whose first ``head`` bytes match it."""
         for path in sorted(self.folder.glob("*.jsonl")):
             with path.open("rb") as lines:
                 for line in lines:
-                    if only is not None and only not in line[:64]:
+                    if only is not None and not only.search(line, 0, head):
                         continue
-                    row = _parse(line)
+                    row = parse_line(line)
                     if row is None:
                         self.incomplete += 1
                         continue
@@ -130,24 +153,10 @@ class RecordsReader:
                 content = file.read(row[f"{kind}_bytes"])
         except OSError:
             return []
-        parsed = (_parse(line) for line in content.splitlines(keepends=True))
+        parsed = (parse_line(line) for line in content.splitlines(keepends=True))
         return [line for line in parsed if line is not None]
 
 
 def _revised(row: dict[str, Any], revision: Mapping[str, Any]) -> dict[str, Any]:
     changes = {name: revision[name] for name in _REVISED if revision.get(name) is not None}
     return {**row, **changes, "reward": revision.get("reward"), "masked": revision.get("masked"), "revised": True}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; ``None`` if the line is incomplete."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-    return found if isinstance(found, dict) else None

@@ -16,7 +16,7 @@ from reward_loop.records.encoding import encode_record
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
 from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
-__all__ = ["Records", "records"]
+__all__ = ["MAX_BYTES", "Records", "records"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,21 @@ the memory; further records are dropped."""
 _CHUNK = 256
 """The largest number of records that are encoded and written together."""
 
-_ROW_SIZE = 1000
+_ROW_SIZE, _PLAIN_SIZE = 1000, 300
 
 
 class _Record(NamedTuple):
     row: Mapping[str, Any]
     text: Mapping[str, Any] | None
     exchanges: Sequence[Mapping[str, Any]]
+    size: int
+
+
+class _Plain(NamedTuple):
+    """Lines that are written as they are: rows without texts, and events."""
+
+    lines: Sequence[Mapping[str, Any]]
+    is_event: bool
     size: int
 
 
@@ -62,7 +70,7 @@ class Records:
     def __init__(self, directory: str | Path, max_bytes: int = MAX_BYTES) -> None:
         self._files = RecordFiles(Path(directory).absolute(), max_bytes)
         self._numbers = itertools.count()
-        self._waiting: deque[_Record | threading.Event] = deque()
+        self._waiting: deque[_Record | _Plain | threading.Event] = deque()
         self._waiting_size = 0
         self._size_lock = threading.Lock()
         self._drops = False
@@ -91,16 +99,35 @@ class Records:
         size = _ROW_SIZE + (0 if text is None else len(text.get("response") or ""))
         for exchange in exchanges:
             size += _ROW_SIZE + len(exchange.get("reply") or "")
+        self._queue(_Record(row, text, exchanges, size))
+
+    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Queue rows that change earlier rows, without texts and exchanges. The caller must not change them.
+
+        Args:
+            rows: the rows.
+        """
+        self._queue(_Plain(rows, is_event=False, size=_PLAIN_SIZE * len(rows)))
+
+    def write_event(self, event: Mapping[str, Any]) -> None:
+        """Queue an event of the trainer for writing.
+
+        Args:
+            event: the event; see `reward_loop.records.events`.
+        """
+        self._queue(_Plain([event], is_event=True, size=_PLAIN_SIZE))
+
+    def _queue(self, item: _Record | _Plain) -> None:
         with self._size_lock:
-            drops = self._waiting_size + size > MAX_WAITING
+            drops = self._waiting_size + item.size > MAX_WAITING
             if not drops:
-                self._waiting_size += size
+                self._waiting_size += item.size
         if drops:
             if not self._drops:
                 logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
             self._drops = True
             return
-        self._waiting.append(_Record(row, text, exchanges, size))
+        self._waiting.append(item)
         if not self._started:
             self._start()
         if not self._has_records.is_set():
@@ -134,20 +161,33 @@ class Records:
             found = [item for item in items if isinstance(item, _Record)]
             for start in range(0, len(found), _CHUNK):
                 self._write_chunk(found[start : start + _CHUNK])
+            # After the samples, which these rows may change.
+            self._write_chunk([item for item in items if isinstance(item, _Plain)])
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _write_chunk(self, found: Sequence[_Record]) -> None:
+    def _write_chunk(self, found: Sequence[_Record] | Sequence[_Plain]) -> None:
+        if not found:
+            return
         try:
-            self._write(found)
+            self._write([item for item in found if isinstance(item, _Record)])
+            self._write_plain([item for item in found if isinstance(item, _Plain)])
         except Exception:  # a bug must not end the thread
             logger.exception("records of samples are lost")
         with self._size_lock:
-            self._waiting_size -= sum(record.size for record in found)
+            self._waiting_size -= sum(item.size for item in found)
             self._drops = self._drops and self._waiting_size > 0
 
+    def _write_plain(self, found: Sequence[_Plain]) -> None:
+        for add, is_event in ((self._files.add_rows, False), (self._files.add_events, True)):
+            lines = [_line(line) for item in found if item.is_event is is_event for line in item.lines]
+            if lines:
+                add(lines)
+
     def _write(self, found: Sequence[_Record]) -> None:
+        if not found:
+            return
         stem = self.path.stem
         names = [f"{stem}-{next(self._numbers)}" for _ in found]
         texts, exchanges = [], []

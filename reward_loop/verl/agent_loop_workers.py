@@ -16,11 +16,12 @@ from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import assign_non_tensor
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl.assignments import Assignments
+from reward_loop.verl.rollout_events import RecordingAgentLoopWorker
 from reward_loop.verl.router_address import worker_nodes
 from reward_loop.verl.tq_batches import unfinished_prompts
 
@@ -34,7 +35,7 @@ MAX_STARTS = 3
 """How many times a replacement is started, if it dies before it is ready."""
 
 
-class WatchedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+class WatchedAgentLoopWorker(RecordingAgentLoopWorker):
     """verl's agent loop worker, whose death can be detected. A Ray actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

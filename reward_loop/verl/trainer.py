@@ -22,6 +22,7 @@ from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
 from reward_loop.verl.compat.adapters import with_missing_values
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
+from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import extend
 from reward_loop.verl.resolve import without_reward
@@ -76,7 +77,7 @@ class _RewardLoop:
         self.reward_loop_worker_handles: list[RewardClient] | None = [workers.client] if inside_rollout else None
 
 
-class RewardLoopTrainer(PPOTrainer):
+class RewardLoopTrainer(RecordingTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
     Args:

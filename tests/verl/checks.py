@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reward_loop.records.events import read_events
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.phases import phases
+from reward_loop.view.timeline import timeline
 from tests.verl import rewards
+from tests.verl.runs import Run
 
 
 def signature(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, float]]:
@@ -61,11 +68,67 @@ def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]
 
 
 def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
+    """The advantages of the samples that are trained on; see `advantages_by_uid`."""
+    return list(advantages_by_uid(rollouts).values())
+
+
+def advantages_by_uid(rollouts: list[dict[str, Any]]) -> dict[str, float]:
     """GRPO by hand: the masked leave their group, and who is left alone has no baseline."""
-    advantages = []
+    advantages = {}
     for group in groups(rollouts).values():
-        scored = [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1]
-        if len(scored) > 1:
-            mean, deviation = statistics.mean(scored), statistics.stdev(scored)
-            advantages += [(score - mean) / (deviation + 1e-6) for score in scored]
+        scores = {row["uid"]: row["score"] for row in group if rewards.number(row["output"]) % 7 > 1}
+        if len(scores) > 1:
+            mean, deviation = statistics.mean(scores.values()), statistics.stdev(scores.values())
+            advantages |= {uid: (score - mean) / (deviation + 1e-6) for uid, score in scores.items()}
     return advantages
+
+
+def check_events(run: Run, folder: Path, phases_of_mode: set[str]) -> None:
+    """The events of a run agree with verl's own timings, its rollouts with the rows, its advantages with the scores.
+
+    Args:
+        run: a run with :class:`tests.verl.rewards.Mixed`.
+        folder: its records.
+        phases_of_mode: phases that every step has.
+    """
+    rows = {row["uid"]: row for row in RecordsReader(folder).rows() if not row["validate"]}
+    rollouts = {event["uid"]: event for event in read_events(folder) if event["kind"] == "rollout"}
+    by_step = phases(folder)
+    steps = sorted(step for step in run.steps if step > 0)
+    assert sorted(by_step) == steps
+    for step in steps:
+        metrics, seconds = run.steps[step], by_step[step]["phases"]
+        timings = {
+            name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")
+        }
+        assert phases_of_mode <= seconds.keys()
+        for name in seconds.keys() - {"other"}:
+            assert seconds[name] == pytest.approx(timings[name], abs=1e-3), (step, name)
+        assert timings.keys() <= seconds.keys() | {"step", "testing"}
+        assert sum(seconds.values()) == pytest.approx(timings["step"], abs=1e-3)
+        assert by_step[step]["waiting_s"] >= 0
+        expected = advantages_by_uid(run.rollouts(step))
+        trained = [row["uid"] for row in run.rollouts(step)]
+        recorded = {uid: rows[uid.rsplit("_", 1)[0]].get("advantage") for uid in trained}
+        assert {uid: value for uid, value in recorded.items() if value is not None} == pytest.approx(expected, abs=1e-4)
+        for uid in trained:
+            session = uid.rsplit("_", 1)[0]
+            row, event = rows[session], rollouts[session]
+            assert event["group"] == row["group"] == session.split("_")[0]
+            assert event["step"] == row["step"]
+            # Clocks are those of one machine; the row's start is computed from its end.
+            assert event["start"] <= event["end"] <= event["scoring"] <= row["time"] - row["total_s"] + 0.05
+            assert row["time"] <= event["scored"] + 0.05
+        check_timeline(folder, step, metrics)
+
+
+def check_timeline(folder: Path, step: int, metrics: dict[str, Any]) -> None:
+    """The critical path covers the step, and its lanes have the rollouts, the function and the trainer."""
+    found = timeline(folder, step)
+    assert {lane["kind"] for lane in found["lanes"]} == {"rollout", "judge", "trainer"}
+    assert found["truncated"] == 0
+    path = found["critical"]
+    assert all(before["end"] <= after["start"] + 1e-3 for before, after in itertools.pairwise(path))
+    covered = sum(part["end"] - part["start"] for part in path)
+    assert covered == pytest.approx(metrics["timing_s/step"], rel=0.05)
+    assert "bounded the step" in found["bound"]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, groups, texts
+from reward_loop.records.events import read_events
+from reward_loop.view.phases import phases
+from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, groups, texts
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -123,6 +125,18 @@ def test_every_step_says_where_its_seconds_went(run: Run) -> None:
     assert all(run.steps[step]["reward_pipeline/rewards_pending_max"] >= 1 for step in range(1, 4))
 
 
+def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
+    phases_of_mode = {"gen", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights"}
+    folder = run.directory / "checkpoints" / "rewards"
+    check_events(run, folder, phases_of_mode)
+    for step, found in phases(folder).items():
+        # Each update call is a phase.
+        updates = [event for event in read_events(folder, [step]) if event.get("name") == "update_actor"]
+        assert len(updates) == run.steps[step]["reward_pipeline/update_calls"]
+        waiting = run.steps[step]["reward_pipeline/waiting_for_rewards_s"]
+        assert found["waiting_s"] == pytest.approx(waiting, abs=1e-3)
+
+
 def test_a_checkpoint_keeps_the_rollouts_that_wait_for_rewards(
     run: Run, tmp_path: Path, tiny_generative_model: Path
 ) -> None:
@@ -205,6 +219,14 @@ def test_the_run_survives_the_death_of_an_agent_loop_worker(picky_run: Run) -> N
     }
     assert counts["agent_loop_workers_replaced"] == 1
     assert counts["prompts_generated_again"] + counts["prompts_judged_again"] >= 1
+
+
+def test_the_events_of_a_run_whose_agent_loop_worker_was_killed_can_be_read(picky_run: Run) -> None:
+    folder = picky_run.directory / "checkpoints" / "rewards"
+    assert sorted(phases(folder)) == [1, 2, 3, 4]
+    processes = {event["process"] for event in read_events(folder) if event["kind"] == "rollout"}
+    assert len(processes) == 2, "the agent loop worker that was killed, and its replacement"
+    assert any(event["error"] for event in read_events(folder) if event["kind"] == "rollout")
 
 
 def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:

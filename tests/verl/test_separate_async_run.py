@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.verl import rewards
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages
+from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages
 from tests.verl.runs import Run, train
 
 pytestmark = pytest.mark.integration
@@ -109,6 +109,10 @@ def test_staleness_is_logged_and_bounded(run: Run) -> None:
     for step in STEPS:
         figures = queue_figures(run, step)
         assert 0 <= figures["staleness_max"] <= figures["all_staleness_max"] < OFF_POLICY
+
+
+def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
+    check_events(run, run.directory / "records", {"gen", "old_log_prob", "adv", "update_actor", "update_weights"})
 
 
 def queue_figures(run: Run, step: int) -> dict[str, float]:

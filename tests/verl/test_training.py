@@ -10,8 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.phases import phases
+from reward_loop.view.timeline import timeline
 from tests.verl import rewards
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, signature, texts
+from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, signature, texts
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -97,7 +100,7 @@ def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
 def test_every_sample_has_a_record(mixed_run: Run) -> None:
     folder = mixed_run.directory / "checkpoints" / "rewards"  # the default
     files = list(folder.glob("*.jsonl"))
-    assert len(files) == 2, "one for each reward worker"
+    assert len(files) == 3, "one for each reward worker, and one of the trainer with the advantages"
     rows = pd.concat([pd.read_json(file, lines=True) for file in files])
     written = rows[rows.kind == "sample"]
     assert written.uid.is_unique
@@ -119,6 +122,11 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
             assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
             assert record.prompt[0]["content"] in rollout["input"]
             assert record.group == rollout["uid"].split("_")[0]
+
+
+def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:
+    phases_of_mode = {"gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
+    check_events(mixed_run, mixed_run.directory / "checkpoints" / "rewards", phases_of_mode)
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:
@@ -279,6 +287,17 @@ def test_a_killed_agent_loop_worker_is_replaced(harried_run: Run) -> None:
     assert sum(step["reward_loop/agent_loop_workers_replaced"] for step in steps) == 1
     uids = [row["uid"] for step in (1, 2, 3) for row in harried_run.rollouts(step)]
     assert len(set(uids)) == 3 * 8 * 4
+
+
+def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_run: Run) -> None:
+    folder = harried_run.directory / "checkpoints" / "rewards"
+    scored = {row["uid"] for row in RecordsReader(folder).rows()}
+    assert {row["uid"].rsplit("_", 1)[0] for step in (1, 2) for row in harried_run.rollouts(step)} <= scored
+    found = phases(folder)
+    for step in (1, 2, 3):
+        timings = harried_run.steps[step]
+        assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
+        assert "bounded the step" in timeline(folder, step)["bound"]
 
 
 def test_ctrl_c_leaves_no_process(harried_run: Run, tiny_discriminative_model: Path) -> None:

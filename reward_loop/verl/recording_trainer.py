@@ -1,0 +1,111 @@
+"""Records what the trainer does: the phases of each step, and the advantages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import transfer_queue as tq
+from omegaconf import DictConfig
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from reward_loop.managers.recording import open_records
+from reward_loop.records import Records
+from reward_loop.records.events import WaitsFor, advantage_row, phase_event
+from reward_loop.verl.reward_metrics import StepRewards, final_outputs, session_of
+from reward_loop.verl.settings import RewardSettings
+
+__all__ = ["RecordedSeconds", "RecordingTrainer"]
+
+
+class RecordedSeconds(dict[str, float]):
+    """verl's timings of a step. Each time seconds are added to a timing, a phase has just ended.
+
+    Args:
+        ended: called with the name of the phase, and its seconds.
+    """
+
+    def __init__(self, ended: Callable[[str, float], None]) -> None:
+        super().__init__()
+        self._ended = ended
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        added = seconds - self.get(name, 0.0)
+        super().__setitem__(name, seconds)
+        if added > 0:
+            self._ended(name, added)
+
+
+class RecordingTrainer(PPOTrainer):
+    """The part of `RewardLoopTrainer` that records events and advantages, in the folder ``reward_loop.log_dir``.
+
+    All timings of verl and of the trainer modes go through ``timing_raw``, so their sums equal verl's ``timing_s/*``.
+    """
+
+    _settings: RewardSettings
+    _colocated: Any
+    _rewards: StepRewards
+    _records: Records | None = None
+    """``None`` if nothing is recorded."""
+    _timing_raw: dict[str, float]
+
+    def __init__(self, config: DictConfig) -> None:
+        self._records = open_records(self._settings.options)
+        super().__init__(config)
+
+    @property
+    def timing_raw(self) -> dict[str, float]:
+        """The seconds of the current step, by the name of the timing. verl sets it at the start of each step."""
+        return self._timing_raw
+
+    @timing_raw.setter
+    def timing_raw(self, seconds: dict[str, float]) -> None:
+        if self._records is None:
+            self._timing_raw = seconds
+            return
+        self._timing_raw = RecordedSeconds(self._record_phase)
+        self._timing_raw.update(seconds)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Trains, and then writes the events that are left."""
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            if self._records is not None:
+                self._records.flush()
+
+    def _record_phase(self, name: str, seconds: float) -> None:
+        assert self._records is not None
+        end = time.time()
+        self._records.write_event(phase_event(name, self.global_steps, end - seconds, end, self._waits_for(name)))
+
+    def _waits_for(self, phase: str) -> WaitsFor | None:
+        """Returns what the trainer waits for in a phase."""
+        if phase in ("reward", "wait_reward"):
+            return "rewards"
+        if phase not in ("gen", "switch_wait"):
+            return None
+        # In the mode `reward_pipeline`, the wait for rewards is a phase of its own.
+        scored_in_rollout = self._settings.inside_rollout and self._colocated is None
+        return "rewards" if scored_in_rollout and self._settings.mode.pipeline is None else "rollouts"
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
+        if self._records is not None:
+            self._record_advantages(self._records, batch.partition_id)
+
+    def _record_advantages(self, records: Records, partition_id: str) -> None:
+        """Records the advantage of each sample of the step: the mean over the tokens that are trained on."""
+        keys = final_outputs(self._rewards.trained)
+        if not keys:
+            return
+        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["advantages", "response_mask"])
+        rows = []
+        for key, advantages, mask in zip(
+            keys, data["advantages"].unbind(), data["response_mask"].unbind(), strict=True
+        ):
+            trained = advantages[mask.bool()]
+            if len(trained):
+                rows.append(advantage_row(session_of(key)[0], self.global_steps, float(trained.mean())))
+        records.write_rows(rows)

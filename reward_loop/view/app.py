@@ -1,0 +1,179 @@
+"""The server of the viewer: the pages, and their data as JSON.
+
+Routes are plain functions, so FastAPI runs them in threads: queries never block the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from reward_loop._util.json import encode
+from reward_loop.errors import ConfigError
+from reward_loop.offline.compare import compare, read_scoring
+from reward_loop.records.files import EVENTS
+from reward_loop.records.health import health as read_health
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.filters import BadRequestError
+from reward_loop.view.follower import Follower
+from reward_loop.view.index import Index
+from reward_loop.view.judges import judges
+from reward_loop.view.phases import PhaseReader
+from reward_loop.view.samples import Samples
+from reward_loop.view.summaries import Summaries
+from reward_loop.view.timeline import timeline
+
+__all__ = ["create_app"]
+
+STATIC = Path(__file__).parent / "static"
+
+HEARTBEAT_S = 15.0
+"""Seconds after which an open stream of changes sends the state again, so that proxies keep it open."""
+
+
+_NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
+"""The fields of a step for which the trainer has recorded no events."""
+
+
+def create_app(index: Index) -> FastAPI:
+    """Return the ASGI app of the viewer, which follows the folder while it runs.
+
+    Args:
+        index: an open index, up to date.
+    """
+    follower, phases = Follower(index), PhaseReader(index.folder)
+    reading, comparing = threading.Lock(), threading.Lock()
+    samples, summaries = Samples(index, RecordsReader(index.folder)), Summaries(index)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(follower.run())
+            try:
+                yield
+            finally:
+                await follower.stop()
+
+    app = FastAPI(title="reward-loop view", lifespan=lifespan, openapi_url=None)
+    app.state.follower = follower
+
+    @app.exception_handler(HTTPException)
+    def on_http_error(request: Request, error: HTTPException) -> Response:
+        return _json({"error": str(error.detail)}, error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = (f"{found['loc'][-1]}: {found['msg']}" for found in error.errors())
+        return _json({"error": "; ".join(problems)}, 400)
+
+    @app.exception_handler(BadRequestError)
+    def on_bad_request(request: Request, error: BadRequestError) -> Response:
+        return _json({"error": str(error)}, 400)
+
+    @app.exception_handler(ConfigError)
+    def on_config_error(request: Request, error: ConfigError) -> Response:
+        return _json({"error": str(error)}, 400)
+
+    @app.get("/api/run")
+    def run() -> Response:
+        notes = [] if follower.problem is None else [f"New records cannot be read: {follower.problem}"]
+        return _json(
+            {
+                "folder": str(index.folder.absolute()),
+                **summaries.run(),
+                "following": index.is_following,
+                "revision": index.revision,
+                "events": any((index.folder / EVENTS).glob("*.jsonl")),
+                "incomplete": index.incomplete,
+                "notes": notes,
+            }
+        )
+
+    @app.get("/api/steps")
+    def steps(validate: bool = False) -> Response:
+        with reading:
+            phases.update()
+            known = {} if validate else phases.steps()
+        rows = summaries.steps(validate)
+        warnings: dict[Any, list[str]] = defaultdict(list)
+        for warning in () if validate else read_health(index.folder):
+            warnings[warning["step"]].append(warning["message"])
+        return _json(
+            {
+                "rows": [
+                    {**row, **known.get(row["step"], _NO_EVENTS), "warnings": warnings.get(row["step"], [])}
+                    for row in rows
+                ]
+            }
+        )
+
+    @app.get("/api/samples")
+    def page(request: Request) -> Response:
+        return _json(samples.page(request.query_params))
+
+    @app.get("/api/groups")
+    def groups(request: Request) -> Response:
+        return _json(samples.groups(request.query_params))
+
+    @app.get("/api/sample/{name:path}")
+    def sample(name: str, request: Request) -> Response:
+        found = samples.sample(name, request.query_params)
+        if found is None:
+            raise HTTPException(404, f"There is no sample {name}.")
+        return _json(found)
+
+    @app.get("/api/judges")
+    def all_judges(request: Request) -> Response:
+        return _json({"rows": judges(index, request.query_params)})
+
+    @app.get("/api/timeline")
+    def timeline_of(step: int) -> Response:
+        try:
+            return _json(timeline(index.folder, step))
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from None
+
+    @app.get("/api/compare")
+    def compared(other: str, on: str | None = None, threshold: float | None = None) -> Response:
+        with comparing:  # each reads both folders into memory
+            a, b = (read_scoring(path, on=on) for path in (index.folder, Path(other)))
+            return _json(compare(a, b, threshold=threshold).to_dict())
+
+    @app.get("/api/health")
+    def health() -> Response:
+        return _json({"warnings": read_health(index.folder)})
+
+    @app.get("/api/changes")
+    async def changes() -> StreamingResponse:
+        return StreamingResponse(_changes(index, follower), media_type="text/event-stream")
+
+    @app.get("/api/{path:path}")
+    def unknown(path: str) -> None:
+        raise HTTPException(404, f"There is no /api/{path}.")
+
+    if STATIC.is_dir():
+        app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")
+
+
+async def _changes(index: Index, follower: Follower) -> AsyncIterator[bytes]:
+    """Yield server-sent events: the state of the index now, and after each change."""
+    query = "SELECT count(*) AS samples, max(step) AS last_step FROM samples"
+    async for revision in follower.revisions(HEARTBEAT_S):
+        (found,) = await asyncio.to_thread(index.rows, query)
+        yield b"data: %b\n\n" % encode({"revision": revision, **found})

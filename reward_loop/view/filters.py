@@ -1,0 +1,179 @@
+"""Which samples a request names, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reward_loop._util.text import did_you_mean, listing
+
+__all__ = ["BadRequestError", "Order", "SampleFilter", "component", "number_of"]
+
+NUMBERS = (
+    "step",
+    "time",
+    "score",
+    "reward",
+    "response_length",
+    "total_s",
+    "judge_s",
+    "judges",
+    "attempts",
+    "prompt_tokens",
+    "completion_tokens",
+)
+TEXTS = ("id", "uid", "group", "outcome", "error", "data_source", "function")
+FLAGS = ("validate", "masked")
+
+_COMPONENT = "components."
+
+
+class BadRequestError(Exception):
+    """A request names a field that does not exist, or a value that does not fit it."""
+
+
+def component(name: str) -> str:
+    """Return SQL for the JSON value of a component."""
+    pointer = "/" + name.replace("~", "~0").replace("/", "~1")
+    return f"json_extract(components, {_quote(pointer)})"
+
+
+def number_of(value: str) -> str:
+    """Return SQL for the number that a JSON value is; null for values of other types. True counts 1."""
+    text = f"{value}::VARCHAR"
+    return f"CASE {text} WHEN 'true' THEN 1.0 WHEN 'false' THEN 0.0 ELSE try_cast({text} AS DOUBLE) END"
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _check_field(name: str) -> None:
+    known = (*NUMBERS, *TEXTS, *FLAGS)
+    if name not in known and not (name.startswith(_COMPONENT) and len(name) > len(_COMPONENT)):
+        raise BadRequestError(
+            f"There is no field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
+        )
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Conditions on samples, as SQL with parameters."""
+
+    conditions: Sequence[str] = ()
+    parameters: Sequence[Any] = ()
+
+    @property
+    def where(self) -> str:
+        """The conditions as one expression."""
+        return " AND ".join(f"({condition})" for condition in self.conditions) or "true"
+
+    def also(self, condition: str, *parameters: Any) -> SampleFilter:
+        """Return a filter with one more condition."""
+        return SampleFilter((*self.conditions, condition), (*self.parameters, *parameters))
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> SampleFilter:
+        """Return the filter that the parameters of a request describe; `text` is not among its conditions.
+
+        Raises:
+            BadRequestError: a value does not fit its field, or there is no such field.
+        """
+        found = cls()
+        for name, value in query.items():
+            if name.startswith("where."):
+                found = found._equal(name.removeprefix("where."), value)
+            elif value and name in ("step", "validate", "group", "outcome", "data_source"):
+                found = found._equal(name, value)
+            elif value and name in ("min_reward", "max_reward"):
+                found = found.also(f"reward {'>=' if name == 'min_reward' else '<='} ?", _number(name, value))
+        return found
+
+    def _equal(self, name: str, value: str) -> SampleFilter:
+        _check_field(name)
+        if name.startswith(_COMPONENT):
+            json = component(name.removeprefix(_COMPONENT))
+            number = _try_number(value)
+            if number is None:
+                return self.also(f"{json}->>'$' = ?", value)
+            return self.also(f"coalesce({number_of(json)} = ?, false) OR {json}->>'$' = ?", number, value)
+        if value == "null" and name not in TEXTS:
+            return self.also(f'"{name}" IS NULL')
+        if name in FLAGS:
+            if value not in ("true", "false", "1", "0"):
+                raise BadRequestError(f"{name} must be true or false, not {value!r}")
+            return self.also(f'"{name}" = ?', value in ("true", "1"))
+        return self.also(f'"{name}" = ?', _number(name, value) if name in NUMBERS else value)
+
+
+def _try_number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _number(name: str, value: str) -> float:
+    number = _try_number(value)
+    if number is None:
+        raise BadRequestError(f"{name} must be a number, not {value!r}")
+    return number
+
+
+@dataclass(frozen=True)
+class Order:
+    """A total order of samples: by a field if one is given, then by step, validation, group, time and ID.
+
+    Samples without a value of the field are last.
+    """
+
+    keys: Sequence[tuple[str, bool]] = field(default_factory=tuple)
+    """SQL of each key, and whether it descends. No key is null."""
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> Order:
+        """Return the order that the parameters ``sort`` and ``order`` of a request describe.
+
+        Raises:
+            BadRequestError: there is no such field, or `order` is neither ``asc`` nor ``desc``.
+        """
+        name, order = query.get("sort") or "", query.get("order") or "asc"
+        if order not in ("asc", "desc"):
+            raise BadRequestError(f"order must be asc or desc, not {order!r}")
+        descends = order == "desc"
+        keys: list[tuple[str, bool]] = []
+        if name:
+            _check_field(name)
+            if name.startswith(_COMPONENT):
+                json = component(name.removeprefix(_COMPONENT))
+                number, text = number_of(json), f"{json}->>'$'"
+                keys += [(f"{text} IS NULL", False), (f"{number} IS NULL", descends)]
+                keys += [(f"coalesce({number}, 0)", descends), (f"coalesce({text}, '')", descends)]
+            else:
+                default = "''" if name in TEXTS else "0" if name in NUMBERS else "false"
+                keys += [(f'"{name}" IS NULL', False), (f'coalesce("{name}", {default})', descends)]
+        keys += [
+            ("coalesce(step, 9223372036854775807)", False),
+            ("validate", False),
+            ("coalesce(\"group\", '')", False),
+        ]
+        keys += [("time", False), ("coalesce(id, '')", False)]
+        return cls(keys)
+
+    def sql(self, reverse: bool = False) -> str:
+        """Return the keys for ``ORDER BY``."""
+        return ", ".join(f"{key} {'DESC' if descends != reverse else 'ASC'}" for key, descends in self.keys)
+
+    def values(self) -> str:
+        """Return the keys for ``SELECT``."""
+        return ", ".join(key for key, _ in self.keys)
+
+    def beyond(self, values: Sequence[Any], reverse: bool = False) -> SampleFilter:
+        """Return the filter for the samples after one with these values of the keys; before it with `reverse`."""
+        options, parameters = [], []
+        for number, (key, descends) in enumerate(self.keys):
+            equal = [f"{before} = ?" for before, _ in self.keys[:number]]
+            options.append(" AND ".join([*equal, f"{key} {'<' if descends != reverse else '>'} ?"]))
+            parameters += [*values[:number], values[number]]
+        return SampleFilter((" OR ".join(f"({option})" for option in options),), parameters)

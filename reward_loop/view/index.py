@@ -1,0 +1,251 @@
+"""The index of a records folder: DuckDB tables that follow the growing files of rows.
+
+Invariants:
+
+- Only complete lines are read. `files` has the offset of the first line that has not been read.
+- The rows of chunks and the new offsets are committed in one transaction: after a crash, no line is missing or twice.
+- One thread at a time writes (`_lock`); queries use cursors of their own and see the last commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.records.lines import parse_line
+from reward_loop.records.reader import RecordsReader
+from reward_loop.records.rows import VERSION
+from reward_loop.view import store, tables
+from reward_loop.view.growth import Lines, append, fingerprint, new_lines
+
+__all__ = ["Index", "IndexFailedError"]
+
+CHUNK = 8 * 2**20
+"""The number of bytes that are read together. One of its rows is found by reading the chunk again."""
+
+CHUNKS = 32
+"""The number of chunks in a transaction: DuckDB writes small ones twice, first into its log."""
+
+CURSORS = 4
+"""The largest number of queries at a time: each needs a part of DuckDB's memory."""
+
+RECENT_S = 30.0
+"""Seconds after the last new row for which a folder counts as growing."""
+
+
+class IndexFailedError(RewardLoopError):
+    """The index cannot be written."""
+
+
+class Index:
+    """An index of the rows in a records folder.
+
+    The index is open within ``with``.
+
+    Args:
+        folder: the records folder.
+
+    Raises:
+        NoRecordsError: there is no such folder, or it contains no records.
+        ConfigError: a newer version of the library has written the records.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.revision = 0
+        """A number that grows whenever the index changes: the bytes that have been read."""
+        self._lock = threading.Lock()
+        self._cursors = threading.BoundedSemaphore(CURSORS)
+
+    def __enter__(self) -> Index:
+        RecordsReader(self.folder)  # checks that the folder contains records
+        with contextlib.ExitStack() as stack:
+            self._path = stack.enter_context(store.index_file(self.folder))
+            self._database = store.open_database(self._path)
+            if not self._fits():
+                self._database.close()
+                store.delete_database(self._path)
+                self._database = store.open_database(self._path)
+            stack.callback(self._database.close)
+            self._chunk = self._path.with_suffix(".chunk.jsonl")
+            stack.callback(self._chunk.unlink, missing_ok=True)
+            self.revision = self._read_bytes()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Return a cursor for queries of one thread; wait while `CURSORS` threads have one."""
+        with self._cursors, self._database.cursor() as cursor:
+            yield cursor
+
+    def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
+        """Return the rows of a query, by the names of its columns."""
+        with self.cursor() as cursor:
+            cursor.execute(query, parameters)
+            names = [column[0] for column in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Return a cursor within a transaction; no other thread changes the index meanwhile.
+
+        Raises:
+            IndexFailedError: DuckDB reports an error, such as a full disk.
+        """
+        with self._lock, self.cursor() as cursor:
+            try:
+                cursor.begin()
+                yield cursor
+                cursor.commit()
+            except BaseException as error:
+                with contextlib.suppress(duckdb.Error):
+                    cursor.rollback()
+                if isinstance(error, duckdb.Error):
+                    raise IndexFailedError(
+                        f"the index of {self.folder} in {self._path.parent} cannot be written: {error}. "
+                        "XDG_CACHE_HOME chooses another directory"
+                    ) from error
+                raise
+
+    def line(self, chunk: int, name: str) -> dict[str, Any] | None:
+        """Return the row of a sample as it is in its file.
+
+        Args:
+            chunk: the chunk that contains it.
+            name: the ID of the sample.
+
+        Returns:
+            ``None`` if the file has been deleted or changed.
+        """
+        needle = b'"id":"%b"' % name.encode()
+        for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
+            content = _read(self.folder / part["name"], part["start"], part["bytes"])
+            at = -1
+            while (at := content.find(needle, at + 1)) >= 0:
+                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at) + 1])
+                if row is not None and row.get("id") == name:
+                    return row
+        return None
+
+    @property
+    def is_following(self) -> bool:
+        """Whether a file of rows has grown within the last `RECENT_S` seconds."""
+        newest = max((path.stat().st_mtime for path in self._row_files()), default=0.0)
+        return time.time() - newest < RECENT_S
+
+    @property
+    def incomplete(self) -> int:
+        """The number of lines that could not be read: those that are not JSON, and incomplete last lines."""
+        with self.cursor() as cursor:
+            row = cursor.execute("SELECT incomplete FROM about").fetchone()
+            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
+        assert row is not None
+        return int(row[0]) + sum(path.stat().st_size > known.get(path.name, 0) for path in self._row_files())
+
+    def pending_bytes(self) -> int:
+        """Return the number of bytes that have not been read."""
+        return sum(path.stat().st_size for path in self._row_files()) - self.revision
+
+    def update(self, on_progress: Callable[[int], None] = lambda done: None) -> bool:
+        """Read the complete lines that have been added to the files.
+
+        Args:
+            on_progress: called with the number of bytes that have been read since the beginning of this call.
+
+        Returns:
+            whether there were any.
+
+        Raises:
+            ConfigError: a newer version of the library has written records.
+            OSError: a file cannot be read.
+            IndexFailedError: the index cannot be written.
+        """
+        before = self.revision
+        # Lines that are added meanwhile are left to the next call: while a run writes, there would always be some.
+        end = before + self.pending_bytes()
+        while self.revision < end and (
+            read := self._read_chunks(lambda done: on_progress(self.revision + done - before))
+        ):
+            self.revision += read
+        if self.revision == before:
+            return False
+        with self.writing() as cursor:
+            if cursor.execute("SELECT 1 FROM revisions LIMIT 1").fetchone():
+                tables.revise(cursor)
+        return True
+
+    def _read_chunks(self, on_progress: Callable[[int], None]) -> int:
+        """Read at most `CHUNKS` chunks in one transaction, and return the number of their bytes."""
+        read = 0
+        with self.writing() as cursor:
+            for _ in range(CHUNKS):
+                parts = self._new_parts(cursor)
+                if not parts:
+                    break
+                self._add(cursor, parts)
+                read += sum(part.bytes for part in parts)
+                on_progress(read)
+                if read < CHUNK // 2:  # there is little more
+                    break
+        return read
+
+    def _new_parts(self, cursor: duckdb.DuckDBPyConnection) -> list[Lines]:
+        """Return the next lines of files, up to `CHUNK` bytes."""
+        known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
+        parts: list[Lines] = []
+        room = CHUNK
+        for path in self._row_files():
+            if room > 0 and (lines := new_lines(path, known.get(path.name, 0), room)) is not None:
+                parts.append(lines)
+                room -= lines.bytes
+        return parts
+
+    def _add(self, cursor: duckdb.DuckDBPyConnection, parts: list[Lines]) -> None:
+        with self._chunk.open("wb", buffering=0) as file:
+            for part in parts:
+                append(part, file)
+        fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
+        version = tables.load(cursor, str(self._chunk), parts, fingerprints)
+        if version > VERSION:
+            raise ConfigError(
+                f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
+                f"{VERSION}: use the reward_loop that wrote them, or a newer one"
+            )
+
+    def _row_files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.jsonl"))
+
+    def _read_bytes(self) -> int:
+        with self.cursor() as cursor:
+            row = cursor.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def _fits(self) -> bool:
+        """Return whether the files of an index that was used before still begin with the lines that it has."""
+        known = self._database.execute("SELECT name, bytes, fingerprint FROM files").fetchall()
+        for name, size, head in known:
+            path = self.folder / name
+            if fingerprint(path) != bytes(head) or path.stat().st_size < size:
+                return False
+        return True
+
+
+def _read(path: Path, start: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(size)
+    except OSError:
+        return b""

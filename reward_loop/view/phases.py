@@ -1,0 +1,191 @@
+"""The seconds of each training step by phase, and how much of the judging was hidden behind other work."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reward_loop.records.events import PHASE, ROLLOUT, STEP
+from reward_loop.records.files import EVENTS
+from reward_loop.records.lines import parse_line
+from reward_loop.view.critical import JUDGING, LATE_S, OTHER, QUEUE, Phase, Segment, arrival, expand, nest
+from reward_loop.view.spans import Work, work_of
+
+__all__ = ["PhaseReader", "phases"]
+
+_MANY = 1000
+"""The number of intervals above which overlapping ones are merged."""
+
+_BLOCK = 4096
+
+Interval = tuple[float, float]
+Row = Mapping[str, Any]
+
+
+class _Step:
+    """A complete training step, and what is needed of the rollouts whose rewards were pending in it."""
+
+    def __init__(self, step: Phase) -> None:
+        self.phase = step
+        self.seconds: dict[str, float] = defaultdict(float)
+        for phase in step.all():
+            self.seconds[OTHER if phase.name == STEP else phase.name] += phase.seconds
+        self._waits = [phase for phase in step.all() if phase.waits_for == "rewards"]
+        self._last: dict[int, tuple[float, Work]] = {}
+        """For each wait, by its position: the work that arrived last in it, with the time."""
+        self._pending: list[Interval] = []
+
+    def add(self, work: Work) -> None:
+        """Add a rollout that overlaps with the step."""
+        at = arrival(work, for_rewards=True)
+        for i, wait in enumerate(self._waits):
+            if at is not None and wait.start < at <= wait.end + LATE_S and at >= self._last.get(i, (0.0, work))[0]:
+                self._last[i] = at, work
+        if work.scoring is not None and work.scored is not None:
+            start, end = max(work.scoring, self.phase.start), min(work.scored, self.phase.end)
+            if end > start:
+                self._pending.append((start, end))
+        if len(self._pending) > _MANY:
+            self._pending = list(_union(self._pending))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share."""
+        waiting = 0.0
+        for i, wait in enumerate(self._waits):
+            if wait.name in ("reward", "wait_reward"):
+                waiting += wait.seconds
+            elif i in self._last:
+                segment = Segment(wait.name, wait.start, wait.end, wait.waits_for)
+                pieces = expand(segment, [self._last[i][1]])
+                waiting += sum(piece.seconds for piece in pieces if piece.part in (QUEUE, JUDGING))
+        pending = sum(end - start for start, end in _union(self._pending))
+        is_known = bool(pending or self._waits)
+        return {
+            "phases": dict(self.seconds),
+            "waiting_s": waiting if is_known else None,
+            "hidden_share": 1 - min(1.0, waiting / pending) if pending else None,
+        }
+
+
+class PhaseReader:
+    """The seconds of each training step by phase, in a folder that may still grow.
+
+    Example::
+
+        reader = PhaseReader(Path("checkpoints/rewards"))
+        reader.update()
+        reader.steps()[3]["phases"]["update_actor"]
+
+    Args:
+        folder: a records folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / EVENTS
+        self._offsets: dict[Path, int] = {}
+        self._open: dict[Path, list[Row]] = defaultdict(list)
+        """The phases of each process since its last complete step."""
+        self._steps: dict[int, _Step] = {}
+        self._later: list[tuple[float, Work]] = []
+        """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
+
+    def update(self) -> None:
+        """Read what was written since the last call."""
+        new = {path: (self._offsets.get(path, 0), _complete(path)) for path in sorted(self._folder.glob("*.jsonl"))}
+        # The phases first: the rollouts, which may be millions, are then assigned to steps one by one.
+        for path, (start, end) in new.items():
+            for event in _events(path, start, end, PHASE):
+                self._open[path].append(event)
+                if event["name"] == STEP:
+                    self._add_step(next(phase for phase in nest(self._open.pop(path))[::-1] if phase.name == STEP))
+        steps = sorted(self._steps.values(), key=lambda step: step.phase.start)
+        ends = [step.phase.end for step in steps]
+        later, self._later = self._later, []
+        for known, work in later:
+            self._assign(work, steps, ends, known)
+        for path, (start, end) in new.items():
+            for event in _events(path, start, end, ROLLOUT):
+                if not event.get("validate"):
+                    self._assign(work_of(event), steps, ends)
+            self._offsets[path] = end
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Return for each complete step: ``phases``, ``waiting_s`` and ``hidden_share``; see `phases`."""
+        return {number: step.to_dict() for number, step in sorted(self._steps.items())}
+
+    def _add_step(self, phase: Phase) -> None:
+        known = self._steps.get(phase.step)
+        if known is None or known.phase.start < phase.start:  # a resumed run repeats some steps
+            self._steps[phase.step] = _Step(phase)
+
+    def _assign(self, work: Work, steps: Sequence[_Step], ends: Sequence[float], known: float = 0.0) -> None:
+        """Add a rollout to the steps that it overlaps with and that end after ``known``, in the order of steps."""
+        assert work.start is not None
+        last = max(work.scored or 0.0, work.generated or 0.0)
+        for step in steps[bisect_left(ends, max(work.start - LATE_S, known + LATE_S)) :]:
+            if step.phase.start > last:
+                break
+            step.add(work)
+        if not ends or last > ends[-1]:
+            self._later.append((ends[-1] if ends else 0.0, work))
+
+
+def _complete(path: Path) -> int:
+    """Return the size of the complete lines of a file, in bytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size:
+            start = max(0, size - _BLOCK)
+            file.seek(start)
+            end = file.read(size - start).rfind(b"\n")
+            if end >= 0:
+                return start + end + 1
+            size = start
+    return 0
+
+
+def _events(path: Path, start: int, end: int, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a kind between two offsets of a file."""
+    mark = f'"kind":"{kind}"'.encode()
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end:
+            line = file.readline()
+            start += len(line)
+            if mark in line and (event := parse_line(line)) is not None:
+                yield event
+
+
+def phases(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the seconds of each complete training step by phase.
+
+    Args:
+        folder: a records folder.
+
+    Returns:
+        for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
+        ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known; and
+        ``hidden_share``, the share of the time with pending rewards in which the trainer did not wait for them,
+        ``None`` if no reward was pending.
+    """
+    reader = PhaseReader(folder)
+    reader.update()
+    return reader.steps()
+
+
+def _union(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield the union of intervals as intervals that do not overlap."""
+    begun: float | None = None
+    until = 0.0
+    for start, end in sorted(intervals):
+        if begun is None or start > until:
+            if begun is not None:
+                yield begun, until
+            begun, until = start, end
+        until = max(until, end)
+    if begun is not None:
+        yield begun, until

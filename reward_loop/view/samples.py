@@ -1,0 +1,183 @@
+"""Samples and groups: pages of a table, and one sample with all that was recorded of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.filters import BadRequestError, Order, SampleFilter
+from reward_loop.view.index import Index
+from reward_loop.view.search import TextSearch
+
+__all__ = ["MAX_LIMIT", "Samples"]
+
+MAX_LIMIT = 10_000
+"""The largest number of rows of an answer."""
+
+PROMPT = 200
+"""The number of characters of a prompt in a row of groups."""
+
+_FIELDS = (
+    'id, uid, "group", step, validate, outcome, reward, score, masked, error, components, response_length, total_s, '
+    "judge_s, judges, attempts, data_source, function, prompt_tokens, completion_tokens, time"
+)
+
+_GROUP_FIELDS = ("step", "validate", "group", "count", "scored", "failed", "mean", "std", "min", "max")
+
+_GROUPS = """
+SELECT step, validate, "group", count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
+    count(*) FILTER (outcome = 'failed') AS failed, avg(reward) AS mean, stddev_pop(reward) AS std,
+    min(reward) AS min, max(reward) AS max,
+    count(reward) > 1 AND min(reward) = max(reward) AS zero_variance,
+    count(*) > 1 AND count(reward) = 0 AS all_failed,
+    any_value({id: id, text_file: text_file, text_offset: text_offset, text_bytes: text_bytes})
+        FILTER (text_file IS NOT NULL) AS place
+FROM samples
+"""
+
+
+class Samples:
+    """Answers requests for samples and groups.
+
+    Args:
+        index: the index.
+    """
+
+    def __init__(self, index: Index, reader: RecordsReader) -> None:
+        self._index = index
+        self._reader = reader
+        self._search = TextSearch(index)
+
+    def page(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return a page of samples.
+
+        Args:
+            query: the parameters of the request.
+
+        Raises:
+            BadRequestError: a parameter is not valid.
+        """
+        chosen, order = self._filter(query), Order.parse(query)
+        offset, limit = _page(query)
+        count = self._index.rows(f"SELECT count(*) AS n FROM samples WHERE {chosen.where}", chosen.parameters)
+        # Only the rows of the page are read whole.
+        rows = self._index.rows(
+            f"SELECT {_FIELDS} FROM samples WHERE {chosen.where} ORDER BY {order.sql()} LIMIT {limit} OFFSET {offset}",
+            chosen.parameters,
+        )
+        for row in rows:
+            row["components"] = orjson.loads(row["components"] or "{}")
+        return {"total": count[0]["n"], "offset": offset, "rows": rows}
+
+    def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return a page of groups.
+
+        Raises:
+            BadRequestError: a parameter is not valid.
+        """
+        names = ("step", "validate")
+        chosen = SampleFilter.parse({name: query[name] for name in names if name in query}).also('"group" IS NOT NULL')
+        sort, order = query.get("sort") or "", query.get("order") or "asc"
+        if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
+            raise BadRequestError(f"Groups have no order {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
+        offset, limit = _page(query)
+        key = f'"{sort}" {order} NULLS LAST, ' if sort else ""
+        rows = self._index.rows(
+            f"SELECT *, count(*) OVER () AS total FROM ({_GROUPS} WHERE {chosen.where} "
+            f'GROUP BY step, validate, "group") ORDER BY {key}step NULLS LAST, validate, "group" '
+            f"LIMIT {limit} OFFSET {offset}",
+            chosen.parameters,
+        )
+        total = rows[0]["total"] if rows else 0
+        for row in rows:
+            del row["total"]
+            row["prompt"] = self._prompt(row.pop("place"))
+        return {"total": total, "offset": offset, "rows": rows}
+
+    def sample(self, name: str, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return one sample; ``None`` if there is none.
+
+        Args:
+            name: its ID.
+            query: the parameters of the table that was shown before, for the previous and the next sample.
+
+        Raises:
+            BadRequestError: a parameter is not valid.
+        """
+        order = Order.parse(query)
+        # The number, the last part of an ID, is found faster than the ID.
+        found = self._index.rows(
+            f"SELECT *, row({order.values()}) AS keys FROM samples "
+            "WHERE number IS NOT DISTINCT FROM try_cast(? AS BIGINT) AND id = ? LIMIT 1",
+            [name.rpartition("-")[2], name],
+        )
+        if not found:
+            return None
+        known = found[0]
+        row = self._index.line(known["chunk"], name) or _row(known)
+        if known["revised_at"] is not None:
+            changes = {field: known[field] for field in ("outcome", "reward", "masked")}
+            row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
+        advantages = self._index.rows(
+            "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = ?", [known["uid"]]
+        )
+        if advantages[0]["advantage"] is not None:
+            row |= advantages[0]
+        same = SampleFilter().also("step IS NOT DISTINCT FROM ?", known["step"]).also("validate = ?", known["validate"])
+        group = self._index.rows(
+            f'SELECT id, uid, reward, outcome FROM samples WHERE {same.where} AND "group" = ? '
+            f"ORDER BY {Order.parse({}).sql()} LIMIT {MAX_LIMIT}",
+            [*same.parameters, known["group"]],
+        )
+        chosen = self._filter(query) if query else same
+        return {
+            "row": row,
+            "texts": self._reader.text(row),
+            "exchanges": self._reader.exchanges(row),
+            "group": group,
+            "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
+            "next": self._neighbour(known["keys"], chosen, order),
+        }
+
+    def _filter(self, query: Mapping[str, str]) -> SampleFilter:
+        chosen = SampleFilter.parse(query)
+        text = query.get("text")
+        return chosen if not text else chosen.also("id IN (SELECT unnest(?))", self._search.find(text, chosen))
+
+    def _neighbour(self, keys: Sequence[Any], chosen: SampleFilter, order: Order, reverse: bool = False) -> str | None:
+        beyond = order.beyond(keys, reverse)
+        rows = self._index.rows(
+            f"SELECT id FROM samples WHERE {chosen.where} AND {beyond.where} ORDER BY {order.sql(reverse)} LIMIT 1",
+            [*chosen.parameters, *beyond.parameters],
+        )
+        return rows[0]["id"] if rows else None
+
+    def _prompt(self, place: Mapping[str, Any] | None) -> str | None:
+        """Return the beginning of the prompt of a sample whose texts were recorded."""
+        texts = None if place is None else self._reader.text(place)
+        prompt = (texts or {}).get("prompt")
+        if isinstance(prompt, list):  # messages: the last one differs between prompts
+            last = prompt[-1] if prompt else None
+            prompt = last.get("content") if isinstance(last, dict) else last
+        return None if prompt is None else str(prompt)[:PROMPT]
+
+
+def _row(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the index has of a row whose file has been deleted."""
+    internal = ("chunk", "number", "keys", "revised_at", "exchanges", "judges", "judge_s", "advantage")
+    kept = {field: value for field, value in known.items() if field not in internal}
+    return {**kept, "components": orjson.loads(known["components"] or "{}")}
+
+
+def _page(query: Mapping[str, str]) -> tuple[int, int]:
+    """Return offset and limit of a request."""
+    try:
+        offset, limit = int(query.get("offset") or 0), int(query.get("limit") or 100)
+    except ValueError:
+        raise BadRequestError("offset and limit must be whole numbers") from None
+    if offset < 0 or not 0 < limit <= MAX_LIMIT:
+        raise BadRequestError(f"offset must be at least 0, and limit from 1 to {MAX_LIMIT}")
+    return offset, limit

@@ -1,0 +1,41 @@
+/** Requests to the server of the records. */
+
+/** An answer with an error: its message is the server's sentence. */
+export class ApiError extends Error {}
+
+/**
+ * Returns the JSON of an address below `api/`.
+ * @param {string} path
+ * @param {Object} parameters: empty, null and undefined ones are left out
+ */
+export async function get(path, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== null && value !== undefined && value !== "") query.set(name, value);
+  }
+  const address = `api/${path}${query.size ? `?${query}` : ""}`;
+  let response;
+  try {
+    response = await fetch(address);
+  } catch {
+    throw new ApiError("The server does not answer. Does the command reward-loop view still run?");
+  }
+  const answer = await response.json().catch(() => null);
+  if (response.ok && answer !== null) return answer;
+  throw new ApiError(
+    typeof answer?.error === "string" ? answer.error : `The server answered with status ${response.status}.`,
+  );
+}
+
+/**
+ * Calls a function after every change of the index.
+ * @param {function(Object)} changed: gets the event: revision, samples, last_step
+ * @param {function(boolean)} connected: gets whether the server is connected
+ */
+export function follow(changed, connected) {
+  const source = new EventSource("api/changes");
+  source.addEventListener("message", (event) => changed(JSON.parse(event.data)));
+  source.addEventListener("open", () => connected(true));
+  source.addEventListener("error", () => connected(false));
+  addEventListener("pagehide", () => source.close());
+}

@@ -1,0 +1,111 @@
+/** Judges by model and function: latency, failures, tokens, and verdicts over the steps. */
+
+import { get } from "./api.js";
+import { Chart } from "./chart.js";
+import { el, empty, figures, table } from "./dom.js";
+import { count, fixed, percent, seconds } from "./format.js";
+import { histogram } from "./histogram.js";
+import { open } from "./router.js";
+import { visible } from "./text.js";
+
+const MOST_CARDS = 12;
+
+/** Shows the judges of the run. */
+export async function showJudges(view, { query }) {
+  const parts = {
+    head: el("div", { class: "title" }, el("h1", {}, "Judges")),
+    table: el("div"),
+    cards: el("div", { class: "cards" }),
+  };
+  view.append(parts.head, parts.table, parts.cards);
+  let charts = [];
+
+  async function refresh() {
+    const { rows } = await get("judges", query);
+    rows.sort((a, b) => b.calls - a.calls);
+    charts.forEach((chart) => chart.close());
+    charts = [];
+    parts.table.replaceChildren(rows.length > 1 ? overview(rows) : "");
+    parts.cards.replaceChildren(
+      ...(rows.length ? rows.slice(0, MOST_CARDS).map((row) => card(row, charts)) : [none()]),
+    );
+    charts.forEach((chart) => chart.draw());
+  }
+
+  await refresh();
+  return { title: "Judges", refresh, close: () => charts.forEach((chart) => chart.close()) };
+}
+
+function none() {
+  return empty(
+    "No judge was asked",
+    "The records have no request through reward_loop.client. Rewards that only compute need no judge; requests of other clients are not recorded.",
+  );
+}
+
+function name({ model, backend, function: asked }) {
+  return [model ?? "model server", backend, asked].filter(Boolean).map(visible).join(" · ");
+}
+
+const rate = (row, amount) => percent(row.calls ? amount / row.calls : null);
+
+function overview(rows) {
+  const body = rows.map((row) => [
+    name(row),
+    count(row.calls),
+    rate(row, row.errors),
+    rate(row, row.unscored),
+    seconds(row.seconds.p50),
+    seconds(row.seconds.p95),
+    count(row.prompt_tokens + row.completion_tokens),
+  ]);
+  return table(["Judge", ">Requests", ">Errors", ">No verdict", ">p50", ">p95", ">Tokens"], body);
+}
+
+function card(row, charts) {
+  const onStep = (step) => open("step", [step]);
+  const steps = row.by_step.map((one) => one.step);
+  const each = (read) => row.by_step.map((one) => read(one) ?? null);
+  const add = (options, series) => {
+    const chart = new Chart({ ...options, onStep });
+    charts.push({ draw: () => chart.show(steps, series), close: () => chart.close() });
+    return chart.node;
+  };
+  const share = (field) => each((one) => (one.calls ? one[field] / one.calls : null));
+  const latency = [
+    { label: "median", values: each((one) => one.p50) },
+    { label: "95 %", values: each((one) => one.p95) },
+  ];
+  const failures = [
+    { label: "errors", values: share("errors") },
+    { label: "no verdict", values: share("unscored") },
+  ];
+  const hasSteps = steps.some((step) => step !== null);
+  return el(
+    "section",
+    { class: "card judge" },
+    el("h2", {}, visible(row.model ?? "model server")),
+    el("p", { class: "about" }, [row.backend, row.function].filter(Boolean).map(visible).join(" · ")),
+    figures([
+      ["Requests", count(row.calls)],
+      ["Errors", rate(row, row.errors), count(row.errors)],
+      ["No verdict", rate(row, row.unscored), count(row.unscored)],
+      ["Latency", seconds(row.seconds.p50), `mean ${seconds(row.seconds.mean)}`],
+      ["95 %", seconds(row.seconds.p95), `longest ${seconds(row.seconds.max)}`],
+      ["Tokens", count(row.prompt_tokens + row.completion_tokens), `${count(row.completion_tokens)} written`],
+    ]),
+    el(
+      "div",
+      { class: "charts" },
+      histogram("Latency", row.seconds.histogram, seconds),
+      histogram("Scores of the verdicts", row.verdicts),
+      hasSteps
+        ? add({ title: "Mean score", format: (given) => fixed(given, 2) }, [
+            { label: "mean", values: each((one) => one.mean_score) },
+          ])
+        : null,
+      hasSteps ? add({ title: "Latency by step", format: seconds }, latency) : null,
+      hasSteps ? add({ title: "Failures by step", format: percent }, failures) : null,
+    ),
+  );
+}

@@ -1,0 +1,121 @@
+/** Two samples side by side, with the differences of their responses. */
+
+import { get } from "./api.js";
+import { diff } from "./diff.js";
+import { el, table } from "./dom.js";
+import { exchangeCard } from "./exchange.js";
+import { count, fixed, seconds, value } from "./format.js";
+import { outcomeMark } from "./outcome.js";
+import { link, open } from "./router.js";
+import { asText, conversation, SHOWN, visible } from "./text.js";
+
+/** Shows the two samples that the route names. */
+export async function showPair(view, { args: [first, second] }) {
+  const samples = await Promise.all([first, second].map((id) => get(`sample/${encodeURIComponent(id)}`)));
+  const [a, b] = samples;
+  view.append(
+    el(
+      "div",
+      { class: "title" },
+      el("h1", {}, "Two samples"),
+      el("a", { class: "button", href: link("pair", [second, first]) }, "Swap"),
+      isSamePrompt(a, b) ? el("p", { class: "about" }, "Both answer the same prompt.") : null,
+    ),
+    table(["", ...samples.map(({ row }) => `>${visible(row.uid ?? row.id)}`)], facts(a.row, b.row), { isNarrow: true }),
+    ...prompts(a, b),
+    el("h2", {}, "Responses"),
+    el("div", { class: "two" }, responses(a, b)),
+    el("h2", {}, "Judges"),
+    el("div", { class: "two" }, samples.map(judges)),
+  );
+  return {
+    title: "Two samples",
+    shortcuts: [
+      { keys: ["j", "ArrowRight"], label: "Compare with the next sample of the group", run: () => next(a, b, 1) },
+      { keys: ["k", "ArrowLeft"], label: "Compare with the previous sample of the group", run: () => next(a, b, -1) },
+    ],
+  };
+}
+
+function isSamePrompt(a, b) {
+  return a.row.group === b.row.group && asText(a.texts?.prompt) === asText(b.texts?.prompt);
+}
+
+/** Returns the rows of the table: what differs is marked. */
+function facts(a, b) {
+  const names = [...new Set([...Object.keys(a.components ?? {}), ...Object.keys(b.components ?? {})])];
+  const rows = [
+    ["Reward", fixed(a.reward), fixed(b.reward)],
+    ["Outcome", a.outcome, b.outcome],
+    ...names.map((name) => [name, value(a.components?.[name]), value(b.components?.[name])]),
+    ["Tokens", count(a.response_length), count(b.response_length)],
+    ["Time", seconds(a.total_s), seconds(b.total_s)],
+  ];
+  return rows.map(([label, left, right]) => {
+    const cell = (text) => el("span", { class: left === right ? "right" : "right differs" }, visible(text));
+    return [el("b", {}, visible(label)), cell(left), cell(right)];
+  });
+}
+
+function prompts(a, b) {
+  if (isSamePrompt(a, b)) return a.texts?.prompt == null ? [] : [el("h2", {}, "Prompt"), conversation(a.texts.prompt)];
+  return [
+    el("h2", {}, "Prompts"),
+    el(
+      "div",
+      { class: "two" },
+      [a, b].map(({ texts }) => el("div", {}, texts?.prompt == null ? missing() : conversation(texts.prompt))),
+    ),
+  ];
+}
+
+function missing() {
+  return el("p", { class: "hint" }, "The texts of this sample were not recorded, or have been deleted.");
+}
+
+/** Returns both responses, with the words that differ marked. Of long ones, the beginnings are compared. */
+function responses(a, b) {
+  const texts = [a, b].map(({ texts: recorded }) => asText(recorded?.response ?? ""));
+  const sides = diff(...texts.map((text) => visible(text.slice(0, SHOWN))));
+  return sides.map((side, i) =>
+    el(
+      "div",
+      { class: `text side ${"ab"[i]}` },
+      el(
+        "p",
+        { class: "side-name" },
+        outcomeMark([a, b][i].row),
+        el("a", { href: link("sample", [[a, b][i].row.id]) }, visible([a, b][i].row.uid ?? [a, b][i].row.id)),
+      ),
+      [a, b][i].texts
+        ? el(
+            "pre",
+            {},
+            side.map((run) => (run.isSame ? run.text : el("mark", {}, run.text))),
+          )
+        : missing(),
+      texts[i].length > SHOWN
+        ? el(
+            "p",
+            { class: "rest" },
+            `The first ${count(SHOWN)} characters are compared. The sample's own view shows the rest.`,
+          )
+        : null,
+    ),
+  );
+}
+
+function judges({ exchanges }) {
+  return el(
+    "div",
+    {},
+    exchanges.length ? exchanges.map(exchangeCard) : el("p", { class: "hint" }, "No request was recorded."),
+  );
+}
+
+function next(a, b, direction) {
+  const others = a.group.filter((one) => one.id !== a.row.id);
+  const place = others.findIndex((one) => one.id === b.row.id);
+  const other = others[(place + direction + others.length) % others.length];
+  if (other) open("pair", [a.row.id, other.id]);
+}

@@ -1,0 +1,270 @@
+/** The run: its figures and charts over the steps, the warnings, and a table of the steps. */
+
+import { get } from "./api.js";
+import { Chart } from "./chart.js";
+import { el, empty, figures, table } from "./dom.js";
+import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
+import { link, open } from "./router.js";
+import { visible } from "./text.js";
+
+const MOST_COMPONENTS = 8;
+/** Components whose means are above it are in a chart of their own: their scale would hide the others. */
+const SMALL_COMPONENT = 1.5;
+const MOST_NAMES = 3;
+const NEWEST_STEPS = 50;
+const NEWEST_WARNINGS = 8;
+
+const each = (rows, read) => rows.map((row) => read(row) ?? null);
+const share = (row, amount) => (row.count ? amount / row.count : null);
+
+/** The charts: their options, and their series for the rows of the steps. A chart without a value is left out. */
+const CHARTS = [
+  {
+    title: "Reward",
+    isWide: true,
+    series: (rows) => [
+      { label: "mean", values: each(rows, (row) => row.reward?.mean) },
+      { label: "median", values: each(rows, (row) => row.reward?.p50) },
+      { label: "10 %", values: each(rows, (row) => row.reward?.p10), isEdge: true },
+      { label: "90 %", values: each(rows, (row) => row.reward?.p90), isEdge: true },
+    ],
+  },
+  {
+    title: "Components, mean",
+    series: (rows, run) => components(rows, run, (most) => most <= SMALL_COMPONENT),
+  },
+  {
+    title: "Components on larger scales, mean",
+    series: (rows, run) => components(rows, run, (most) => most > SMALL_COMPONENT),
+  },
+  {
+    title: "Samples without a score",
+    format: percent,
+    series: (rows) => [
+      { label: "unscored", values: each(rows, (row) => share(row, row.unscored)) },
+      { label: "failed", values: each(rows, (row) => share(row, row.failed)) },
+      { label: "masked", values: each(rows, (row) => share(row, row.masked)), isDashed: true },
+    ],
+  },
+  {
+    title: "Groups without a signal",
+    series: (rows) => [
+      { label: "all rewards equal", values: each(rows, (row) => row.zero_variance_groups) },
+      { label: "all failed", values: each(rows, (row) => row.all_failed_groups) },
+    ],
+  },
+  {
+    title: "Response length, mean tokens",
+    series: (rows) => [{ label: "tokens", values: each(rows, (row) => row.response_length) }],
+  },
+  {
+    title: "Latency of a judge request",
+    format: seconds,
+    series: (rows) => [
+      { label: "median", values: each(rows, (row) => row.judge_s?.p50) },
+      { label: "95 %", values: each(rows, (row) => row.judge_s?.p95) },
+    ],
+  },
+  {
+    title: "Judge tokens in a step",
+    format: count,
+    series: (rows) => [
+      { label: "prompt", values: each(rows, (row) => row.prompt_tokens) },
+      { label: "completion", values: each(rows, (row) => row.completion_tokens) },
+    ],
+  },
+  {
+    title: "Time of a step by phase",
+    format: seconds,
+    isStacked: true,
+    series: (rows) => phases(rows).map((name) => ({ label: name, values: each(rows, (row) => row.phases?.[name]) })),
+  },
+  {
+    title: "Judging hidden behind generation and training",
+    format: percent,
+    range: [0, 1],
+    series: (rows) => [{ label: "hidden share", values: each(rows, (row) => row.hidden_share) }],
+  },
+  {
+    title: "Waiting for judges in a step",
+    format: seconds,
+    series: (rows) => [{ label: "waiting", values: each(rows, (row) => row.waiting_s) }],
+  },
+];
+
+/** Shows the run. */
+export async function showRun(view, route, run) {
+  const validate = route.query.validate === "1";
+  const parts = { head: el("div"), warnings: el("div"), charts: el("div", { class: "charts" }), steps: el("div") };
+  view.append(parts.head, parts.warnings, parts.charts, parts.steps);
+  const charts = new Map();
+
+  async function refresh() {
+    const [{ rows }, { warnings }] = await Promise.all([get("steps", { validate }), get("health")]);
+    parts.head.replaceChildren(...head(run, rows, validate));
+    parts.warnings.replaceChildren(...warningList(warnings));
+    showCharts(parts.charts, charts, rows, run, warnings, validate);
+    parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : noSteps(run));
+  }
+
+  await refresh();
+  return { title: "Run", refresh, close: () => charts.forEach((chart) => chart.close()) };
+}
+
+function head(run, rows, validate) {
+  const last = rows.at(-1);
+  const unscored = run.samples - (run.outcomes.scored ?? 0);
+  const about = [
+    names(run.functions),
+    run.models.length ? `judges: ${names(run.models)}` : "",
+    `${time(run.first_time)} to ${time(run.last_time)}`,
+  ];
+  return [
+    el(
+      "div",
+      { class: "title" },
+      el("h1", {}, "Run"),
+      run.validation ? toggle(validate) : null,
+      el("p", { class: "about" }, about.filter(Boolean).join(" · ")),
+    ),
+    figures([
+      ["Samples", count(run.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
+      ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${last.step}` : null],
+      last && ["Reward, last step", fixed(last.reward?.mean), change(rows)],
+      ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
+      last && ["Judge latency, last step", seconds(last.judge_s?.p95), "95 % are faster"],
+      last?.hidden_share != null && [
+        "Judging hidden, last step",
+        percent(last.hidden_share),
+        `${seconds(last.waiting_s)} waited`,
+      ],
+    ]),
+    ...run.notes.map((note) => el("p", { class: "note" }, note)),
+  ];
+}
+
+function names(list) {
+  const shown = list.slice(0, MOST_NAMES).map(visible).join(", ");
+  return list.length > MOST_NAMES ? `${shown} and ${count(list.length - MOST_NAMES)} more` : shown;
+}
+
+function toggle(validate) {
+  const choices = [
+    ["Training", {}, !validate],
+    ["Validation", { validate: 1 }, validate],
+  ];
+  return el(
+    "span",
+    { class: "segments" },
+    choices.map(([label, query, isChosen]) =>
+      el("a", { href: link("run", [], query), "aria-current": isChosen ? "true" : null }, label),
+    ),
+  );
+}
+
+/** Returns how the mean reward has changed since the first step. */
+function change(rows) {
+  const [first, last] = [rows[0].reward?.mean, rows.at(-1).reward?.mean];
+  if (rows.length < 2 || first == null || last == null) return null;
+  return `${last >= first ? "+" : "−"}${fixed(Math.abs(last - first))} since step ${rows[0].step}`;
+}
+
+function warningList(warnings) {
+  if (!warnings.length) return [];
+  const newest = warnings.slice(-NEWEST_WARNINGS).reverse();
+  const items = newest.map((warning) =>
+    el(
+      "li",
+      {},
+      el("a", { href: link("step", [warning.step]) }, `step ${warning.step}`),
+      el("span", { class: "monitor" }, warning.monitor),
+      el("span", {}, warning.message),
+    ),
+  );
+  const more = warnings.length - newest.length;
+  return [
+    el(
+      "section",
+      { class: "warnings", "aria-label": "Warnings" },
+      el("h2", {}, plural(warnings.length, "warning")),
+      el("ul", {}, items),
+      more > 0
+        ? el("p", { class: "hint" }, `${plural(more, "earlier warning")} not shown. ▲ marks the step in each chart.`)
+        : null,
+    ),
+  ];
+}
+
+/** Returns the series of the components whose largest mean is chosen. */
+function components(rows, run, isChosen) {
+  return run.components
+    .map((name) => ({ label: name, values: each(rows, (row) => row.components?.[name]) }))
+    .filter(({ values }) => values.some((value) => value !== null) && isChosen(Math.max(...values.map(Math.abs))))
+    .slice(0, MOST_COMPONENTS);
+}
+
+function phases(rows) {
+  return [...new Set(rows.flatMap((row) => Object.keys(row.phases ?? {})))];
+}
+
+function showCharts(element, charts, rows, run, warnings, validate) {
+  const steps = rows.map((row) => row.step);
+  const marks = [
+    ...new Set([
+      ...warnings.map((warning) => warning.step),
+      ...rows.filter((row) => row.warnings?.length).map((row) => row.step),
+    ]),
+  ];
+  const onStep = (step) => open("step", [step], { validate: validate ? 1 : null });
+  for (const { title, series, ...options } of CHARTS) {
+    const lines = series(rows, run);
+    if (!lines.some((line) => line.values.some((value) => value !== null))) continue;
+    if (!charts.has(title)) {
+      charts.set(title, new Chart({ title, ...options, onStep }));
+      element.append(charts.get(title).node);
+    }
+    charts.get(title).show(steps, lines, marks);
+  }
+}
+
+function stepTable(rows, run, validate) {
+  const components = run.components.slice(0, 4);
+  const newest = rows.slice(-NEWEST_STEPS).reverse();
+  const query = { validate: validate ? 1 : null };
+  const body = newest.map((row) => [
+    el("a", { href: link("step", [row.step], query) }, row.step),
+    count(row.count),
+    count(row.groups),
+    fixed(row.reward?.mean),
+    fixed(row.reward?.std),
+    ...components.map((name) => number(row.components?.[name] ?? null)),
+    count(row.count - row.scored),
+    count(row.zero_variance_groups),
+    number(row.response_length),
+    seconds(row.judge_s?.p50),
+    seconds(row.judge_s?.p95),
+    run.events ? el("a", { href: link("timeline", [row.step]) }, "timeline") : "",
+  ]);
+  const columns = ["Step", ">Samples", ">Groups", ">Reward", ">Std", ...components.map((name) => `>${name}`)];
+  columns.push(">No score", ">Equal groups", ">Tokens", ">Judge p50", ">Judge p95", "");
+  const title = rows.length > NEWEST_STEPS ? `The last ${NEWEST_STEPS} of ${count(rows.length)} steps` : "Steps";
+  return el("section", {}, el("h2", {}, title), table(columns, body));
+}
+
+function noSteps(run) {
+  if (!run.samples)
+    return empty(
+      "No samples yet",
+      "The folder has no complete row. This page shows samples as soon as they are written.",
+    );
+  return el(
+    "div",
+    {},
+    empty("These samples have no training step", "They were scored outside of a training run."),
+    el(
+      "p",
+      { class: "center" },
+      el("a", { class: "button", href: link("samples") }, `Show the ${plural(run.samples, "sample")}`),
+    ),
+  );
+}

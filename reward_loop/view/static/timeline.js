@@ -1,0 +1,185 @@
+/** The timeline of a step: lanes of generation, judges and training, and the critical path. */
+
+import { get } from "./api.js";
+import { el, empty, table } from "./dom.js";
+import { plural, seconds, time } from "./format.js";
+import { link, open } from "./router.js";
+import { visible } from "./text.js";
+import { TimelineCanvas } from "./timeline_canvas.js";
+
+/** Shows the timeline of the step that the route names, otherwise of the last step. */
+export async function showTimeline(view, { args }, run) {
+  const step = args[0] ?? run.steps.at(-1);
+  if (step === undefined || !run.events) {
+    view.append(
+      el("div", { class: "title" }, el("h1", {}, "Timeline")),
+      empty(
+        "No step to draw",
+        "The folder has no events of a trainer. A run of verl with reward_pipeline records them beside its samples.",
+      ),
+    );
+    return { title: "Timeline" };
+  }
+  const timeline = await get("timeline", { step });
+  const spans = timeline.lanes.reduce((total, lane) => total + lane.spans.length, 0);
+  const range = el("output", { class: "about" });
+  view.append(head(step, run, timeline));
+  if (!spans) {
+    view.append(
+      empty("Nothing was recorded for this step", "A timeline needs the times of samples, judges or the trainer."),
+    );
+    return { title: `Timeline of step ${step}`, shortcuts: stepShortcuts(step, run) };
+  }
+  const showRange = (from, to) =>
+    (range.textContent = `${seconds(from)} to ${seconds(to)} of ${seconds(timeline.end - timeline.start)}`);
+  const drawing = new TimelineCanvas(timeline, (id) => open("sample", [id]), showRange);
+  view.append(...bound(timeline), controls(drawing, range), drawing.node, ...notes(timeline), details(timeline));
+  drawing.draw();
+  return {
+    title: `Timeline of step ${step}`,
+    shortcuts: [...zoomShortcuts(drawing), ...stepShortcuts(step, run)],
+    close: () => drawing.close(),
+  };
+}
+
+function neighbour(step, run, direction) {
+  const place = run.steps.findIndex((one) => String(one) === String(step));
+  return place < 0 ? undefined : run.steps[place + direction];
+}
+
+function head(step, run, timeline) {
+  const go = (direction, label, text) => {
+    const target = neighbour(step, run, direction);
+    return el(
+      "a",
+      { class: "button", "aria-label": label, href: target === undefined ? null : link("timeline", [target]) },
+      text,
+    );
+  };
+  return el(
+    "div",
+    { class: "title" },
+    el("h1", {}, `Timeline of step ${step}`),
+    el("span", { class: "buttons" }, go(-1, "Previous step", "←"), go(1, "Next step", "→")),
+    el("a", { class: "button", href: link("step", [step]) }, "Samples"),
+    el("p", { class: "about" }, `${seconds(timeline.end - timeline.start)} · from ${time(timeline.start)}`),
+  );
+}
+
+function bound(timeline) {
+  return timeline.bound ? [el("p", { class: "bound" }, visible(timeline.bound))] : [];
+}
+
+function controls(drawing, range) {
+  const button = (text, label, onclick) => el("button", { type: "button", "aria-label": label, onclick }, text);
+  const keys = [
+    ["rollout", "generation"],
+    ["judge", "judges"],
+    ["trainer", "training"],
+    ["critical", "critical path"],
+    ["failed", "failed"],
+  ];
+  return el(
+    "div",
+    { class: "controls" },
+    el(
+      "span",
+      { class: "buttons" },
+      button("+", "Zoom in", () => drawing.zoom(0.5)),
+      button("−", "Zoom out", () => drawing.zoom(2)),
+      button("All", "Show the whole step", () => drawing.showAll()),
+    ),
+    range,
+    el(
+      "span",
+      { class: "lane-keys" },
+      keys.map(([name, label]) => el("span", { class: `of-${name}` }, el("i"), label)),
+    ),
+    el(
+      "span",
+      { class: "hint" },
+      "Pale: samples of other steps. Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer.",
+    ),
+  );
+}
+
+function zoomShortcuts(drawing) {
+  return [
+    { keys: ["+", "="], label: "Zoom in", run: () => drawing.zoom(0.5) },
+    { keys: ["-"], label: "Zoom out", run: () => drawing.zoom(2) },
+    { keys: ["0"], label: "Show the whole step", run: () => drawing.showAll() },
+    { keys: ["ArrowLeft"], label: "Earlier", run: () => drawing.pan(-0.25) },
+    { keys: ["ArrowRight"], label: "Later", run: () => drawing.pan(0.25) },
+  ];
+}
+
+function stepShortcuts(step, run) {
+  const go = (direction) => () => {
+    const target = neighbour(step, run, direction);
+    if (target !== undefined) open("timeline", [target]);
+  };
+  return [
+    { keys: ["]"], label: "Next step", run: go(1) },
+    { keys: ["["], label: "Previous step", run: go(-1) },
+  ];
+}
+
+function notes({ truncated }) {
+  return truncated
+    ? [el("p", { class: "note" }, `${plural(truncated, "span")} left out: the shortest of lanes with very many.`)]
+    : [];
+}
+
+function details(timeline) {
+  const from = timeline.start;
+  const path = timeline.critical.map((part) => [
+    part.lane,
+    visible(part.name),
+    seconds(part.start - from),
+    seconds(part.end - part.start),
+  ]);
+  const lanes = timeline.lanes.map((lane) => [
+    visible(lane.name),
+    plural(lane.spans.length, "span"),
+    seconds(busy(lane.spans)),
+    seconds(longest(lane.spans)),
+  ]);
+  return el(
+    "div",
+    { class: "two" },
+    el(
+      "section",
+      {},
+      el("h2", {}, "Critical path"),
+      path.length
+        ? table(["Lane", "Span", ">Start", ">Duration"], path)
+        : el("p", { class: "hint" }, "Not known for this step."),
+    ),
+    el(
+      "section",
+      {},
+      el("h2", {}, "Lanes"),
+      table(["Lane", ">Spans", ">Busy", ">Longest"], lanes),
+      el(
+        "p",
+        { class: "hint" },
+        "For Perfetto or chrome://tracing: ",
+        el("code", {}, "reward-loop trace DIR -o run.json"),
+      ),
+    ),
+  );
+}
+
+/** Returns the seconds in which a lane has at least one span. */
+function busy(spans) {
+  let [total, until] = [0, -Infinity];
+  for (const { start, end } of [...spans].sort((a, b) => a.start - b.start)) {
+    total += Math.max(0, end - Math.max(start, until));
+    until = Math.max(until, end);
+  }
+  return total;
+}
+
+function longest(spans) {
+  return spans.reduce((most, { start, end }) => Math.max(most, end - start), 0);
+}

@@ -1,0 +1,159 @@
+"""Summaries of steps and of the run. A summary is kept in the index until the step gets further rows or revisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import duckdb
+import orjson
+
+from reward_loop.view.filters import number_of
+from reward_loop.view.index import Index
+
+__all__ = ["Summaries"]
+
+_MISSING = "CREATE OR REPLACE TEMP TABLE missing AS SELECT step, validate FROM summaries WHERE content IS NULL"
+_CHOSEN = (
+    "samples JOIN missing ON samples.step IS NOT DISTINCT FROM missing.step AND samples.validate = missing.validate"
+)
+_KEY = "samples.step, samples.validate"
+
+_STEPS = f"""
+SELECT {_KEY}, count(*) AS count, count(*) FILTER (outcome = 'scored') AS scored,
+    count(*) FILTER (outcome = 'unscored') AS unscored, count(*) FILTER (outcome = 'failed') AS failed,
+    count(*) FILTER (masked) AS masked,
+    {{mean: avg(reward), std: stddev_pop(reward), min: min(reward), max: max(reward)}} AS reward,
+    quantile_cont(reward, [0.1, 0.5, 0.9]) AS reward_quantiles,
+    avg(response_length) AS response_length,
+    quantile_cont(total_s, [0.5, 0.95]) AS total_s, quantile_cont(judge_s, [0.5, 0.95]) AS judge_s,
+    coalesce(sum(prompt_tokens), 0)::BIGINT AS prompt_tokens,
+    coalesce(sum(completion_tokens), 0)::BIGINT AS completion_tokens,
+    min(time) AS first_time, max(time) AS last_time,
+    list(DISTINCT function) FILTER (function IS NOT NULL) AS functions,
+    list(DISTINCT data_source) FILTER (data_source IS NOT NULL) AS data_sources
+FROM {_CHOSEN} GROUP BY ALL
+"""
+_GROUPS = f"""
+SELECT step, validate, count(*) AS groups, count(*) FILTER (rewards > 1 AND low = high) AS zero_variance_groups,
+    count(*) FILTER (rewards = 0) AS all_failed_groups
+FROM (
+    SELECT {_KEY}, "group", count(*) AS n, count(reward) AS rewards, min(reward) AS low, max(reward) AS high
+    FROM {_CHOSEN} WHERE "group" IS NOT NULL GROUP BY ALL HAVING n > 1
+) GROUP BY ALL
+"""
+_COMPONENTS = f"""
+SELECT step, validate, name, avg(CASE WHEN isfinite(number) THEN number END) AS mean
+FROM (
+    SELECT step, validate, name, {number_of("value")} AS number
+    FROM (
+        SELECT step, validate, name,
+            json_extract(components, '/' || replace(replace(name, '~', '~0'), '/', '~1')) AS value
+        FROM (
+            SELECT {_KEY}, components, unnest(json_keys(components)) AS name FROM {_CHOSEN}
+            WHERE json_type(components) = 'OBJECT'
+        )
+    )
+) WHERE name != 'score' GROUP BY ALL ORDER BY ALL
+"""
+_MODELS = """
+SELECT e.step, e.validate, list(DISTINCT model) FILTER (model IS NOT NULL) AS models
+FROM exchanges e JOIN missing ON e.step IS NOT DISTINCT FROM missing.step AND e.validate = missing.validate
+GROUP BY ALL
+"""
+
+_INTERNAL = ("first_time", "last_time", "functions", "data_sources", "models")
+"""The fields of a summary that only the summary of the run shows."""
+
+
+class Summaries:
+    """Summaries of the steps in an index.
+
+    Args:
+        index: the index.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def compute(self) -> None:
+        """Compute the summaries of the steps that have changed."""
+        if not self._index.rows("SELECT 1 FROM summaries WHERE content IS NULL LIMIT 1"):
+            return
+        with self._index.writing() as cursor:
+            cursor.execute(_MISSING)
+            cursor.execute("DELETE FROM summaries WHERE content IS NULL")
+            for key, summary in _computed(cursor).items():
+                cursor.execute("INSERT INTO summaries VALUES (?, ?, ?)", [*key, orjson.dumps(summary).decode()])
+            cursor.execute("DROP TABLE missing")
+
+    def steps(self, validate: bool) -> list[dict[str, Any]]:
+        """Return the summaries of all steps, in their order; last the one of samples without a step.
+
+        Args:
+            validate: whether to return those of validation, or those of training.
+        """
+        self.compute()
+        return [
+            {name: value for name, value in summary.items() if name not in _INTERNAL}
+            for summary in self._all()
+            if summary["validate"] is validate
+        ]
+
+    def run(self) -> dict[str, Any]:
+        """Return the summary of all samples."""
+        self.compute()
+        steps = self._all()
+        outcomes: Counter[str] = Counter()
+        for step in steps:
+            outcomes.update({name: step[name] for name in ("scored", "unscored", "failed")})
+        return {
+            "samples": sum(step["count"] for step in steps),
+            "first_time": min((step["first_time"] for step in steps), default=None),
+            "last_time": max((step["last_time"] for step in steps), default=None),
+            "steps": sorted({step["step"] for step in steps if step["step"] is not None}),
+            "validation": any(step["validate"] for step in steps),
+            "components": _united(step["components"] for step in steps),
+            "outcomes": dict(outcomes),
+            "functions": _united(step["functions"] for step in steps),
+            "data_sources": _united(step["data_sources"] for step in steps),
+            "models": _united(step["models"] for step in steps),
+        }
+
+    def _all(self) -> list[dict[str, Any]]:
+        rows = self._index.rows("SELECT step, validate, content FROM summaries ORDER BY step NULLS LAST, validate")
+        return [{"step": row["step"], "validate": row["validate"], **orjson.loads(row["content"])} for row in rows]
+
+
+def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool], dict[str, Any]]:
+    """Return the summaries of the steps in the table ``missing``."""
+    found: dict[tuple[int | None, bool], dict[str, Any]] = {}
+    for key, row in _keyed(cursor, _STEPS):
+        low, middle, high = row.pop("reward_quantiles") or (None,) * 3
+        row["reward"] |= {"p10": low, "p50": middle, "p90": high}
+        for name in ("total_s", "judge_s"):
+            row[name] = dict(zip(("p50", "p95"), row[name] or (None, None), strict=True))
+        row |= {"functions": row["functions"] or [], "data_sources": row["data_sources"] or []}
+        nothing = dict.fromkeys(("groups", "zero_variance_groups", "all_failed_groups"), 0)
+        found[key] = {**row, **nothing, "components": {}, "models": []}
+    for statement in (_GROUPS, _MODELS):
+        for key, row in _keyed(cursor, statement):
+            found[key] |= {name: value or ([] if name == "models" else 0) for name, value in row.items()}
+    for key, row in _keyed(cursor, _COMPONENTS):
+        found[key]["components"][row["name"]] = row["mean"]
+    return found
+
+
+def _keyed(
+    cursor: duckdb.DuckDBPyConnection, statement: str
+) -> Iterable[tuple[tuple[int | None, bool], dict[str, Any]]]:
+    cursor.execute(statement)
+    names = [column[0] for column in cursor.description or ()]
+    for values in cursor.fetchall():
+        row = dict(zip(names, values, strict=True))
+        yield (row.pop("step"), row.pop("validate")), row
+
+
+def _united(parts: Iterable[Iterable[str] | Mapping[str, Any]]) -> list[str]:
+    return sorted({name for part in parts for name in part})

@@ -1,0 +1,215 @@
+"""The tables of the index, and how lines of records get into them.
+
+======================  ============================================================================================
+Table                   Rows
+======================  ============================================================================================
+``samples``             one for each sample, with its revision applied
+``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones
+``advantages``          the advantage of a sample, by its uid
+``revisions``           revisions whose sample has not been read yet
+``chunks``              the lines of files that were read together; ``samples.chunk`` names one
+``files``               how far each file has been read
+``summaries``           what `summaries` has computed for a step; null if that is to be done
+======================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import duckdb
+
+from reward_loop.view.growth import Lines
+
+__all__ = ["LAYOUT", "create", "load", "revise"]
+
+LAYOUT = 2
+"""The version of these tables. An index with another version is built again."""
+
+_ROW = {
+    "id": "VARCHAR",
+    "uid": "VARCHAR",
+    "group": "VARCHAR",
+    "step": "BIGINT",
+    "validate": "BOOLEAN",
+    "time": "DOUBLE",
+    "data_source": "VARCHAR",
+    "function": "VARCHAR",
+    "batch": "VARCHAR",
+    "outcome": "VARCHAR",
+    "score": "DOUBLE",
+    "reward": "DOUBLE",
+    "masked": "BOOLEAN",
+    "error": "VARCHAR",
+    "components": "JSON",
+    "response_length": "DOUBLE",
+    "total_s": "DOUBLE",
+    "work_s": "DOUBLE",
+    "attempts": "BIGINT",
+    "advantage": "DOUBLE",
+    "prompt_tokens": "BIGINT",
+    "completion_tokens": "BIGINT",
+    "text_file": "VARCHAR",
+    "text_offset": "BIGINT",
+    "text_bytes": "BIGINT",
+    "exchange_file": "VARCHAR",
+    "exchange_offset": "BIGINT",
+    "exchange_bytes": "BIGINT",
+}
+_EXCHANGE = {
+    "id": "VARCHAR",
+    "time": "DOUBLE",
+    "model": "VARCHAR",
+    "url": "VARCHAR",
+    "backend": "VARCHAR",
+    "seconds": "DOUBLE",
+    "error": "VARCHAR",
+    "unscored": "VARCHAR",
+    "prompt_tokens": "BIGINT",
+    "completion_tokens": "BIGINT",
+    "score": "JSON",
+}
+
+_BUFFER = 2 * 2**20
+"""``maximum_object_size`` of DuckDB, in bytes. Threads share the work in buffers of twice this size. Longer lines are
+read, too: their buffer grows."""
+
+_ERROR = 500
+"""The number of characters of an error that the index keeps. The row in the file has all of it."""
+
+
+def _struct(fields: Mapping[str, str]) -> str:
+    return ", ".join(f'"{name}" {kind}' for name, kind in fields.items())
+
+
+_LINE = {"version": "BIGINT", "kind": "VARCHAR", **_ROW, "judges": f"STRUCT({_struct(_EXCHANGE)})[]"}
+_COLUMNS = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
+
+# A sample without `step` may belong to a run that has none, so it stays NULL. Rows of other kinds are in `samples` only
+# until the chunk has been loaded: reading the lines into a table of their own first takes half as long again.
+_SAMPLES = f"""
+SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
+    data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
+    left(error, {_ERROR}) AS error, components::VARCHAR AS components, response_length,
+    coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
+    text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
+    coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
+    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number, ?::INTEGER AS chunk
+FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER},
+    columns = {{{_COLUMNS}}})
+"""
+_EXCHANGES = """
+SELECT e.id, step, validate, function, batch, e.time, coalesce(e.model, e.url) AS model, e.backend, e.seconds,
+    coalesce(e.error, '') != '' AS error, coalesce(e.unscored, '') != '' AS unscored, e.prompt_tokens,
+    e.completion_tokens, try_cast(e.score AS DOUBLE) AS score
+FROM (SELECT step, validate, function, batch, unnest(exchanges) AS e FROM samples)
+"""
+_NEW = "FROM samples WHERE chunk = ? AND"
+_ADVANTAGES = f"SELECT uid, time, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
+_REVISIONS = f"SELECT uid, time, outcome, error, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
+
+# A revision changes the last earlier row with its uid. Clocks of several nodes differ, so if no row is earlier, it
+# changes the first one.
+_TARGETS = """
+CREATE OR REPLACE TEMP TABLE targets AS
+WITH known AS (SELECT rowid AS target, uid, time FROM samples WHERE uid IN (SELECT uid FROM revisions)),
+    earlier AS (SELECT r.*, k.target FROM revisions r ASOF JOIN known k ON r.uid = k.uid AND r.time >= k.time),
+    later AS (
+        SELECT r.*, arg_min(k.target, k.time) AS target FROM revisions r JOIN known k ON r.uid = k.uid
+        GROUP BY ALL HAVING min(k.time) > r.time
+    )
+SELECT target, max(time) AS time, arg_max({o: outcome, e: error, r: reward, m: masked}, time) AS new
+FROM (FROM earlier UNION ALL FROM later) GROUP BY target
+"""
+_REVISE = """
+UPDATE samples SET reward = new.r, masked = new.m, outcome = coalesce(new.o, outcome),
+    error = coalesce(new.e, error), revised_at = targets.time
+FROM targets WHERE samples.rowid = targets.target AND coalesce(revised_at, 0) <= targets.time
+"""
+_APPLIED = """
+DELETE FROM revisions
+WHERE uid IN (SELECT uid FROM samples WHERE rowid IN (SELECT target FROM targets))
+"""
+
+
+def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
+    """Create the tables of an empty index.
+
+    Args:
+        connection: the database.
+        empty: the path of an empty file.
+    """
+    connection.execute(f"CREATE TABLE about AS SELECT {LAYOUT} AS layout, 0::BIGINT AS incomplete")
+    connection.execute("CREATE TABLE files (name VARCHAR, bytes BIGINT, fingerprint BLOB)")
+    connection.execute("CREATE TABLE chunks (chunk INTEGER, name VARCHAR, start BIGINT, bytes BIGINT)")
+    connection.execute("CREATE TABLE summaries (step BIGINT, validate BOOLEAN, content VARCHAR)")
+    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [0, empty])
+    connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
+    connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
+    connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
+
+
+def load(
+    connection: duckdb.DuckDBPyConnection, path: str, parts: Sequence[Lines], fingerprints: Mapping[str, bytes]
+) -> int:
+    """Add lines of records to the tables. The connection must be within a transaction.
+
+    Args:
+        connection: a connection to the database.
+        path: a file with the lines of all parts.
+        parts: where the lines are in the folder.
+        fingerprints: the `fingerprint` of each file in the folder, by its name.
+
+    Returns:
+        the highest version of these records; 0 if there are none.
+    """
+    (chunk,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
+    connection.execute(f"INSERT INTO samples {_SAMPLES}", [chunk, path])
+    others, incomplete, version = _row(
+        connection,
+        "SELECT count(*) FILTER (kind IS DISTINCT FROM 'sample'), count(*) FILTER (kind IS NULL AND version IS NULL "
+        "AND id IS NULL AND uid IS NULL), coalesce(max(version), 0) FROM samples WHERE chunk = ?",
+        [chunk],
+    )
+    if others:
+        connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [chunk])
+        connection.execute(f"INSERT INTO revisions {_REVISIONS}", [chunk])
+        connection.execute("DELETE FROM samples WHERE chunk = ? AND kind IS DISTINCT FROM 'sample'", [chunk])
+    if incomplete:
+        connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
+    for part in parts:
+        name = part.path.name
+        connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", [chunk, name, part.start, part.bytes])
+        connection.execute("DELETE FROM files WHERE name = ?", [name])
+        connection.execute("INSERT INTO files VALUES (?, ?, ?)", [name, part.start + part.bytes, fingerprints[name]])
+    _forget(connection, f"chunk = {chunk}")
+    return int(version)
+
+
+def _row(connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...]:
+    row = connection.execute(query, parameters).fetchone()
+    assert row is not None
+    return row
+
+
+def revise(connection: duckdb.DuckDBPyConnection) -> None:
+    """Apply the revisions whose samples have been read. The connection must be within a transaction."""
+    connection.execute(_TARGETS)
+    connection.execute(_REVISE)
+    connection.execute(_APPLIED)
+    _forget(connection, "rowid IN (SELECT target FROM targets)")
+    connection.execute("DROP TABLE targets")
+
+
+def _forget(connection: duckdb.DuckDBPyConnection, samples: str) -> None:
+    """Replace the summaries of the steps that contain samples by nulls."""
+    connection.execute(
+        f"CREATE OR REPLACE TEMP TABLE changed AS SELECT DISTINCT step, validate FROM samples WHERE {samples}"
+    )
+    connection.execute(
+        "DELETE FROM summaries USING changed "
+        "WHERE summaries.step IS NOT DISTINCT FROM changed.step AND summaries.validate = changed.validate"
+    )
+    connection.execute("INSERT INTO summaries SELECT step, validate, NULL FROM changed")
+    connection.execute("DROP TABLE changed")

@@ -1,0 +1,111 @@
+"""Exports the timeline of a run as a trace for Perfetto or Chrome.
+
+The format is the JSON array of the Trace Event Format: ``X`` events have a start ``ts`` and a duration ``dur`` in
+microseconds, ``M`` events name processes. Each lane is a process here. Slices of one thread must not overlap unless one
+contains the other, so overlapping spans of a lane are placed in several threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reward_loop.errors import ConfigError
+from reward_loop.records.events import PHASE, ROLLOUT, STEP, read_events
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.critical import critical_path
+from reward_loop.view.spans import TRAINER, Span, Work, judge_spans, rollout_spans, works
+from reward_loop.view.timeline import near_steps, order, step_phases
+
+__all__ = ["MAX_TRACE_SPANS", "trace_events"]
+
+MAX_TRACE_SPANS = 1_000_000
+"""The largest number of spans of a trace. Viewers of traces cannot open much larger ones."""
+
+CRITICAL = "critical path"
+"""The lane of the critical paths of all steps."""
+
+Row = Mapping[str, Any]
+
+
+def trace_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of the trace of a run.
+
+    Args:
+        folder: a records folder.
+        steps: the training steps; ``None`` for all, with samples that have no step.
+
+    Raises:
+        NoRecordsError: there is no such folder, or it contains no records.
+        ConfigError: nothing is recorded for these steps, or there are more than `MAX_TRACE_SPANS` spans.
+    """
+    spans = _spans(folder, steps)
+    if not spans:
+        raise ConfigError(f"{folder} has no records of these steps")
+    if len(spans) > MAX_TRACE_SPANS:
+        raise ConfigError(
+            f"{folder} has {len(spans)} spans, and a trace has at most {MAX_TRACE_SPANS}: choose some steps with --step"
+        )
+    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        lanes[span.kind, span.lane].append(span)
+    begun = min(span.start for span in spans)
+    for pid, key in enumerate(order(lanes), start=1):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": key[1]}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+        ordered = sorted(lanes[key], key=lambda span: (span.start, -span.end))
+        for span, tid in zip(ordered, _threads(ordered, nested=key[0] == "trainer"), strict=True):
+            args = dict(span.detail) | ({} if span.id is None else {"id": span.id})
+            # Both ends are rounded, not the duration: spans that do not overlap stay apart.
+            start, end = round((span.start - begun) * 1e6), round((span.end - begun) * 1e6)
+            times = {"ts": start, "dur": max(0, end - start)}
+            yield {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def _spans(folder: Path, steps: Collection[int] | None) -> list[Span]:
+    reader = RecordsReader(folder)
+    rows = list(reader.rows() if steps is None else reader.rows_of(steps))
+    events: dict[str, list[Row]] = defaultdict(list)
+    for event in read_events(folder, steps):
+        events[event["kind"]].append(event)
+    ids = {row["uid"]: row["id"] for row in rows if row.get("uid") and row.get("id")}
+    spans = [*rollout_spans(events[ROLLOUT], ids), *judge_spans(rows)]
+    by_step: dict[int, list[Row]] = defaultdict(list)
+    for found in events[PHASE]:
+        by_step[found["step"]].append(found)
+    work_by_step: dict[int | None, list[Work]] = defaultdict(list)
+    for work in works(events[ROLLOUT], rows):
+        work_by_step[work.step].append(work)
+    for step in sorted(by_step):
+        outer = step_phases(by_step[step], step)
+        for phase in (phase for top in outer for phase in top.all()):
+            spans.append(Span("trainer", TRAINER, phase.name, phase.start, phase.end, detail={"step": step}))
+        training = [phase for phase in outer if phase.name == STEP]
+        near = [work for n in near_steps(step) for work in work_by_step[n]]
+        for part in critical_path(training, near):
+            spans.append(Span("trainer", CRITICAL, part.name, part.start, part.end, detail={"step": step}))
+    return spans
+
+
+def _threads(spans: Sequence[Span], nested: bool) -> Iterable[int]:
+    """Return a thread for each span, so that the spans of a thread do not overlap.
+
+    Args:
+        spans: in the order of their starts.
+        nested: whether overlapping spans contain each other; they stay in one thread.
+    """
+    if nested:
+        return [1] * len(spans)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    threads = []
+    for span in spans:
+        while busy and busy[0][0] <= span.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        thread = heapq.heappop(free) if free else len(busy) + 1
+        heapq.heappush(busy, (span.end, thread))
+        threads.append(thread)
+    return threads

@@ -1,0 +1,184 @@
+"""Events of the trainer and advantages: how they are written, and read again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward_loop.records import Records
+from reward_loop.records.events import advantage_row, phase_event, read_events, rollout_event
+from reward_loop.records.files import EVENTS, TEXTS, RecordFiles
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.phases import phases
+from tests.gsm8k import ROOT
+
+
+def sample(uid: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "kind": "sample",
+        "time": 1.0,
+        "uid": uid,
+        "step": 1,
+        "reward": 0.5,
+        "masked": False,
+        **fields,
+    }
+
+
+def test_events_are_written_beside_the_rows(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    writer.write(sample("q_0"))
+    writer.write_event(phase_event("gen", 1, 10.0, 12.0, "rewards"))
+    times = {"end": 11.0, "scoring": 11.1, "scored": 12.0}
+    writer.write_event(rollout_event("q", 0, 1, validate=False, start=10.0, times=times, error=None))
+    assert writer.flush()
+    assert [path.parent.name for path in tmp_path.rglob("*.jsonl")].count(EVENTS) == 1
+    (path,) = (tmp_path / EVENTS).iterdir()
+    assert path.name == writer.path.name
+    phase, rollout = map(json.loads, path.read_text().splitlines())
+    assert phase == {
+        "version": 1,
+        "kind": "phase",
+        "step": 1,
+        "name": "gen",
+        "start": 10.0,
+        "end": 12.0,
+        "waits_for": "rewards",
+    }
+    assert rollout == {
+        "version": 1,
+        "kind": "rollout",
+        "step": 1,
+        "validate": False,
+        "uid": "q_0",
+        "group": "q",
+        "start": 10.0,
+        **times,
+        "error": None,
+    }
+    assert [row["uid"] for row in RecordsReader(tmp_path).rows()] == ["q_0"]
+
+
+def test_a_rollout_that_failed_ends_now_and_has_no_reward() -> None:
+    event = rollout_event("q", 2, None, validate=True, start=10.0, times={}, error="RuntimeError: " + "x" * 1000)
+    assert event["end"] > 10.0
+    assert (event["uid"], event["step"], event["scoring"], event["scored"]) == ("q_2", None, None, None)
+    assert len(event["error"]) == 256
+
+
+def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for step in (1, 2, 12):
+        writer.write_event(phase_event("gen", step, 0.0, 1.0))
+    assert writer.flush()
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 12]
+    assert [event["step"] for event in read_events(tmp_path, [2, 3])] == [2]
+    assert {event["process"] for event in read_events(tmp_path)} == {writer.path.stem}
+
+
+def test_incomplete_lines_and_newer_versions_are_left_out(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    writer.write_event(phase_event("gen", 1, 0.0, 1.0))
+    writer.write_event(phase_event("gen", 1, 0.0, 1.0) | {"version": 2})
+    writer.write_event(phase_event("adv", 1, 1.0, 2.0))
+    assert writer.flush()
+    (path,) = (tmp_path / EVENTS).iterdir()
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:20])
+    assert [event["name"] for event in read_events(tmp_path)] == ["gen", "adv"]
+
+
+def test_the_events_of_a_process_that_was_killed_can_be_read(tmp_path: Path) -> None:
+    code = f"""
+import time
+from reward_loop.records import records
+from reward_loop.records.events import phase_event
+writer = records({str(tmp_path)!r})
+for step in range(1, 101):
+    writer.write_event(phase_event("gen", step, float(step), step + 0.5))
+    writer.write_event(phase_event("step", step, float(step), step + 1.0))
+assert writer.flush()
+print("written", flush=True)
+while True:
+    writer.write_event(phase_event("gen", 101, 101.0, 101.5))
+    time.sleep(0.001)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    process.stdout.close()
+    found = phases(tmp_path)
+    assert sorted(found) == list(range(1, 101))
+    assert found[100]["phases"] == {"gen": 0.5, "other": 0.5}
+
+
+def test_events_that_cannot_be_written_cost_no_row_and_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / EVENTS).write_text("a file where the folder should be")
+    writer = Records(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            writer.write_event(phase_event("gen", number, 0.0, 1.0))
+            writer.write(sample(f"q_{number}"))
+            assert writer.flush()
+    assert len([record for record in caplog.records if "records of samples are lost" in record.message]) == 1
+    assert len(list(RecordsReader(tmp_path).rows())) == 3
+
+
+def test_events_count_in_the_size_of_the_folder_and_are_kept(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, max_bytes=512_000)  # a segment ends above 1000 bytes
+    files.add_events([b"x" * 510_000 + b"\n"])
+    for _ in range(3):
+        files.add_texts(TEXTS, [b"x" * 1500 + b"\n"])
+    assert len(list((tmp_path / EVENTS).iterdir())) == 1
+    assert len(list((tmp_path / TEXTS).iterdir())) == 1
+
+
+def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> None:
+    one, other = Records(tmp_path), Records(tmp_path)
+    one.write(sample("q_0", id="early", time=1.0))
+    one.write(sample("q_0", time=2.0))
+    one.write(sample("masked_0"))
+    other.write_rows([advantage_row("q_0", 1, 0.25), advantage_row("gone_0", 1, 9.0)])
+    other.write_rows([advantage_row("q_0", 2, -1.5)])
+    assert one.flush()
+    assert other.flush()
+    rows = list(RecordsReader(tmp_path).rows())
+    assert [(row["uid"], row["time"], row.get("advantage")) for row in rows] == [
+        ("q_0", 1.0, None),
+        ("q_0", 2.0, -1.5),
+        ("masked_0", 1.0, None),
+    ]
+    assert rows[1]["reward"] == 0.5  # unlike a revision, an advantage changes nothing else
+    assert "revised" not in rows[1]
+
+
+def test_a_row_can_have_a_revision_and_an_advantage(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    writer.write(sample("q_0"))
+    writer.write({"version": 1, "kind": "revision", "time": 2.0, "uid": "q_0", "reward": 0.75, "masked": False})
+    writer.write_rows([advantage_row("q_0", 1, 0.25)])
+    assert writer.flush()
+    (row,) = RecordsReader(tmp_path).rows()
+    assert (row["reward"], row["advantage"], row["revised"]) == (0.75, 0.25, True)
+
+
+def test_the_rows_of_some_steps(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for step in (None, 1, 2, 12):
+        writer.write(sample(f"q{step}_0", step=step))
+    writer.write_rows([advantage_row("q2_0", 2, 0.25)])
+    assert writer.flush()
+    assert [row["uid"] for row in RecordsReader(tmp_path).rows_of([2, 3])] == ["q2_0"]

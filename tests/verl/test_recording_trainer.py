@@ -1,0 +1,116 @@
+"""The phases and advantages that the trainer records, without a run: TransferQueue is a dict here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from verl.trainer.ppo.v1 import PPOTrainerSync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.debug import marked_timer
+
+from reward_loop.records import Records
+from reward_loop.records.events import read_events
+from reward_loop.verl import recording_trainer
+from reward_loop.verl.recording_trainer import RecordedSeconds
+from reward_loop.verl.reward_metrics import StepRewards, added_seconds
+from reward_loop.verl.trainer import with_reward_loop
+from tests.verl.configs import resolved
+
+pytestmark = pytest.mark.integration  # imports verl
+
+
+def test_a_phase_ends_whenever_a_timer_adds_seconds() -> None:
+    ended: list[tuple[str, float]] = []
+    seconds = RecordedSeconds(lambda name, added: ended.append((name, added)))
+    with marked_timer("step", seconds):
+        with marked_timer("update_actor", seconds):
+            pass
+        with added_seconds("update_actor", seconds):
+            pass
+    assert [name for name, _ in ended] == ["update_actor", "update_actor", "step"]
+    assert sum(added for name, added in ended if name == "update_actor") == pytest.approx(seconds["update_actor"])
+    seconds["switch_wait"] = 0.0
+    seconds["update_actor"] -= 0.5  # seconds that were counted twice
+    assert len(ended) == 3
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
+    made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
+    made._records, made._rewards = Records(tmp_path), StepRewards()
+    made.global_steps = 7
+    return made
+
+
+def test_the_trainer_records_its_phases_with_the_step(trainer: Any, tmp_path: Path) -> None:
+    trainer.timing_raw = {}
+    with marked_timer("gen", trainer.timing_raw):
+        pass
+    with trainer._apart_from_advantage("wait_reward"):
+        pass
+    assert trainer._records.flush()
+    found = list(read_events(tmp_path))
+    assert [(event["name"], event["step"], event["waits_for"]) for event in found] == [
+        ("gen", 7, "rewards"),
+        ("wait_reward", 7, "rewards"),
+    ]
+    for event in found:
+        assert event["end"] - event["start"] == pytest.approx(trainer.timing_raw[event["name"]], abs=1e-5)
+
+
+def test_without_a_folder_the_timings_are_a_plain_dict(trainer: Any) -> None:
+    trainer._records = None
+    trainer.timing_raw = seconds = {}
+    assert trainer.timing_raw is seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "waits_for"),
+    [
+        ((), "rewards"),
+        (("trainer.v1.trainer_mode=reward_pipeline",), "rollouts"),
+        (("reward_model.use_reward_loop=False",), "rollouts"),
+    ],
+)
+def test_what_the_trainer_waits_for_during_generation(
+    trainer: Any, tmp_path: Path, options: tuple[str, ...], waits_for: str
+) -> None:
+    trainer._settings = resolved(f"reward_loop.log_dir={tmp_path}", *options)
+    assert trainer._waits_for("gen") == waits_for
+    assert trainer._waits_for("update_actor") is None
+    assert trainer._waits_for("wait_reward") == "rewards"
+
+
+def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
+    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {
+        "q_0_0": ([9.0, 9.0], [1, 1]),  # an earlier output of the session
+        "q_0_1": ([1.0, 5.0, 2.0], [1, 0, 1]),
+        "q_1_0": ([-0.5], [1]),
+        "q_2_0": ([3.0], [0]),  # verl's rejection sampling has cleared the mask
+    }
+
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
+        assert (partition_id, select_fields) == ("train", ["advantages", "response_mask"])
+        nested = {}
+        for i, field in enumerate(select_fields):
+            values = [torch.tensor(rows[key][i]) for key in keys]
+            nested[field] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        return nested
+
+    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
+    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    trainer._rewards.trained = set(rows)
+    trainer._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
+    assert trainer._records.flush()
+    written = [json.loads(line) for line in trainer._records.path.read_text().splitlines()]
+    assert {line["uid"]: line["advantage"] for line in written} == {"q_0": 1.5, "q_1": -0.5}
+    assert {(line["kind"], line["step"]) for line in written} == {("advantage", 7)}

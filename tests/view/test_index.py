@@ -1,0 +1,336 @@
+"""The index agrees with the records, also while processes write them, after kill -9, and with damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("duckdb")
+
+from reward_loop.errors import ConfigError
+from reward_loop.records import Records
+from reward_loop.records.reader import NoRecordsError, RecordsReader
+from reward_loop.view import index as module
+from reward_loop.view.index import Index, IndexFailedError
+from reward_loop.view.summaries import Summaries
+from tests.view.recorded import OtherProcess, exchange, flushed, record, revise
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "rewards"
+
+
+def rewards(index: Index) -> dict[str, float | None]:
+    return {row["uid"]: row["reward"] for row in index.rows("SELECT uid, reward FROM samples")}
+
+
+def test_the_rows_are_those_of_the_reader_with_revisions_applied(folder: Path) -> None:
+    writer = Records(folder)
+    for number in range(20):
+        record(writer, f"s{number}", number / 10, group=f"g{number // 4}", components={"acc": 1.0})
+    revise(writer, "s3", -1.0)
+    revise(writer, "s4", None, masked=True)
+    flushed(writer)
+    with Index(folder) as index:
+        assert index.update()
+        expected = {row["uid"]: row for row in RecordsReader(folder).rows()}
+        found = index.rows('SELECT uid, reward, masked, outcome, step, "group" FROM samples')
+        assert {row["uid"]: row for row in found} == {
+            uid: {name: row[name] for name in ("uid", "reward", "masked", "outcome", "step", "group")}
+            for uid, row in expected.items()
+        }
+        assert expected["s3"]["reward"] == -1.0
+
+
+def test_a_revision_changes_the_last_earlier_row_of_a_repeated_uid(folder: Path) -> None:
+    writer = Records(folder)
+    record(writer, "same", 1.0, step=1)
+    revise(writer, "same", 5.0)
+    flushed(writer)
+    record(writer, "same", 2.0, step=2)
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        rows = index.rows("SELECT step, reward FROM samples ORDER BY step")
+    assert rows == [{"step": 1, "reward": 5.0}, {"step": 2, "reward": 2.0}]
+
+
+def test_a_revision_that_is_read_before_its_sample_waits_for_it(folder: Path) -> None:
+    first = Records(folder)
+    record(first, "known")
+    flushed(first)
+    second = Records(folder)
+    revise(second, "later", 7.0, outcome=None)
+    flushed(second)
+    with Index(folder) as index:
+        index.update()
+        assert rewards(index) == {"known": 1.0}
+        record(first, "later", 1.0)
+        flushed(first)
+        index.update()
+        assert rewards(index) == {"known": 1.0, "later": 7.0}
+        assert index.rows("FROM revisions") == []
+
+
+def test_following_processes_that_write_and_one_that_is_killed(folder: Path) -> None:
+    writers = [OtherProcess(folder, name) for name in ("a", "b")]
+    try:
+        for writer in writers:
+            writer.write(5)
+        with Index(folder) as index:
+            index.update()
+            assert len(rewards(index)) == 10
+            before = index.revision
+            writers[0].write(7)
+            writers[1].kill()
+            assert index.update()
+            assert len(index.rows("SELECT id FROM samples")) == 17
+            assert index.revision > before
+            assert not index.update()
+            assert index.is_following
+    finally:
+        for writer in writers:
+            writer.kill()
+
+
+def test_an_incomplete_line_is_read_when_it_is_complete(folder: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    (path,) = folder.glob("*.jsonl")
+    line = path.read_bytes()
+    second = line.replace(b'"uid":"a"', b'"uid":"b"')
+    with Index(folder) as index:
+        index.update()
+        with path.open("ab") as file:
+            file.write(second[:100])
+        assert not index.update()
+        assert index.incomplete == 1
+        with path.open("ab") as file:
+            file.write(second[100:])
+        assert index.update()
+        assert index.incomplete == 0
+        assert set(rewards(index)) == {"a", "b"}
+
+
+def test_damaged_lines_are_counted_and_left_out(folder: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    (path,) = folder.glob("*.jsonl")
+    with path.open("ab") as file:
+        file.write(b'{"version":1,"ki\n\x00\x00\n[1]\n')
+    record(writer, "b")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        assert set(rewards(index)) == {"a", "b"}
+        assert index.incomplete == 3
+
+
+def test_lines_that_are_longer_than_a_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4096)
+    writer = Records(folder)
+    for number in range(30):
+        record(writer, f"s{number}", None, error="x" * (5_000_000 if number == 7 else 300))
+    flushed(writer)
+    with Index(folder) as index:
+        done: list[int] = []
+        index.update(done.append)
+        assert len(rewards(index)) == 30
+        assert done == sorted(done)
+        assert done[-1] == index.revision
+        assert index.pending_bytes() == 0
+        (row,) = index.rows("SELECT id, chunk FROM samples WHERE uid = 's7'")
+        line = index.line(row["chunk"], row["id"])
+        assert line is not None
+        assert len(line["error"]) == 5_000_000
+
+
+def test_the_next_start_reads_only_what_is_new(folder: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+    record(writer, "b")
+    flushed(writer)
+    with Index(folder) as index:
+        assert set(rewards(index)) == {"a"}
+        index.update()
+        assert set(rewards(index)) == {"a", "b"}
+
+
+def test_the_index_is_built_again_when_a_file_has_been_replaced(folder: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+    (path,) = folder.glob("*.jsonl")
+    path.unlink()
+    record(writer := Records(folder), "b")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        assert set(rewards(index)) == {"b"}
+
+
+def test_a_damaged_index_is_built_again(folder: Path, cache: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+    (path,) = cache.rglob("*.duckdb")
+    path.write_bytes(b"not a database" * 1000)
+    with Index(folder) as index:
+        index.update()
+        assert set(rewards(index)) == {"a"}
+
+
+def test_a_second_viewer_of_a_folder_has_an_index_of_its_own(folder: Path, cache: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as first, Index(folder) as second:
+        for index in (first, second):
+            index.update()
+            assert set(rewards(index)) == {"a"}
+    assert len(list(cache.rglob("*.duckdb"))) == 1
+
+
+def test_components_with_types_that_differ_between_rows(folder: Path) -> None:
+    writer = Records(folder)
+    values = [1.0, True, "text", None, float("nan"), [1, 2], {"a": 1}, 3]
+    for number, value in enumerate(values):
+        record(writer, f"s{number}", 1.0, components={"c": value, 'odd/"~name': number, "score": 1.0})
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        (step,) = Summaries(index).steps(False)
+    assert step["components"]["c"] == pytest.approx((1 + 1 + 3) / 3)
+    assert step["components"]['odd/"~name'] == pytest.approx(3.5)
+    assert "score" not in step["components"]
+
+
+def test_10000_groups_and_samples_without_step_group_or_uid(folder: Path) -> None:
+    writer = Records(folder)
+    for number in range(10_000):
+        record(writer, f"s{number}", 1.0, group=f"g{number}", full=0.0)
+    record(writer, "no step", 1.0, step=None)
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        summaries = Summaries(index)
+        (first, last) = summaries.steps(False)
+        assert (first["count"], first["groups"], last["step"], last["count"]) == (10_000, 0, None, 1)
+        assert summaries.run()["steps"] == [1]
+
+
+def test_summaries_follow_new_rows_and_revisions(folder: Path) -> None:
+    writer = Records(folder)
+    for number in range(4):
+        record(writer, f"s{number}", float(number), group="g", exchanges=[exchange(number)])
+    record(writer, "v", 1.0, validate=True)
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+        summaries = Summaries(index)
+        (step,) = summaries.steps(False)
+        assert step["reward"]["mean"] == 1.5
+        assert step["groups"] == 1
+        assert step["judge_s"] == {"p50": 0.5, "p95": 0.5}
+        record(writer, "s4", None, group="g2", step=2)
+        record(writer, "s5", None, group="g2", step=2)
+        for number in range(4):
+            revise(writer, f"s{number}", 0.0)
+        flushed(writer)
+        index.update()
+        one, two = summaries.steps(False)
+        assert one["reward"]["mean"] == 0.0
+        assert one["zero_variance_groups"] == 1
+        assert (two["failed"], two["all_failed_groups"], two["reward"]["mean"]) == (2, 1, None)
+        run = summaries.run()
+        assert run["outcomes"] == {"scored": 5, "unscored": 0, "failed": 2}
+        assert run["validation"]
+        assert run["models"] == ["judge-7b"]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "file"])
+def test_a_folder_without_records_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(NoRecordsError, match=r"no such folder|contains no records|it is a file"),
+        Index(tmp_path / name),
+    ):
+        pass
+
+
+def test_records_of_a_newer_version_are_an_error(folder: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    (path,) = folder.glob("*.jsonl")
+    with path.open("a") as file:
+        file.write(json.dumps({"version": 99, "kind": "sample", "id": "x"}) + "\n")
+    with Index(folder) as index, pytest.raises(ConfigError, match="records of version 99"):
+        index.update()
+
+
+def test_an_index_that_cannot_be_written_is_an_error_that_names_its_directory(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        monkeypatch.setattr(module.tables, "load", lambda cursor, *_: cursor.execute("SELECT * FROM nothing"))
+        with pytest.raises(IndexFailedError, match="XDG_CACHE_HOME"):
+            index.update()
+        monkeypatch.undo()
+        assert index.update()  # nothing of the failed transaction is left
+        assert rewards(index) == {"a": 1.0}
+
+
+def test_an_index_is_temporary_where_the_cache_directory_cannot_be_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with Index(folder) as index:
+        index.update()
+        assert rewards(index) == {"a": 1.0}
+
+
+def test_indexes_that_were_not_used_for_long_are_deleted(folder: Path, cache: Path) -> None:
+    record(writer := Records(folder), "a")
+    flushed(writer)
+    with Index(folder) as index:
+        index.update()
+    (old,) = cache.rglob("*.lock")
+    os.utime(old, (0, 0))
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    with Index(other):
+        assert not old.with_suffix(".duckdb").exists()
+        assert len(list(cache.rglob("*.duckdb"))) == 1
+
+
+def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(writer := Records(folder), "first")
+    flushed(writer)
+    load = module.tables.load
+    with Index(folder) as index:
+
+        def load_while_writing(*arguments: Any) -> int:
+            version = load(*arguments)
+            record(writer, f"s{index.revision}")
+            flushed(writer)
+            return version
+
+        monkeypatch.setattr(module.tables, "load", load_while_writing)
+        for count in (1, 2, 3):
+            assert index.update()
+            assert len(rewards(index)) == count

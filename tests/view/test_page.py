@@ -1,0 +1,311 @@
+"""The pages of the viewer in a real browser, with the real server, on records of the library's own writer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reward_loop import RewardSample
+from tools.browser import CHROMIUM, browser, server
+from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytest.importorskip("playwright", reason="the viewer is tested with Playwright")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install the package chromium"),
+]
+
+STEPS, GROUPS, SIZE = 4, 6, 4
+HOSTILE_STEP, MANY_STEP, LATER_STEP = 50, 60, 70
+MANY_GROUPS = 10_000
+ATTACK = "<img src=x onerror=hacked=1><script>hacked=1</script><b>bold</b>"
+
+
+def hostile(uid: str, text: str, **fields: Any) -> RewardSample:
+    fields = {"data_source": ATTACK, "ground_truth": ATTACK, "group": ATTACK, "step": HOSTILE_STEP, **fields}
+    fields["extra_info"] = {"question": ATTACK}
+    return RewardSample(text, uid=uid, prompt=[{"role": ATTACK, "content": text[:1000]}], **fields)
+
+
+HOSTILE = (
+    hostile(f"html {ATTACK}", f"no idea {ATTACK}\n[click](javascript:hacked=1) `{ATTACK}` **{ATTACK}**"),
+    hostile("ansi", "no idea \x1b[31mred\x1b[0m \x00 \x07 and \u202egnp.exe"),
+    hostile("surrogate", "no idea \ud800 and \udfff"),
+    hostile("large", "no idea " + "word <i> " * 560_000 + "THE END"),
+)
+
+
+EXPECTED = {
+    "html": ATTACK,
+    "ansi": "\u241b[31mred\u241b[0m \u2400 \u2407 and \u27e8U+202E\u27e9gnp.exe",
+    "surrogate": r"\ud800",
+}
+"""What the page shows of them."""
+
+
+def many_groups() -> Iterator[dict[str, Any]]:
+    """Rows of 10,000 groups, as the writer writes them."""
+    row = {"version": 1, "kind": "sample", "time": 1.8e9, "step": MANY_STEP, "outcome": "scored", "validate": False}
+    for group in range(MANY_GROUPS):
+        for i in range(2):
+            reward = (group % 7) / 7 * i
+            names = {"id": f"many-{group}-{i}", "uid": f"many-{group}-{i}", "group": f"many-{group:05}"}
+            yield {**row, **names, "score": reward, "reward": reward, "masked": False, "components": {}, "judges": []}
+
+
+def in_a_thread(function: Any, *args: Any, **options: Any) -> None:
+    """Call a function that starts an event loop: Playwright's own runs in the thread of the tests."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function, *args, **options).result()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("view") / "rewards"
+    in_a_thread(write_run, folder, steps=STEPS, groups=GROUPS, size=SIZE)
+    in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many_groups()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with server(folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Browser, address: str) -> Iterator[Page]:
+    """A page with the viewer. The test fails if its console has an error, which a violated CSP is, too."""
+    page = chromium.new_page(viewport={"width": 1366, "height": 860}, base_url=address)
+    page.set_default_timeout(20_000)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    yield page
+    assert page.evaluate("typeof hacked") == "undefined"
+    page.close()
+    assert problems == []
+
+
+def open_view(page: Page, view: str) -> None:
+    page.goto(f"/#/{view}")
+    page.wait_for_selector("h1")
+
+
+def column(page: Page, field: str) -> list[str]:
+    """Return the texts of a column of the table of samples, of the rows that are drawn."""
+    return page.locator(f".pane:not(.groups) .tabulator-cell[tabulator-field='{field}']").all_inner_texts()
+
+
+def wait_for_total(page: Page, expected: int, pane: str = "Samples") -> None:
+    page.locator(f"section[aria-label='{pane}'] .total", has_text=re.compile(f"^{expected:,}$")).wait_for()
+
+
+def open_first_sample(page: Page, view: str) -> str:
+    """Open the first sample of a table, and return its title."""
+    open_view(page, view)
+    page.locator(".pane:not(.groups) .tabulator-row a").first.click()
+    page.wait_for_selector(".view.sample h1")
+    return page.locator("h1").inner_text()
+
+
+def test_the_run_shows_charts_and_leads_to_a_step(page: Page) -> None:
+    open_view(page, "run")
+    titles = page.locator(".chart h3").all_inner_texts()
+    assert {"Reward", "Components, mean", "Latency of a judge request", "Groups without a signal"} <= set(titles)
+    assert page.locator(".chart canvas").count() == len(titles)
+    page.get_by_role("link", name="2", exact=True).click()
+    page.wait_for_selector("h1:has-text('Step 2')")
+    assert page.title() == "Step 2 · reward_loop"
+
+
+def test_the_table_of_samples_sorts_and_the_link_keeps_the_order(page: Page) -> None:
+    open_view(page, "step/2")
+    wait_for_total(page, GROUPS * SIZE)
+    for direction in ("desc", "asc"):
+        with page.expect_response(lambda response: "sort=reward" in response.url):
+            page.locator(".tabulator-col[tabulator-field=reward]").click()
+        page.wait_for_url(re.compile(f"order={direction}"))
+        page.wait_for_selector(f".tabulator-col[tabulator-field=reward][aria-sort={direction}ending]")
+    page.reload()
+    wait_for_total(page, GROUPS * SIZE)
+    page.wait_for_selector(".tabulator-cell[tabulator-field=reward]")
+    rewards = [float(text) for text in column(page, "reward") if text[:1].isdecimal()]
+    assert len(rewards) > 5
+    assert rewards == sorted(rewards)
+
+
+def test_filters_and_search_narrow_the_table(page: Page) -> None:
+    open_view(page, "step/1")
+    wait_for_total(page, GROUPS * SIZE)
+    page.get_by_label("Lowest reward").fill("0.5")
+    page.wait_for_url(re.compile("min_reward=0.5"))
+    page.locator("section[aria-label=Samples] .total", has_text=re.compile("^(?!24$)")).wait_for()
+    assert all(float(text) >= 0.5 for text in column(page, "reward"))
+    page.get_by_label("Lowest reward").fill("")
+    wait_for_total(page, GROUPS * SIZE)
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("no such words anywhere")
+    wait_for_total(page, 0)
+    page.wait_for_selector("text=No sample matches these filters.")
+
+
+def test_a_group_narrows_the_table_and_is_marked(page: Page) -> None:
+    open_view(page, "step/3")
+    row = page.locator(".groups .tabulator-row", has_text="s3-p0")
+    assert "equal" in row.inner_text()
+    row.click()
+    wait_for_total(page, SIZE)
+    page.wait_for_selector(".groups .tabulator-row.chosen")
+    page.get_by_title("Remove this filter").click()
+    wait_for_total(page, GROUPS * SIZE)
+
+
+def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Page) -> None:
+    open_first_sample(page, "step/4?sort=reward&order=desc")
+    reply = page.locator(".exchange .reply")
+    assert WORDS_OF_THE_JUDGE in reply.inner_text()
+    assert "said Score: 3" in reply.inner_text()
+    assert re.fullmatch(r"Score: (9|10)/10", reply.locator("mark").inner_text())
+    assert "You are a strict teacher" in page.locator(".exchange .message").first.inner_text()
+    assert "acc" in page.locator("aside").inner_text()
+    page.get_by_role("button", name="Markdown").click()
+    assert page.locator(".texts .markdown strong").first.inner_text() == "Step 1."
+    page.get_by_text("Whole answer of the server").click()
+    assert '"choices"' in page.locator(".exchange details[open]").inner_text()
+
+
+def test_keys_go_through_the_samples_and_show_help(page: Page) -> None:
+    first = open_first_sample(page, "step/2?sort=uid&order=asc")
+    page.keyboard.press("j")
+    page.locator("h1", has_not_text=first).wait_for()
+    page.keyboard.press("k")
+    page.locator("h1", has_text=first).wait_for()
+    page.keyboard.press("?")
+    assert "Next sample" in page.get_by_role("dialog").inner_text()
+    page.keyboard.press("Escape")
+    page.keyboard.press("u")
+    page.wait_for_selector("h1:has-text('Step 2')")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.type") == "search"
+
+
+def test_two_samples_side_by_side_mark_their_differences(page: Page) -> None:
+    open_first_sample(page, "step/4?group=s4-p1&sort=reward&order=desc")
+    page.get_by_role("link", name=re.compile("Compare with")).last.click()
+    page.wait_for_selector(".side.b")
+    assert page.locator(".side").count() == 2
+    assert page.locator(".exchange").count() >= 2
+    pages = page.locator(".side pre").all_inner_texts()
+    assert (page.locator(".side mark").count() > 0) == (pages[0] != pages[1])
+
+
+def test_the_timeline_zooms(page: Page) -> None:
+    open_view(page, "timeline/2")
+    page.wait_for_selector("canvas")
+    shown = page.locator("output")
+    whole = shown.inner_text()
+    assert whole.startswith("0 s to ")
+    page.get_by_role("button", name="Zoom in").click()
+    assert shown.inner_text() != whole
+    page.keyboard.press("0")
+    assert shown.inner_text() == whole
+    box = page.locator("canvas").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 400, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 700, box["y"] + 60)
+    page.mouse.up()
+    assert shown.inner_text() != whole
+    page.mouse.dblclick(box["x"] + 500, box["y"] + 10)
+    assert shown.inner_text() == whole
+    assert "update_actor" in page.locator(".plain").first.inner_text()
+    assert "judge-7b" in page.locator(".plain").last.inner_text()
+
+
+def test_judges_and_comparison(page: Page, folder: Path) -> None:
+    open_view(page, "judges")
+    card = page.locator(".judge", has_text="judge-7b").first
+    card.locator(".histogram rect").nth(2).wait_for()
+    open_view(page, "compare")
+    page.get_by_label("Folder to compare with").fill(str(folder))
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_selector("h2:has-text('Agreement')")
+    assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_hostile_content_stays_text(page: Page, scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    open_view(page, "run")
+    open_view(page, f"step/{HOSTILE_STEP}")
+    wait_for_total(page, len(HOSTILE))
+    assert ATTACK in page.locator(".groups .tabulator-row").first.inner_text()
+    for words in ("html", "ansi", "surrogate"):
+        open_view(page, f"step/{HOSTILE_STEP}")
+        page.locator(".tabulator-row a", has_text=words).click()
+        page.wait_for_selector(f".view.sample h1:has-text('{words}')")
+        page.keyboard.press("m")
+        page.keyboard.press("m")
+        assert page.locator(".view :is(img, script, b)").count() == 0
+        shown = page.locator(".texts").inner_text()
+        assert EXPECTED[words] in shown
+    page.keyboard.press("d")
+    page.wait_for_selector(".side.b")
+    assert page.locator(".view :is(img, script)").count() == 0
+
+
+def test_a_text_of_5_mb_is_cut_with_buttons_for_the_rest(page: Page) -> None:
+    open_view(page, f"step/{HOSTILE_STEP}")
+    page.locator(".tabulator-row a", has_text="large").click()
+    page.wait_for_selector("h1:has-text('large')")
+    response = page.locator(".part", has_text="Response").locator("pre")
+    assert len(response.inner_text()) == 20_000
+    page.get_by_role("button", name="more").first.click()
+    assert len(response.text_content() or "") == 220_000
+    page.get_by_role("button", name="Show everything").first.click()
+    assert response.evaluate("pre => pre.textContent.endsWith('THE END')")
+
+
+def test_ten_thousand_groups_draw_only_what_is_in_view(page: Page) -> None:
+    open_view(page, f"step/{MANY_STEP}")
+    wait_for_total(page, MANY_GROUPS, "Groups")
+    wait_for_total(page, 2 * MANY_GROUPS)
+    rows = page.locator(".groups .tabulator-row")
+    rows.nth(5).wait_for()
+    assert rows.count() < 100
+    with page.expect_response(lambda response: "api/groups" in response.url and "offset=100" in response.url):
+        page.locator(".groups .tabulator-tableholder").evaluate("table => table.scrollTo(0, table.scrollHeight)")
+    assert rows.count() < 100
+
+
+def test_the_page_follows_a_run(page: Page, folder: Path) -> None:
+    open_view(page, "run")
+    assert page.get_by_role("link", name=str(LATER_STEP), exact=True).count() == 0
+    in_a_thread(asyncio.run, score(folder, step_samples(LATER_STEP, groups=2, size=2, steps=LATER_STEP)))
+    page.get_by_role("link", name=str(LATER_STEP), exact=True).wait_for()
+    page.wait_for_selector("#status.live")
+
+
+def test_a_view_or_a_sample_that_does_not_exist(page: Page) -> None:
+    open_view(page, "run")
+    page.goto("/#/nonsense")
+    page.wait_for_selector("text=There is no such view")
