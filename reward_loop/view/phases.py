@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ _MANY = 1000
 """The number of intervals above which overlapping ones are merged."""
 
 _BLOCK = 4096
+_HEAD = 64
+"""The number of bytes within which an event has its kind."""
 
 Interval = tuple[float, float]
 Row = Mapping[str, Any]
@@ -150,13 +153,13 @@ def _complete(path: Path) -> int:
 
 def _events(path: Path, start: int, end: int, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the events of a kind between two offsets of a file."""
-    mark = f'"kind":"{kind}"'.encode()
+    mark = re.compile(rf'"kind":\s*"{kind}"'.encode())
     with path.open("rb") as file:
         file.seek(start)
         while start < end:
             line = file.readline()
             start += len(line)
-            if mark in line and (event := parse_line(line)) is not None:
+            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
                 yield event
 
 
