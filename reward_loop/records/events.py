@@ -126,7 +126,7 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
         folder: the records folder.
         steps: yield only the events of these steps; ``None`` for all.
     """
-    pattern = rb"" if steps is None else rb'"step":(?:%b),' % b"|".join(b"%d" % step for step in steps)
+    pattern = rb"" if steps is None else rb'"step":\s*(?:%b)\b' % b"|".join(b"%d" % step for step in steps)
     wanted = re.compile(pattern)
     for path in sorted((folder / EVENTS).glob("*.jsonl")):
         with path.open("rb") as lines:

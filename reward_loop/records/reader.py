@@ -16,7 +16,7 @@ __all__ = ["NoRecordsError", "RecordsReader"]
 
 _REVISED = ("outcome", "error")
 
-_CHANGES = re.compile(f'"kind":"(?:{REVISION}|{ADVANTAGE})"'.encode())
+_CHANGES = re.compile(rf'"kind":\s*"(?:{REVISION}|{ADVANTAGE})"'.encode())
 
 _HEAD = 4096
 """The number of bytes within which a row has its step."""
@@ -76,7 +76,7 @@ class RecordsReader:
         Args:
             steps: the training steps.
         """
-        pattern = rb'"step":(?:%b),' % b"|".join(b"%d" % step for step in steps)
+        pattern = rb'"step":\s*(?:%b)\b' % b"|".join(b"%d" % step for step in steps)
         lines = self._lines(re.compile(pattern), _HEAD)
         return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
 

@@ -8,9 +8,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from reward_loop.records.encoding import encode_record
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
@@ -53,6 +53,9 @@ class _Plain(NamedTuple):
     lines: Sequence[Mapping[str, Any]]
     is_event: bool
     size: int
+
+
+_Item = TypeVar("_Item", _Record, _Plain)
 
 
 class Records:
@@ -160,19 +163,16 @@ class Records:
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             found = [item for item in items if isinstance(item, _Record)]
             for start in range(0, len(found), _CHUNK):
-                self._write_chunk(found[start : start + _CHUNK])
+                self._write_chunk(found[start : start + _CHUNK], self._write)
             # After the samples, which these rows may change.
-            self._write_chunk([item for item in items if isinstance(item, _Plain)])
+            self._write_chunk([item for item in items if isinstance(item, _Plain)], self._write_plain)
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _write_chunk(self, found: Sequence[_Record] | Sequence[_Plain]) -> None:
-        if not found:
-            return
+    def _write_chunk(self, found: Sequence[_Item], write: Callable[[Sequence[_Item]], None]) -> None:
         try:
-            self._write([item for item in found if isinstance(item, _Record)])
-            self._write_plain([item for item in found if isinstance(item, _Plain)])
+            write(found)
         except Exception:  # a bug must not end the thread
             logger.exception("records of samples are lost")
         with self._size_lock:
@@ -186,8 +186,6 @@ class Records:
                 add(lines)
 
     def _write(self, found: Sequence[_Record]) -> None:
-        if not found:
-            return
         stem = self.path.stem
         names = [f"{stem}-{next(self._numbers)}" for _ in found]
         texts, exchanges = [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,15 @@ from reward_loop.view.spans import Work, work_of
 
 __all__ = ["PhaseReader", "phases"]
 
+_REWARDS = ("reward", "wait_reward")
+"""The phases in which the trainer waits for rewards alone."""
+
 _MANY = 1000
 """The number of intervals above which overlapping ones are merged."""
 
 _BLOCK = 4096
+_HEAD = 64
+"""The number of bytes within which an event has its kind."""
 
 Interval = tuple[float, float]
 Row = Mapping[str, Any]
@@ -38,9 +44,11 @@ class _Step:
         self._last: dict[int, tuple[float, Work]] = {}
         """For each wait, by its position: the work that arrived last in it, with the time."""
         self._pending: list[Interval] = []
+        self._has_rollouts = False
 
     def add(self, work: Work) -> None:
         """Add a rollout that overlaps with the step."""
+        self._has_rollouts = True
         at = arrival(work, for_rewards=True)
         for i, wait in enumerate(self._waits):
             if at is not None and wait.start < at <= wait.end + LATE_S and at >= self._last.get(i, (0.0, work))[0]:
@@ -56,14 +64,14 @@ class _Step:
         """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share."""
         waiting = 0.0
         for i, wait in enumerate(self._waits):
-            if wait.name in ("reward", "wait_reward"):
+            if wait.name in _REWARDS:
                 waiting += wait.seconds
             elif i in self._last:
                 segment = Segment(wait.name, wait.start, wait.end, wait.waits_for)
                 pieces = expand(segment, [self._last[i][1]])
                 waiting += sum(piece.seconds for piece in pieces if piece.part in (QUEUE, JUDGING))
         pending = sum(end - start for start, end in _union(self._pending))
-        is_known = bool(pending or self._waits)
+        is_known = self._has_rollouts or all(wait.name in _REWARDS for wait in self._waits)
         return {
             "phases": dict(self.seconds),
             "waiting_s": waiting if is_known else None,
@@ -150,13 +158,13 @@ def _complete(path: Path) -> int:
 
 def _events(path: Path, start: int, end: int, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the events of a kind between two offsets of a file."""
-    mark = f'"kind":"{kind}"'.encode()
+    mark = re.compile(rf'"kind":\s*"{kind}"'.encode())
     with path.open("rb") as file:
         file.seek(start)
         while start < end:
             line = file.readline()
             start += len(line)
-            if mark in line and (event := parse_line(line)) is not None:
+            if mark.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
                 yield event
 
 
@@ -168,7 +176,8 @@ def phases(folder: Path) -> dict[int, dict[str, Any]]:
 
     Returns:
         for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step;
-        ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known; and
+        ``waiting_s``, the seconds for which the trainer waited for rewards alone, ``None`` if that is not known because
+        no rollouts are recorded; and
         ``hidden_share``, the share of the time with pending rewards in which the trainer did not wait for them,
         ``None`` if no reward was pending.
     """

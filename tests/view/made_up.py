@@ -63,5 +63,5 @@ def write(folder: Path, events: list[dict[str, Any]], rows: list[dict[str, Any]]
     (folder / "events").mkdir(parents=True, exist_ok=True)
     for path, lines in ((folder / "events", events), (folder, rows)):
         with (path / f"{process}.jsonl").open("a") as file:
-            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,9 +57,15 @@ def test_judging_behind_generation_and_updates_is_hidden(tmp_path: Path) -> None
     assert step["hidden_share"] == pytest.approx(1 - 1 / 5)
 
 
-def test_a_step_without_rollouts_has_no_hidden_share(tmp_path: Path) -> None:
-    step = read(write(tmp_path, phases(1, ("update_actor", 1.0, 2.0), ("step", 1.0, 2.0)), []))[1]
-    assert (step["waiting_s"], step["hidden_share"]) == (None, None)
+@pytest.mark.parametrize(
+    ("first", "waiting"),
+    [(("update_actor", 1.0, 2.0), 0.0), (("gen", 1.0, 2.0, "rewards"), None), (("gen", 1.0, 2.0, "rollouts"), 0.0)],
+)
+def test_a_step_without_pending_rewards_has_no_hidden_share(
+    tmp_path: Path, first: tuple[Any, ...], waiting: float | None
+) -> None:
+    step = read(write(tmp_path, phases(1, first, ("step", 1.0, 2.0)), []))[1]
+    assert (step["waiting_s"], step["hidden_share"]) == (waiting, None)
 
 
 def test_validation_and_steps_that_still_run_are_left_out(tmp_path: Path) -> None:
