@@ -38,6 +38,7 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_batch import uid_of
+from reward_loop.verl.step_health import StepHealth
 from reward_loop.verl.token_rewards import misfit
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.tq_rewards import (
@@ -130,6 +131,7 @@ class RewardLoopTrainer(PPOTrainer):
             self.reward_workers = RewardWorkers(self._settings, address)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
+        self._health = StepHealth(self._settings.options, self.reward_workers)
         inside_rollout = self._settings.inside_rollout and self._colocated is None
         self.reward_loop_manager = _RewardLoop(self.reward_workers, inside_rollout)
         if self.reward_workers.client.by_group:
@@ -153,6 +155,7 @@ class RewardLoopTrainer(PPOTrainer):
             self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=n, judges=judges)
             self.replay_buffer.checks.append(self._replace_dead_workers)
         super().fit(agent_loop_manager)
+        self._health.flush()
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
 
@@ -211,6 +214,7 @@ class RewardLoopTrainer(PPOTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards(batch.partition_id))
+        metrics.update(self._health.metrics(self.global_steps, self._rewards, batch.partition_id))
 
     def _trained_rewards(self, partition_id: str) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -10,8 +11,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from reward_loop.records.health import health
 from tests.verl import rewards
-from tests.verl.checks import check_reward_metrics, check_scores, expected_advantages, signature, texts
+from tests.verl.checks import (
+    check_health,
+    check_reward_metrics,
+    check_scores,
+    expected_advantages,
+    signature,
+    texts,
+)
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -47,6 +56,8 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
+        "reward_loop.health.patience=1",
+        "reward_loop.health.masked_share=0",
         *agent_loop("seeded"),
         function="Mixed",
     )
@@ -119,6 +130,24 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
             assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
             assert record.prompt[0]["content"] in rollout["input"]
             assert record.group == rollout["uid"].split("_")[0]
+
+
+def test_the_monitors_of_health_agree_with_the_rollouts_and_the_records(mixed_run: Run) -> None:
+    folder = mixed_run.directory / "checkpoints" / "rewards"
+    (file,) = (folder / "health").glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    recorded = {line["step"]: line["values"] for line in lines if line["kind"] == "values"}
+    assert list(recorded) == [1, 2, 3]
+    for step in (1, 2, 3):
+        check_health(mixed_run.steps[step], mixed_run.rollouts(step))
+        values = {name: mixed_run.steps[step][f"reward_loop/health/{name}"] for name in recorded[step]}
+        assert recorded[step] == pytest.approx(values)
+    # Some samples are masked in each step, and the limit is 0.
+    (warning,) = [warning for warning in health(folder) if warning["monitor"] == "masked_share"]
+    assert (warning["step"], warning["since"], warning["threshold"]) == (1, 1, 0)
+    logged = [line for line in mixed_run.output.splitlines() if "reward_loop.health.masked_share: " in line]
+    assert len(logged) == 1
+    assert str(folder) in logged[0]
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:

@@ -1,0 +1,80 @@
+"""The health of a run in its records: the values of the monitors in each step, and their warnings.
+
+Both are in files of the sub-folder ``health``, which only the process of the trainer writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from reward_loop.errors import ConfigError
+from reward_loop.records.rows import VERSION
+from reward_loop.records.writer import Records, records
+
+__all__ = ["health", "open_health", "values_row", "warning_row"]
+
+HEALTH = "health"
+"""The sub-folder."""
+
+VALUES, WARNING = "values", "warning"
+"""The kinds of rows."""
+
+_FIELDS = ("step", "monitor", "message", "value", "threshold", "since")
+
+
+def open_health(folder: str | Path) -> Records:
+    """Return this process's writer of health rows for a records folder."""
+    return records(Path(folder) / HEALTH)
+
+
+def values_row(step: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the row with the values of the monitors in a step."""
+    return {"version": VERSION, "kind": VALUES, "time": time.time(), "step": step, "values": values}
+
+
+def warning_row(**fields: Any) -> dict[str, Any]:
+    """Return the row of a warning.
+
+    Args:
+        fields: ``step``, ``monitor``, ``subject``, ``message``, ``value``, ``threshold`` and ``since``.
+    """
+    return {"version": VERSION, "kind": WARNING, "time": time.time(), **fields}
+
+
+def health(folder: Path) -> list[dict[str, Any]]:
+    """Return the warnings of a run by step, each with step, monitor, message, value, threshold and since.
+
+    Args:
+        folder: the records folder.
+
+    Returns:
+        an empty list if there is no folder, or no warning was recorded.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    found = [row for row in _rows(folder / HEALTH) if row.get("kind") == WARNING]
+    found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
+    return [{name: row.get(name) for name in _FIELDS} for row in found]
+
+
+def _rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue  # the last line of a process that was killed, or that is writing it
+            if not isinstance(row, dict):
+                continue
+            if row.get("version", VERSION) > VERSION:
+                raise ConfigError(
+                    f"{path} has records of version {row['version']}, and this version of reward_loop reads version "
+                    f"{VERSION}: use the reward_loop that wrote them, or a newer one"
+                )
+            yield row
