@@ -1,10 +1,10 @@
-"""Measures what the monitors of reward_loop.health cost the trainer in each step.
+"""Measures what the monitors of reward_loop.health cost the trainer in each step. Needs verl.
 
     python -m benchmarks.health [--samples N] [--group N] [--tokens N] [--steps N]
 
-Made-up steps with eight components per sample, and responses of up to `--tokens` tokens, of which the monitors read as
-many as in a run. Reading TransferQueue is not part of it; verl's own metrics read the same rows. The last line of the
-output is JSON: milliseconds of processor time per step (median and largest).
+Made-up steps with eight components per sample, and responses of 1 to `--tokens` tokens. A dict of tensors takes the
+place of TransferQueue; what it takes is measured separately, and subtracted. The last line of the output is JSON:
+milliseconds of processor time per step, of everything the trainer does (median and largest), and of the monitors alone.
 """
 
 from __future__ import annotations
@@ -13,44 +13,82 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import numpy as np
+import torch
 
-from reward_loop.config import HealthConfig
-from reward_loop.health import HealthWatch, JudgeCalls, Observation
+from reward_loop.config import RewardLoopConfig
+from reward_loop.health import Findings, HealthWatch, Observation
+from reward_loop.verl import step_health
+from reward_loop.verl.reward_metrics import StepRewards
 
 COMPONENTS = 8
 
 
-def make_step(number: int, samples: int, group: int, tokens: int, options: HealthConfig) -> Observation:
-    """Return a step with random numbers."""
-    rng = np.random.default_rng(number)
-    components = {f"component_{i}": rng.random(samples) for i in range(COMPONENTS)}
-    scores = np.sum(list(components.values()), axis=0) / COMPONENTS
-    length = min(tokens, options.sampled_tokens)
-    return Observation(
-        step=number,
-        rewards=scores,
-        groups=np.arange(samples) // group,
-        lengths=rng.integers(1, tokens + 1, samples),
-        scores=scores,
-        components=components,
-        responses=[rng.integers(0, 150_000, length) for _ in range(min(samples, options.sampled_responses))],
-        judges=JudgeCalls(calls=samples, seconds=rng.random(samples)),
-    )
+class Queue:
+    """The rows of a step, read as from TransferQueue."""
+
+    def __init__(self, keys: list[str], tokens: int, rng: np.random.Generator) -> None:
+        self.rows = {key: self._row(int(rng.integers(1, tokens + 1)), float(rng.random())) for key in keys}
+        self.seconds = 0.0
+
+    @staticmethod
+    def _row(length: int, score: float) -> dict[str, torch.Tensor]:
+        scores = torch.zeros(length)
+        scores[-1] = score
+        return {"rm_scores": scores, "responses": torch.randint(0, 150_000, (length,))}
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
+        began = time.process_time()
+        (field,) = select_fields
+        data = {field: torch.nested.as_nested_tensor([self.rows[key][field] for key in keys], layout=torch.jagged)}
+        self.seconds += time.process_time() - began
+        return data
+
+
+class TimedWatch(HealthWatch):
+    """Adds up the seconds of the monitors."""
+
+    seconds = 0.0
+
+    def check(self, observation: Observation) -> Findings:
+        began = time.process_time()
+        try:
+            return super().check(observation)
+        finally:
+            self.seconds += time.process_time() - began
 
 
 def measure(samples: int, group: int, tokens: int, steps: int) -> dict[str, float]:
-    """Return the milliseconds of processor time of a step."""
-    options = HealthConfig()
-    watch = HealthWatch(options)
+    """Return milliseconds of processor time per step."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    keys = [f"{i // group:08x}_{i % group}_0" for i in range(samples)]
+    queue = Queue(keys, tokens, rng)
+    rewards = StepRewards()
+    rewards.add(
+        {
+            key: {"reward_outcome": "scored", **{f"c{i}": float(rng.random()) for i in range(COMPONENTS)}}
+            for key in keys
+        },
+        {key: float(row["rm_scores"][-1]) for key, row in queue.rows.items()},
+    )
+    options = RewardLoopConfig()
+    no_workers: Any = None  # without records, they are not asked
+    health, watch = step_health.StepHealth(options, no_workers), TimedWatch(options.health)
+    health._watch = watch
+    step_health.tq = queue
     seconds = []
     for number in range(1, steps + 1):
-        observation = make_step(number, samples, group, tokens, options)
-        began = time.process_time()
-        watch.check(observation)
-        seconds.append(time.process_time() - began)
-    return {"ms_median": round(1000 * statistics.median(seconds), 1), "ms_largest": round(1000 * max(seconds), 1)}
+        queue.seconds, began = 0.0, time.process_time()
+        assert health.metrics(number, rewards, "train")
+        seconds.append(time.process_time() - began - queue.seconds)
+    return {
+        "ms_median": round(1000 * statistics.median(seconds), 1),
+        "ms_largest": round(1000 * max(seconds), 1),
+        "monitors_ms": round(1000 * watch.seconds / steps, 1),
+    }
 
 
 def main() -> None:
