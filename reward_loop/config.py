@@ -18,6 +18,7 @@ __all__ = [
     "ComponentConfig",
     "Config",
     "GroupConfig",
+    "HealthConfig",
     "LimitConfig",
     "Policy",
     "RecordConfig",
@@ -144,6 +145,57 @@ class RecordConfig(Config):
     max_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """The largest size in bytes of all files in ``log_dir``. Above it, the oldest texts are deleted, first those of
     exchanges with judges. Summary rows are kept."""
+
+
+class HealthConfig(Config):
+    """The monitors of the rewards of each training step. ``null`` as the threshold of a monitor turns it off."""
+
+    enabled: bool = True
+    """Whether a verl run has the monitors."""
+
+    patience: int = Field(default=3, ge=1)
+    """The number of steps in a row that must exceed the limit before a warning begins, and that must be within it
+    before the warning ends. `score_jump` warns at once."""
+
+    reference_steps: int = Field(default=5, ge=1)
+    """The number of first values whose median is the reference of a monitor; and the number of latest steps with which
+    `score_jump` compares."""
+
+    sampled_responses: int = Field(default=256, ge=1)
+    """The largest number of responses of a step, in whole groups, that `repetition` and `identical_responses` read."""
+
+    sampled_tokens: int = Field(default=2048, ge=16)
+    """The largest number of tokens of a response that they read, from its start."""
+
+    zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
+    """The largest share of groups whose rewards are all equal."""
+
+    masked_share: float | None = Field(default=0.2, ge=0, le=1)
+    """The largest share of masked samples."""
+
+    component_share: float | None = Field(default=0.95, ge=0, le=1)
+    """The largest share of one component in the variance of the score, if the component had less in the reference."""
+
+    component_saturation: float | None = Field(default=0.98, ge=0, le=1)
+    """The largest share of samples at the top of a component's range, if there were fewer in the reference."""
+
+    length_correlation: float | None = Field(default=0.6, ge=0, le=1)
+    """The largest absolute correlation of the reward with the response length within groups."""
+
+    repetition: float | None = Field(default=0.1, ge=0, le=1)
+    """The largest share of responses that repeat more than half of their 4-grams."""
+
+    identical_responses: float | None = Field(default=0.5, ge=0, le=1)
+    """The largest share of responses that are equal to another one."""
+
+    unparsable_verdicts: float | None = Field(default=0.05, ge=0, le=1)
+    """The largest rise of the share of judgements without a verdict above the reference."""
+
+    judge_latency: float | None = Field(default=2.0, gt=1)
+    """The largest factor between the 95th percentile of judge latencies and the reference."""
+
+    score_jump: float | None = Field(default=0.3, ge=0, le=1)
+    """The largest Kolmogorov-Smirnov distance between the rewards of a step and those of the steps before."""
 
 
 class ComponentConfig(Config):
@@ -278,6 +330,9 @@ class RewardLoopConfig(Config):
 
     record: RecordConfig = Field(default_factory=RecordConfig)
     """What the records contain."""
+
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

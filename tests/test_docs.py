@@ -35,6 +35,7 @@ from reward_loop.config import (
     ComponentConfig,
     Config,
     GroupConfig,
+    HealthConfig,
     LimitConfig,
     RecordConfig,
     RetryConfig,
@@ -298,6 +299,7 @@ def test_the_options_are_those_of_the_code() -> None:
     assert between(functions, "options reward_loop.batch") == options(BatchConfig, "reward_loop.batch")
     assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
     assert between("docs/records.md", "options reward_loop.record") == options(RecordConfig, "reward_loop.record")
+    assert between("docs/health.md", "options reward_loop.health") == options(HealthConfig, "reward_loop.health")
     component = "reward_loop.components.NAME"
     assert between(functions, f"options {component}") == options(ComponentConfig, component)
     groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}

@@ -29,6 +29,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
+    "numpy": ["verl", "health", "agent/ray_agent.py"],
     "pyarrow": ["offline/parquet.py"],
     "duckdb": ["view"],
 }

@@ -11,9 +11,10 @@ from rich.console import Console
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
+from reward_loop.records.health import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
-from reward_loop.records.show import counted, show_report
+from reward_loop.records.show import counted, show_report, show_warnings
 
 __all__ = ["report"]
 
@@ -37,7 +38,8 @@ def report(
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, and the slowest and the costliest samples.
+    failures of judges, the slowest and the costliest samples, and the warnings
+    of the health monitors of a verl run.
     docs/records.md describes the records.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
@@ -51,10 +53,12 @@ def report(
             f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
             f"{listing(fields)}"
         )
+    warnings = health(folder)
     if as_json:
-        print(encode(found.to_dict()).decode())
+        print(encode({**found.to_dict(), "warnings": warnings}).decode())
     else:
         show_report(found, out)
+        show_warnings(warnings, out)
     if reader.incomplete:
         err.print(
             f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "

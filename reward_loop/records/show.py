@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from reward_loop._util.text import cut, duration
 from reward_loop.records.report import SHOWN, Report
 
-__all__ = ["counted", "outcomes_of", "show_details", "show_report", "slowest_of"]
+__all__ = ["counted", "outcomes_of", "show_details", "show_report", "show_warnings", "slowest_of"]
 
 _PARTS = 30
 _NAME = 60
@@ -49,6 +49,18 @@ def show_details(report: Report, out: Console) -> None:
         out.print(f"most tokens: {escape(shown)}", highlight=False)
     if report.group_by is not None:
         _show_parts(report, out)
+
+
+def show_warnings(warnings: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the warnings of the health monitors."""
+    if not warnings:
+        return
+    out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:", highlight=False)
+    for warning in warnings[:_PARTS]:
+        message = f"step {warning['step']}, {warning['monitor']}: {warning['message']}"
+        out.print(f"- {escape(message)}", highlight=False)
+    if len(warnings) > _PARTS:
+        out.print(f"and {len(warnings) - _PARTS} more; --json prints all", highlight=False)
 
 
 def outcomes_of(report: Report) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from reward_loop.records.encoding import encode_record
+from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
-from reward_loop.records.rows import TEXT_FIELDS, VERSION
+from reward_loop.records.rows import REVISION, SAMPLE, TEXT_FIELDS, VERSION
 
 __all__ = ["MAX_BYTES", "Records", "records"]
 
@@ -72,6 +73,8 @@ class Records:
 
     def __init__(self, directory: str | Path, max_bytes: int = MAX_BYTES) -> None:
         self._files = RecordFiles(Path(directory).absolute(), max_bytes)
+        self.exchange_counts = ExchangeCounts()
+        """The exchanges of the training samples that were recorded here."""
         self._numbers = itertools.count()
         self._waiting: deque[_Record | _Plain | threading.Event] = deque()
         self._waiting_size = 0
@@ -99,6 +102,8 @@ class Records:
             text: the large fields of the sample; ``None`` to record none.
             exchanges: its exchanges with model servers; their large fields are written only if there is a `text`.
         """
+        if exchanges and not row.get("validate"):
+            self.exchange_counts.add(exchanges)
         size = _ROW_SIZE + (0 if text is None else len(text.get("response") or ""))
         for exchange in exchanges:
             size += _ROW_SIZE + len(exchange.get("reply") or "")
@@ -220,6 +225,8 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
 
 
 def _row_line(record: _Record, name: str, text: Place | None, exchange: Place | None) -> bytes:
+    if record.row.get("kind", SAMPLE) not in (SAMPLE, REVISION):
+        return _with_id(record.row, name) + b"}\n"  # not about a sample
     judges = b",".join([encode_record(_small(exchange)) for exchange in record.exchanges])
     places = _place(b"text", text), _place(b"exchange", exchange)
     return b'%b,"judges":[%b],%b,%b}\n' % (_with_id(record.row, name), judges, *places)

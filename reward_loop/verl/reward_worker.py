@@ -15,7 +15,9 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
 from reward_loop.managers.post_process import PostProcess
+from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
+from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
 from reward_loop.verl.managers import build_manager, post_processing
 from reward_loop.verl.router_address import RouterAddress, address_on_this_node
@@ -114,6 +116,11 @@ class RewardWorker:
         if self._fatal is None and self._options.job:
             self._fatal = await self._limits.why_stopped()
         return self._fatal
+
+    async def exchange_counts(self) -> dict[str, Any]:
+        """Returns the counts of exchanges with model servers since the last call; see `ExchangeCounts`."""
+        writer = open_records(self._options)
+        return ExchangeCounts().take() if writer is None else writer.exchange_counts.take()
 
     async def has_post_process(self) -> bool:
         """Returns whether the user's class has ``post_process_scores``."""

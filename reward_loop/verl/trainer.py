@@ -39,6 +39,7 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_batch import uid_of
+from reward_loop.verl.step_health import StepHealth
 from reward_loop.verl.token_rewards import misfit
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
 from reward_loop.verl.tq_rewards import (
@@ -131,6 +132,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self.reward_workers = RewardWorkers(self._settings, address)
         self.reward_workers.wait_until_ready()
         self._post_processes = self.reward_workers.have_post_process()
+        self._health = StepHealth(self._settings.options, self.reward_workers)
         inside_rollout = self._settings.inside_rollout and self._colocated is None
         self.reward_loop_manager = _RewardLoop(self.reward_workers, inside_rollout)
         if self.reward_workers.client.by_group:
@@ -154,6 +156,7 @@ class RewardLoopTrainer(RecordingTrainer):
             self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=n, judges=judges)
             self.replay_buffer.checks.append(self._replace_dead_workers)
         super().fit(agent_loop_manager)
+        self._health.flush()
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
 
@@ -212,6 +215,7 @@ class RewardLoopTrainer(RecordingTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards(batch.partition_id))
+        metrics.update(self._health.metrics(self.global_steps, self._rewards, batch.partition_id))
 
     def _trained_rewards(self, partition_id: str) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 BUSY_S = 5.0
 """Timeout in seconds for the status of a worker that has samples in flight."""
 
+COUNTS_S = 1.0
+"""Timeout in seconds for the counts of exchanges. The trainer waits for them once a step."""
+
 POLL_S = 2.0
 """Seconds between two polls for fatal errors, while the trainer waits for rewards."""
 
@@ -58,6 +61,7 @@ class RewardWorkers:
         self.client = RewardClient(self.handles, settings.options)
         self._asked: list[Any] = []
         self._asked_at = 0.0
+        self._counting: list[Any] = []
 
     def wait_until_ready(self) -> None:
         """Waits until every worker has loaded the tokenizer and the user's function.
@@ -121,6 +125,19 @@ class RewardWorkers:
             with contextlib.suppress(RayActorError):  # Ray restarts the worker, or its samples fail
                 if (message := ray.get(answer)) is not None:
                     raise RewardLoopError(message)
+
+    def exchange_counts(self) -> list[dict[str, Any]]:
+        """Returns what the workers counted of their exchanges with model servers since their last answer.
+
+        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
+        """
+        self._counting += [worker.exchange_counts.remote() for worker in self.handles]
+        answered, self._counting = ray.wait(self._counting, num_returns=len(self._counting), timeout=COUNTS_S)
+        counts = []
+        for answer in answered:
+            with contextlib.suppress(RayActorError):  # Ray restarts the worker
+                counts.append(ray.get(answer))
+        return counts
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancels the scoring of the rollouts of these prompts, because the process that requested it has died.

@@ -65,6 +65,20 @@ def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]
     assert metrics["reward_loop/scored"] == len(raw)
     assert metrics["reward_loop/unscored"] == sum(number % 7 == 0 for number in numbers)
     assert metrics["reward_loop/failed"] == sum(number % 7 == 1 for number in numbers)
+    check_health(metrics, rollouts)
+
+
+def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
+    """The values of the health monitors are those of the samples, recomputed."""
+    numbers = [rewards.number(row["output"]) for row in rollouts]
+    scored = [[row["score"] for row in group if row["score"] is not None] for group in groups(rollouts).values()]
+    equal = [len(set(scores)) == 1 for scores in scored if len(scores) > 1]
+    expected = {
+        "masked_share": statistics.mean(number % 7 <= 1 for number in numbers),
+        "unparsable_verdicts": statistics.mean(number % 7 == 0 for number in numbers),
+        "zero_variance_groups": statistics.mean(equal),
+    }
+    assert {name: metrics[f"reward_loop/health/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:

@@ -140,6 +140,7 @@ class Run:
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._pending_rewards, self.trainer._rewards = None, StepRewards()
         self.trainer._post_processes = post_process is not None
+        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, partition_id: {})
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
@@ -398,6 +399,7 @@ def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
     monkeypatch.setattr(PPOTrainerSeparateAsync, "fit", fit)
     monkeypatch.setattr(trainer.ray, "kill", killed.append)
     run: Any = object.__new__(RewardLoopTrainer)
+    run._health = SimpleNamespace(flush=lambda: None)
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])
     if ends == "well":
         run.fit(manager)

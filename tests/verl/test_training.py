@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -10,11 +11,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from reward_loop.records.health import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.phases import phases
 from reward_loop.view.timeline import timeline
 from tests.verl import rewards
-from tests.verl.checks import check_events, check_reward_metrics, check_scores, expected_advantages, signature, texts
+from tests.verl.checks import (
+    check_events,
+    check_health,
+    check_reward_metrics,
+    check_scores,
+    expected_advantages,
+    signature,
+    texts,
+)
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
@@ -50,6 +60,8 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "reward.num_workers=2",
+        "reward_loop.health.patience=1",
+        "reward_loop.health.masked_share=0",
         *agent_loop("seeded"),
         function="Mixed",
     )
@@ -127,6 +139,24 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:
     phases_of_mode = {"gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
     check_events(mixed_run, mixed_run.directory / "checkpoints" / "rewards", phases_of_mode)
+
+
+def test_the_monitors_of_health_agree_with_the_rollouts_and_the_records(mixed_run: Run) -> None:
+    folder = mixed_run.directory / "checkpoints" / "rewards"
+    (file,) = (folder / "health").glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    recorded = {line["step"]: line["values"] for line in lines if line["kind"] == "values"}
+    assert list(recorded) == [1, 2, 3]
+    for step in (1, 2, 3):
+        check_health(mixed_run.steps[step], mixed_run.rollouts(step))
+        values = {name: mixed_run.steps[step][f"reward_loop/health/{name}"] for name in recorded[step]}
+        assert recorded[step] == pytest.approx(values)
+    # Some samples are masked in each step, and the limit is 0.
+    (warning,) = [warning for warning in health(folder) if warning["monitor"] == "masked_share"]
+    assert (warning["step"], warning["since"], warning["threshold"]) == (1, 1, 0)
+    logged = [line for line in mixed_run.output.splitlines() if "reward_loop.health.masked_share: " in line]
+    assert len(logged) == 1
+    assert str(folder) in logged[0]
 
 
 def test_training_metrics_are_finite(mixed_run: Run) -> None:

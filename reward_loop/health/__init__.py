@@ -1,0 +1,8 @@
+"""Monitors of the rewards of each training step, which warn of reward hacking and broken judges; see docs/health.md."""
+
+from __future__ import annotations
+
+from reward_loop.health.observation import JudgeCalls, Observation
+from reward_loop.health.watch import Findings, HealthWarning, HealthWatch
+
+__all__ = ["Findings", "HealthWarning", "HealthWatch", "JudgeCalls", "Observation"]

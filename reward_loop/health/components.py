@@ -1,0 +1,81 @@
+"""Monitors of the components of the score: one that dominates, one that saturates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+__all__ = ["component_saturation", "component_share", "weights"]
+
+MAX_COMPONENTS = 16
+"""With more components, no weights are estimated."""
+
+FIT = 1e-3
+"""The largest share of the variance of the scores that the weighted sum of the components may leave unexplained."""
+
+TOP = 0.01
+"""A value is at the top if its distance to the largest value of the run is at most this part of the run's range."""
+
+
+def weights(scores: np.ndarray, components: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the weights with which the components add up to the score, estimated by least squares.
+
+    Empty if the score is not such a sum, and for fewer than two components that vary.
+
+    Args:
+        scores: the score of each sample.
+        components: the values of each component for the same samples, all finite.
+    """
+    if not len(scores):
+        return {}
+    varying = {name: values for name, values in components.items() if np.ptp(values) > 0}
+    total = np.var(scores)
+    if not 2 <= len(varying) <= MAX_COMPONENTS or len(scores) <= len(varying) or total < 1e-12:
+        return {}
+    columns = np.stack([values - values.mean() for values in varying.values()], axis=1)
+    scale = columns.std(axis=0)  # columns of very different sizes would lose digits
+    columns /= scale
+    # The normal equations: there are few columns and many rows. Columns that depend on each other share a weight.
+    found, *_ = np.linalg.lstsq(columns.T @ columns, columns.T @ (scores - scores.mean()), rcond=1e-9)
+    if np.var(scores - columns @ found) > FIT * total:
+        return {}
+    return dict(zip(varying, (float(weight) for weight in found / scale), strict=True))
+
+
+def component_share(scores: np.ndarray, components: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the share of each component in the sum of the variances of the weighted components.
+
+    Empty if the components do not add up to the score; see `weights`. Components that are missing for a sample with a
+    score are left out.
+
+    Example::
+
+        score = 0.5 * quality + 0.5 * form  # quality varies between 0 and 1, form hardly
+        component_share(score, {"quality": quality, "form": form})  # {"quality": 0.99, "form": 0.01}
+    """
+    scored = np.isfinite(scores)
+    whole = {name: values[scored] for name, values in components.items() if np.all(np.isfinite(values[scored]))}
+    found = weights(scores[scored], whole)
+    variances = {name: float(np.var(weight * whole[name])) for name, weight in found.items()}
+    total = sum(variances.values())
+    return {name: variance / total for name, variance in variances.items()} if total > 0 else {}
+
+
+def component_saturation(
+    components: Mapping[str, np.ndarray], ranges: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """Return the share of samples for which each component is at the top of its range.
+
+    Args:
+        components: the values of each component; NaN where there is none.
+        ranges: the smallest and the largest value of each component in the run. A component that never varied is left
+            out.
+    """
+    found = {}
+    for name, values in components.items():
+        low, high = ranges.get(name, (0.0, 0.0))
+        values = values[np.isfinite(values)]
+        if high > low and len(values):
+            found[name] = float(np.mean(values >= high - TOP * (high - low)))
+    return found

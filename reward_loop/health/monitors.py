@@ -1,0 +1,197 @@
+"""The table of monitors: what each reads, when it warns, and what the warning says."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reward_loop.health.components import component_saturation, component_share
+from reward_loop.health.judges import judge_latency, unparsable_verdicts
+from reward_loop.health.observation import Observation
+from reward_loop.health.responses import identical_responses, repetition
+from reward_loop.health.rewards import (
+    Pool,
+    length_correlation,
+    masked_share,
+    score_jump,
+    zero_variance_groups,
+)
+
+__all__ = ["MONITORS", "History", "Monitor", "Reading"]
+
+NEW = 0.8
+"""A component that was already above this share in the reference steps is not reported as dominating or saturated."""
+
+
+class Reading(NamedTuple):
+    """The value of a monitor in one step."""
+
+    value: float
+    floor: float = 0.0
+    """The smallest limit for this value, whatever the threshold."""
+
+
+class History:
+    """The values of earlier steps that the monitors need.
+
+    Args:
+        steps: the number of steps whose rewards are kept.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.pools: deque[Pool] = deque(maxlen=steps)
+        """The rewards of the latest steps."""
+        self.ranges: dict[str, tuple[float, float]] = {}
+        """The smallest and the largest value of each component in the run."""
+
+    def add(self, observation: Observation) -> None:
+        """Add a step, after it was read."""
+        trained = observation.trained
+        if trained.any():
+            groups = len(np.unique(observation.groups[trained]))
+            self.pools.append(Pool(observation.rewards[trained], groups))
+
+    def widen(self, components: Mapping[str, np.ndarray]) -> None:
+        """Extend the ranges by the values of a step, before it is read."""
+        for name, values in components.items():
+            values = values[np.isfinite(values)]
+            if len(values):
+                low, high = self.ranges.get(name, (math.inf, -math.inf))
+                self.ranges[name] = (min(low, float(values.min())), max(high, float(values.max())))
+
+
+Limit = Callable[[float, float | None], float]
+"""From the threshold and the reference (``None`` before it is known) to the largest value that is healthy."""
+
+
+def _fixed(threshold: float, reference: float | None) -> float:
+    return threshold
+
+
+def _new(threshold: float, reference: float | None) -> float:
+    return math.inf if reference is None or reference > min(NEW, threshold) else threshold
+
+
+def _added(threshold: float, reference: float | None) -> float:
+    return math.inf if reference is None else reference + threshold
+
+
+def _times(threshold: float, reference: float | None) -> float:
+    return math.inf if reference is None else reference * threshold
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """One monitor. Its name is also that of its option, with the threshold, and of its metric."""
+
+    name: str
+    read: Callable[[Observation, History], Mapping[str, Reading]]
+    """Returns the values of a step by subject: the name of a component, or an empty text if there is only one."""
+    limit: Limit
+    seen: str
+    """What the warning says was seen; with the fields ``value``, ``limit``, ``reference`` and ``subject``."""
+    look: str
+    """Where to look."""
+    is_event: bool = False
+    """Whether one step is enough for a warning. Otherwise, ``patience`` steps in a row are needed."""
+
+
+def _one(value: float | None) -> dict[str, Reading]:
+    return {} if value is None else {"": Reading(value)}
+
+
+def _each(values: Mapping[str, float]) -> dict[str, Reading]:
+    return {name: Reading(value) for name, value in values.items()}
+
+
+def _jump(step: Observation, history: History) -> dict[str, Reading]:
+    found = score_jump(step.rewards, step.groups, history.pools)
+    return {} if found is None else {"": Reading(*found)}
+
+
+MONITORS = (
+    Monitor(
+        "zero_variance_groups",
+        lambda step, _: _one(zero_variance_groups(step.rewards, step.groups)),
+        _fixed,
+        "{value:.0%} of the groups have equal rewards, so their samples have no advantage (limit {limit:.0%})",
+        "Compare the rewards and responses of these groups: the task may be too easy or too hard, or the judge may "
+        "give the same score to all responses",
+    ),
+    Monitor(
+        "masked_share",
+        lambda step, _: _one(masked_share(step.rewards)),
+        _fixed,
+        "{value:.0%} of the samples are masked (limit {limit:.0%})",
+        "Look at the errors of samples without a score (`outcome` and `error` in the records)",
+    ),
+    Monitor(
+        "component_share",
+        lambda step, _: _each(component_share(step.scores, step.components)),
+        _new,
+        "the component {subject!r} now makes up {value:.0%} of the variance of the score (limit {limit:.0%}; "
+        "{reference:.0%} in the first steps)",
+        "Compare responses with a high and a low {subject!r}: the other components have almost no influence any more",
+    ),
+    Monitor(
+        "component_saturation",
+        lambda step, history: _each(component_saturation(step.components, history.ranges)),
+        _new,
+        "{value:.0%} of the samples have the largest value of the component {subject!r} (limit {limit:.0%}; "
+        "{reference:.0%} in the first steps)",
+        "Read responses with the largest {subject!r}: the task may be solved, or the policy may exploit the component",
+    ),
+    Monitor(
+        "length_correlation",
+        lambda step, _: _one(length_correlation(step.rewards, step.groups, step.lengths)),
+        _fixed,
+        "the reward has a correlation of {value:+.2f} with the response length (limit {limit:.2f} in both directions)",
+        "Compare the longest and the shortest responses of a group: the reward may depend on the length only",
+    ),
+    Monitor(
+        "repetition",
+        lambda step, _: _one(repetition(step.responses)),
+        _fixed,
+        "{value:.0%} of the responses repeat more than half of their 4-grams (limit {limit:.0%})",
+        "Read the longest responses with a high reward",
+    ),
+    Monitor(
+        "identical_responses",
+        lambda step, _: _one(identical_responses(step.responses)),
+        _fixed,
+        "{value:.0%} of the responses are identical to another one (limit {limit:.0%})",
+        "Read the most frequent response and its rewards: the policy may have collapsed to it",
+    ),
+    Monitor(
+        "unparsable_verdicts",
+        lambda step, _: _one(unparsable_verdicts(len(step.rewards), step.unscored, step.judges)),
+        _added,
+        "{value:.0%} of the judgements have no verdict (limit {limit:.0%}; {reference:.0%} in the first steps)",
+        "Read the judge's replies without a verdict (`unscored` in the exchanges of the records): they may be cut off, "
+        "or responses may address the judge",
+    ),
+    Monitor(
+        "judge_latency",
+        lambda step, _: _one(judge_latency(step.judges)),
+        _times,
+        "95% of the requests to judges take up to {value:.3g} s (limit {limit:.3g} s; {reference:.3g} s in the first "
+        "steps)",
+        "Look at the load and the logs of the judge's servers, and at the lengths of requests and replies",
+    ),
+    Monitor(
+        "score_jump",
+        _jump,
+        _fixed,
+        "the distribution of rewards differs from that of the steps before by {value:.2f} (Kolmogorov-Smirnov "
+        "distance; limit {limit:.2f})",
+        "Compare the responses with the highest rewards before and after: the policy may have found an exploit, or "
+        "the judge may have changed",
+        is_event=True,
+    ),
+)
+"""All monitors."""

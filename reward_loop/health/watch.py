@@ -1,0 +1,128 @@
+"""Decides when the values of the monitors become warnings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reward_loop.config import HealthConfig
+from reward_loop.health.monitors import MONITORS, History, Monitor, Reading
+from reward_loop.health.observation import Observation
+
+__all__ = ["Findings", "HealthWarning", "HealthWatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthWarning:
+    """A monitor that has just exceeded its limit."""
+
+    step: int
+    """The step in which the warning was raised."""
+    monitor: str
+    subject: str
+    """The component that the warning is about; empty if it is about the step as a whole."""
+    message: str
+    """What was seen, since which step, and where to look."""
+    value: float
+    threshold: float
+    """The limit that the value exceeded."""
+    since: int
+    """The first of the steps in a row that exceeded the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The values of the monitors in one step, and the warnings that begin with it."""
+
+    values: dict[str, float]
+    """The value of each monitor that has one; of several components, the largest."""
+    warnings: list[HealthWarning]
+    active: int
+    """The number of warnings that have begun and not ended."""
+
+
+@dataclass
+class _Series:
+    """The values of one monitor for one subject."""
+
+    first: list[float] = field(default_factory=list)
+    """The values of the reference steps."""
+    beyond: list[int] = field(default_factory=list)
+    """The latest steps in a row whose values exceeded the limit."""
+    within: int = 0
+    """The number of latest steps in a row whose values did not."""
+    is_active: bool = False
+
+    def reference(self, steps: int) -> float | None:
+        """Return the median of the first values; ``None`` before there are `steps` of them."""
+        return statistics.median(self.first) if len(self.first) >= steps else None
+
+
+class HealthWatch:
+    """Runs the monitors on each training step. Keeps the history that they need.
+
+    A warning begins when the value of a monitor exceeds its limit in ``patience`` steps in a row, or in one step if the
+    monitor reports an event. It ends after the same number of steps in a row within the limit; only then can the
+    monitor warn again. Steps without a value change nothing.
+
+    Example::
+
+        watch = HealthWatch(HealthConfig(masked_share=0.1))
+        for warning in watch.check(observation).warnings:
+            print(warning.message)
+
+    Args:
+        options: the thresholds.
+    """
+
+    def __init__(self, options: HealthConfig) -> None:
+        self._options = options
+        self._thresholds = {monitor.name: getattr(options, monitor.name) for monitor in MONITORS}
+        self._history = History(options.reference_steps)
+        self._series: dict[tuple[str, str], _Series] = {}
+
+    def check(self, observation: Observation) -> Findings:
+        """Return the values of the monitors for the next step, and its new warnings."""
+        self._history.widen(observation.components)
+        values: dict[str, float] = {}
+        warnings: list[HealthWarning] = []
+        for monitor in MONITORS:
+            if self._thresholds[monitor.name] is None:
+                continue
+            readings = monitor.read(observation, self._history)
+            if readings:
+                values[monitor.name] = max((reading.value for reading in readings.values()), key=abs)
+            warnings += self._judge(monitor, readings, observation.step)
+        self._history.add(observation)
+        return Findings(values, warnings, sum(series.is_active for series in self._series.values()))
+
+    def _judge(self, monitor: Monitor, readings: Mapping[str, Reading], step: int) -> list[HealthWarning]:
+        warnings = []
+        patience = 1 if monitor.is_event else self._options.patience
+        for subject, reading in readings.items():
+            series = self._series.setdefault((monitor.name, subject), _Series())
+            reference = series.reference(self._options.reference_steps)
+            limit = max(monitor.limit(self._thresholds[monitor.name], reference), reading.floor)
+            if reference is None:
+                series.first.append(reading.value)
+            if abs(reading.value) <= limit:
+                series.beyond.clear()
+                series.within += 1
+                series.is_active = series.is_active and series.within < patience
+                continue
+            series.within = 0
+            series.beyond = [*series.beyond, step][-patience:]
+            if len(series.beyond) == patience and not series.is_active:
+                series.is_active = True
+                warnings.append(_warning(monitor, subject, reading.value, limit, reference, series.beyond[0], step))
+        return warnings
+
+
+def _warning(
+    monitor: Monitor, subject: str, value: float, limit: float, reference: float | None, since: int, step: int
+) -> HealthWarning:
+    fields = {"subject": subject, "value": value, "limit": limit, "reference": reference}
+    steps = f"in step {step}" if since == step else f"since step {since}"
+    message = f"{monitor.seen.format(**fields)}, {steps}. {monitor.look.format(**fields)}."
+    return HealthWarning(step, monitor.name, subject, message, value, limit, since)

@@ -1,0 +1,139 @@
+"""The monitors in verl's trainer, without a run: TransferQueue is a dict here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reward_loop.config import HealthConfig, RewardLoopConfig
+from reward_loop.records.health import health, open_health
+from reward_loop.verl import step_health
+from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl.step_health import StepHealth, sampled_keys
+
+pytestmark = pytest.mark.integration  # imports verl
+
+TOKENS = 20
+
+
+class Run:
+    """A run whose groups have four samples; the third sample of each group is masked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 8) -> None:
+        self.rows: dict[str, dict[str, torch.Tensor]] = {}
+        self.infos: dict[str, dict[str, Any]] = {}
+        self.counts: list[dict[str, Any]] = [{"calls": 0, "without_verdict": 0, "seconds": []}]
+        self.fetched: list[tuple[str, int]] = []
+        for group in range(groups):
+            for session in range(4):
+                self._add(f"p{group}_{session}_0", group, session)
+        monkeypatch.setattr(step_health, "tq", SimpleNamespace(kv_batch_get=self._get))
+
+    def _add(self, key: str, group: int, session: int) -> None:
+        score = session / 4
+        self.rows[key] = {
+            "rm_scores": torch.tensor([0.0] * (TOKENS - 1) + [score]),
+            "responses": torch.arange(TOKENS) + 100 * (4 * group + session),
+        }
+        outcome = "unscored" if session == 2 else "scored"
+        self.infos[key] = {"reward_outcome": outcome, "reward_masked": session == 2, "reward_seconds": 1.0}
+        if session != 2:
+            self.infos[key] |= {"score": score, "quality": 2 * score, "a/seconds": 1.0, "note": "x"}
+
+    def _get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
+        (field,) = select_fields
+        self.fetched.append((field, len(keys)))
+        return {field: torch.nested.as_nested_tensor([self.rows[key][field] for key in keys], layout=torch.jagged)}
+
+    def rewards(self) -> StepRewards:
+        rewards = StepRewards()
+        rewards.add(self.infos, {key: float(row["rm_scores"].sum()) for key, row in self.rows.items()})
+        return rewards
+
+    def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
+        config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
+        return StepHealth(config, SimpleNamespace(exchange_counts=lambda: self.counts))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+def test_the_values_of_a_step_become_metrics(run: Run) -> None:
+    found = run.health().metrics(1, run.rewards(), "train")
+    assert found == {
+        "reward_loop/health/zero_variance_groups": 0,
+        "reward_loop/health/masked_share": 0.25,
+        "reward_loop/health/component_saturation": pytest.approx(1 / 3),
+        "reward_loop/health/repetition": 0,
+        "reward_loop/health/identical_responses": 0,
+        "reward_loop/health/unparsable_verdicts": 0.25,
+        "reward_loop/health/warnings": 0,
+    }
+
+
+def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Path) -> None:
+    run.counts = [
+        {"calls": 30, "without_verdict": 30, "seconds": [1.0] * 30},
+        {"calls": 30, "without_verdict": 0, "seconds": [3.0] * 30},
+    ]
+    found = run.health(tmp_path).metrics(1, run.rewards(), "train")
+    assert found["reward_loop/health/unparsable_verdicts"] == 0.5
+    assert found["reward_loop/health/judge_latency"] == 3.0
+
+
+def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitors = run.health(tmp_path, masked_share=0.1)
+    with caplog.at_level(logging.WARNING):
+        metrics = [monitors.metrics(step, run.rewards(), "train") for step in range(1, 7)]
+    assert [found["reward_loop/health/warnings"] for found in metrics] == [0, 0, 1, 1, 1, 1]
+    (logged,) = caplog.messages
+    assert logged.startswith(
+        "reward_loop.health.masked_share: 25% of the samples are masked (limit 10%), since step 1."
+    )
+    assert str(tmp_path) in logged
+    writer = open_health(tmp_path)
+    assert writer.flush()
+    (warning,) = health(tmp_path)
+    assert (warning["monitor"], warning["step"], warning["since"]) == ("masked_share", 3, 1)
+    lines = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "values"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_without_records_warnings_are_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards(), "train")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_monitors_that_are_off_read_nothing(run: Run) -> None:
+    assert run.health(enabled=False).metrics(1, run.rewards(), "train") == {}
+    assert run.fetched == []
+
+
+def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    del run.rows["p0_0_0"]["responses"]
+    assert run.health().metrics(7, run.rewards(), "train") == {}
+    assert "failed in step 7" in caplog.text
+
+
+def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
+    run.health(sampled_responses=8).metrics(1, run.rewards(), "train")
+    assert run.fetched == [("rm_scores", 32), ("responses", 8)]
+
+
+def test_whole_groups_are_sampled() -> None:
+    keys = [f"p{group}_{session}_0" for group in range(100) for session in range(4)]
+    groups = np.repeat(np.arange(100), 4)
+    chosen = sampled_keys(keys, groups, 40)
+    assert len(chosen) == 40
+    assert [key.split("_")[0] for key in chosen[::4]] == [f"p{i}" for i in np.linspace(0, 99, 10).astype(int)]
+    assert sampled_keys(keys, groups, 1000) == keys
+    assert len(sampled_keys(keys, groups, 3)) == 3
