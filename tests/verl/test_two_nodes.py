@@ -34,7 +34,7 @@ RAY_START = (
 PER_NODE = ("WorkerDict", "CPURolloutServer", "AgentLoopWorker", "RewardWorker", "_Host")
 """Ray actors that each node has, by a part of their class names. `_Host` runs a reward model server."""
 
-MODES = {"sync": ()}
+MODES = {"sync": (), "reward_pipeline": ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)}
 """By trainer mode: more options."""
 
 
