@@ -252,9 +252,8 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_hostile_content_stays_text(page: Page, scheme: Any) -> None:
-    page.emulate_media(color_scheme=scheme)
+def test_hostile_content_stays_text_on_dark_pages(page: Page) -> None:
+    page.emulate_media(color_scheme="dark")
     open_view(page, "run")
     open_view(page, f"step/{HOSTILE_STEP}")
     wait_for_total(page, len(HOSTILE))
