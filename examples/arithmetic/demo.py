@@ -32,6 +32,8 @@ from examples.training import TrainingProcess
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"
+RECORDS = Path("checkpoints", "rewards")
+"""Where a run of verl writes its records, below the output folder."""
 LOG_TAIL = 40
 POLL_S = 0.25
 
@@ -144,10 +146,16 @@ def conclude(console: Console, report: Report, output: Path, seconds: dict[str, 
     for name, text in report.table():
         table.add_row(name, text)
     table.add_row("Seconds in all", f"{seconds['total']:.0f}, of them {seconds['models']:.0f} for the models")
-    shown = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
-    table.add_row("Written", escape(f"report.json, curves.png, samples, logs in\n{shown}"))
+    table.add_row("Written", escape(f"report.json, curves.png, samples, logs in\n{shortest(output)}"))
     console.print()
     console.print(table, highlight=False)
+    view = f"{shortest(Path(sys.executable).with_name('reward-loop'))} view {shortest(output / RECORDS)} --open"
+    console.print(f"\nSee every sample in the browser:\n{view}", markup=False, highlight=False, soft_wrap=True)
+
+
+def shortest(path: Path) -> Path:
+    """Return the path, relative to the current directory if it lies in it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def run(console: Console, output: Path, settings: Settings) -> int:
@@ -177,7 +185,7 @@ def clear(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "train.log", "report.json", "curves.png"):
         (output / name).unlink(missing_ok=True)
-    for name in ("rollouts", "validation", "hydra"):
+    for name in ("checkpoints", "rollouts", "validation", "hydra"):
         shutil.rmtree(output / name, ignore_errors=True)
 
 

@@ -380,9 +380,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
         Groups that have been post-processed already stay as they are. Does nothing if the function has no such method.
         """
-        if not self._post_processes:
-            return
-        keys, groups = read_groups(batch)
+        keys, groups = read_groups(batch) if self._post_processes else ([], [])
         if not keys:
             return
         processed = self.reward_workers.post_process(groups, [_names(group) for group in keys])

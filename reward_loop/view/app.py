@@ -162,8 +162,7 @@ def create_app(index: Index) -> FastAPI:
     def unknown(path: str) -> None:
         raise HTTPException(404, f"There is no /api/{path}.")
 
-    if STATIC.is_dir():
-        app.mount("/", StaticFiles(directory=STATIC, html=True))
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.arithmetic.demo import QUICK
+from examples.arithmetic.demo import QUICK, RECORDS
+from reward_loop.records.reader import RecordsReader
+from reward_loop.view.phases import phases
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -40,3 +42,9 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert 0 <= report["overlap"]["hidden_share"] <= 1
     assert report["overlap"]["off_policy_steps"] == 1
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    records = tmp_path / RECORDS
+    assert f"reward-loop view {records} --open" in done.stdout
+    scored = [row for row in RecordsReader(records).rows() if row["outcome"] == "scored" and row.get("step")]
+    assert len(scored) >= STEPS * QUICK.prompts * QUICK.answers
+    assert all(row["judges"] for row in scored)
+    assert phases(records).keys() == set(range(1, STEPS + 1))
