@@ -244,6 +244,12 @@ def processes_with(*words: str) -> list[int]:
     return [process.pid for process in found if all(word in " ".join(process.info["cmdline"] or []) for word in words)]
 
 
+def processes_left(*words: str) -> list[psutil.Process]:
+    """The processes with all these words in their command lines that do not end within 30 s."""
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in processes_with(*words)], timeout=30)
+    return left
+
+
 async def judged(
     solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
 ) -> float:

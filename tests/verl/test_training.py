@@ -334,4 +334,4 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_ru
 def test_ctrl_c_leaves_no_process(harried_run: Run, tiny_discriminative_model: Path) -> None:
     assert harried_run.returncode == 130, harried_run.output[-5000:]
     assert any("Interrupted" in line for line in harried_run.output.strip().splitlines()[-5:])
-    assert rewards.processes_with("reward_loop.router", str(tiny_discriminative_model)) == []
+    assert rewards.processes_left("reward_loop.router", str(tiny_discriminative_model)) == []

@@ -36,4 +36,4 @@ def test_vllm_judges_a_step(tmp_path: Path, tiny_generative_model: Path, tiny_di
     scores = [row["score"] for row in run.rollouts(1)]
     assert all(map(math.isfinite, scores))
     assert len(set(scores)) > 16
-    assert rewards.processes_with("vllm", str(tiny_discriminative_model)) == []
+    assert rewards.processes_left("vllm", str(tiny_discriminative_model)) == []
