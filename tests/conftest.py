@@ -20,11 +20,12 @@ settings.load_profile("steady")
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 os.environ["COLUMNS"] = "80"
-# Ray's defaults of 30 s may be too short for its start while a training runs on two cores.
+# Ray's defaults of 30 s may be too short for its start while a training runs on two cores. Another limit is fixed: an
+# agent of Ray has 15 s to start. So the workers of the training get less of the cores.
 os.environ |= {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_niceness": "5",
 }
 
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.

@@ -40,9 +40,8 @@ CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's default timeouts are 30 s, which can be too short on a busy laptop.
+    # Ray's default timeout is 30 s, which can be too short on a busy laptop.
     "RAY_agent_register_timeout_ms": "300000",
-    "RAY_raylet_start_wait_time_s": "300",
     # By default, Ray runs workers at nice 15, so all other processes of the machine have priority.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",

@@ -7,17 +7,18 @@ from typing import TypeVar
 
 __all__ = ["STARTS", "START_TIMED_OUT", "with_ray"]
 
-STARTS = 3
-"""How often Ray is started, if its start times out."""
+STARTS = 4
+"""How often Ray is started, if its start fails."""
 
 START_TIMED_OUT = "The current node timed out during startup"
-"""Ray's error if a node is not ready after 30 s. No option changes this limit, and two busy cores can take longer."""
+"""Ray's error if its node is not ready after 30 s. The usual cause on a busy machine is that an agent of the node takes
+more than 15 s to start: the node ends then. No option changes this limit (https://github.com/ray-project/ray/issues/65983)."""
 
 T = TypeVar("T")
 
 
 def with_ray(function: Callable[[], T]) -> T:
-    """Calls a function that starts Ray first, and calls it again if the start timed out, at most `STARTS` times.
+    """Calls a function that starts Ray first, and calls it again if the start timed out: at most `STARTS` calls.
 
     Raises:
         Exception: any other error of the function, or the one of its last call.
@@ -30,5 +31,5 @@ def with_ray(function: Callable[[], T]) -> T:
         except Exception as error:
             if ray.is_initialized() or START_TIMED_OUT not in str(error):
                 raise
-            print(f"Ray did not start within 30 s: the machine is busy. Starting it again ({start + 1} of {STARTS}).")
+            print(f"Ray did not start in time: the machine is busy. Starting it again ({start + 1} of {STARTS}).")
     return function()

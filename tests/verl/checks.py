@@ -71,7 +71,10 @@ def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]
 def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
     """The values of the health monitors are those of the samples, recomputed."""
     numbers = [rewards.number(row["output"]) for row in rollouts]
-    scored = [[row["score"] for row in group if row["score"] is not None] for group in groups(rollouts).values()]
+    # Dumps of some modes have 0 for a masked sample.
+    scored = [
+        [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1] for group in groups(rollouts).values()
+    ]
     equal = [len(set(scores)) == 1 for scores in scored if len(scores) > 1]
     expected = {
         "masked_share": statistics.mean(number % 7 <= 1 for number in numbers),

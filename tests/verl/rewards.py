@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +240,17 @@ def _kill_once(pid: int, marker: str) -> None:
 
 def processes_with(*words: str) -> list[int]:
     """The processes with all these words in their command lines."""
+    return [process.pid for process in _processes(words)]
+
+
+def _processes(words: Sequence[str]) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline"])
-    return [process.pid for process in found if all(word in " ".join(process.info["cmdline"] or []) for word in words)]
+    return [process for process in found if all(word in " ".join(process.info["cmdline"] or []) for word in words)]
 
 
 def processes_left(*words: str) -> list[psutil.Process]:
     """The processes with all these words in their command lines that do not end within 30 s."""
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in processes_with(*words)], timeout=30)
+    _, left = psutil.wait_procs(_processes(words), timeout=30)
     return left
 
 

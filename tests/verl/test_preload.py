@@ -29,6 +29,7 @@ said = {
     "directory": os.getcwd(),
     "environment": dict(os.environ),
     "had": had,
+    "niceness": os.nice(0),
     "main": __name__,
     "parent": os.getppid(),
     "path": sys.path[0],
@@ -47,7 +48,7 @@ def worker(tmp_path: Path) -> Path:
 
 def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
     with preloaded(["numpy"]) as executable:
-        command = [*shlex.split(executable), "-u", str(worker), "--option", "two words"]
+        command = ["nice", "-n", "3", *shlex.split(executable), "-u", str(worker), "--option", "two words"]
         said = [
             json.loads(
                 subprocess.run(
@@ -62,6 +63,7 @@ def test_a_worker_is_like_a_new_process_that_has_imported(worker: Path) -> None:
         assert "PATH" not in one["environment"]
         assert one["directory"] == one["path"] == str(worker.parent)
         assert one["had"]
+        assert one["niceness"] == os.nice(0) + 3
         assert one["main"] == "__main__"
     assert said[0]["parent"] == said[1]["parent"]
     assert said[0]["random"][0] != said[1]["random"][0]

@@ -37,8 +37,8 @@ _FDS = 3
 """The number of file descriptors that a request passes: the worker's standard input, output and error."""
 
 
-Request = tuple[list[str], dict[str, str], str]
-"""A command of Ray: arguments for Python, environment, working directory."""
+Request = tuple[list[str], dict[str, str], str, int]
+"""A command of Ray: arguments for Python, environment, working directory, niceness."""
 
 
 @contextlib.contextmanager
@@ -141,9 +141,11 @@ def _become(request: Request) -> None:
 
     import numpy as np
 
-    arguments, environment, directory = request
+    arguments, environment, directory, niceness = request
     set_environment(environment)
     os.chdir(directory)
+    with contextlib.suppress(PermissionError):  # only root may be less nice than the fork server
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
     while arguments[0].startswith("-"):  # flags of the interpreter
         arguments = arguments[1:]
     sys.argv = arguments
@@ -165,7 +167,7 @@ def set_environment(environment: Mapping[str, str]) -> None:
 
 def _ask(name: str, arguments: list[str]) -> None:
     """Requests a forked worker, and waits until it ends. Starts Python normally if there is no fork server."""
-    request: Request = (arguments, dict(os.environ), os.getcwd())
+    request: Request = (arguments, dict(os.environ), os.getcwd(), os.nice(0))
     message = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         try:
