@@ -18,10 +18,9 @@ from typing import Any
 
 import duckdb
 
-from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.records.lines import parse_line
+from reward_loop.errors import RewardLoopError
+from reward_loop.records.lines import check_version, parse_line
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import VERSION
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
@@ -133,7 +132,7 @@ class Index:
             content = _read(self.folder / part["name"], part["start"], part["bytes"])
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
-                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at) + 1])
+                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at) + 1])
                 if row is not None and row.get("id") == name:
                     return row
         return None
@@ -149,13 +148,12 @@ class Index:
         """The number of lines that could not be read: those that are not JSON, and incomplete last lines."""
         with self.cursor() as cursor:
             row = cursor.execute("SELECT incomplete FROM about").fetchone()
-            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
         assert row is not None
-        return int(row[0]) + sum(path.stat().st_size > known.get(path.name, 0) for path in self._row_files())
+        return int(row[0]) + sum(size > 0 for size in self._unread())
 
     def pending_bytes(self) -> int:
         """Return the number of bytes that have not been read."""
-        return sum(path.stat().st_size for path in self._row_files()) - self.revision
+        return sum(self._unread())
 
     def update(self, on_progress: Callable[[int], None] = lambda done: None) -> bool:
         """Read the complete lines that have been added to the files.
@@ -217,11 +215,13 @@ class Index:
                 append(part, file)
         fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
         version = tables.load(cursor, str(self._chunk), parts, fingerprints)
-        if version > VERSION:
-            raise ConfigError(
-                f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
-                f"{VERSION}: use the reward_loop that wrote them, or a newer one"
-            )
+        check_version(version, self.folder)
+
+    def _unread(self) -> list[int]:
+        """Return how many bytes of each file have not been read."""
+        with self.cursor() as cursor:
+            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
+        return [max(0, path.stat().st_size - known.get(path.name, 0)) for path in self._row_files()]
 
     def _row_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.jsonl"))
