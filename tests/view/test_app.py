@@ -212,7 +212,7 @@ def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> 
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
     fields = {"step": 1, "monitor": "masked", "value": 0.9, "threshold": 0.5, "since": 1}
     health = open_health(tmp_path / "rewards")
-    health.write(warning_row(message="90 % of the samples are masked", subject="", **fields))
+    health.write_rows([warning_row(message="90 % of the samples are masked", subject="", **fields)])
     flushed(health)
     with Index(tmp_path / "rewards") as index:
         index.update()
