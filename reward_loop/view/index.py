@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Index:
         self.folder = folder
         self.revision = 0
         """A number that grows whenever the index changes: the bytes that have been read."""
+        self._known: dict[str, int] = {}
+        """For each file that has been read: the offset of the first line that has not."""
         self._lock = threading.Lock()
         self._cursors = threading.BoundedSemaphore(CURSORS)
 
@@ -75,7 +77,8 @@ class Index:
             stack.callback(self._database.close)
             self._chunk = self._path.with_suffix(".chunk.jsonl")
             stack.callback(self._chunk.unlink, missing_ok=True)
-            self.revision = self._read_bytes()
+            self._known = dict(self._database.execute("SELECT name, bytes FROM files").fetchall())
+            self.revision = sum(self._known.values())
             self._stack = stack.pop_all()
         return self
 
@@ -185,22 +188,23 @@ class Index:
 
     def _read_chunks(self, on_progress: Callable[[int], None]) -> int:
         """Read at most `CHUNKS` chunks in one transaction, and return the number of their bytes."""
-        read = 0
+        read, known = 0, dict(self._known)
         with self.writing() as cursor:
             for _ in range(CHUNKS):
-                parts = self._new_parts(cursor)
+                parts = self._new_parts(known)
                 if not parts:
                     break
                 self._add(cursor, parts)
+                known |= {part.path.name: part.start + part.bytes for part in parts}
                 read += sum(part.bytes for part in parts)
                 on_progress(read)
                 if read < CHUNK // 2:  # there is little more
                     break
+        self._known = known
         return read
 
-    def _new_parts(self, cursor: duckdb.DuckDBPyConnection) -> list[Lines]:
+    def _new_parts(self, known: Mapping[str, int]) -> list[Lines]:
         """Return the next lines of files, up to `CHUNK` bytes."""
-        known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
         parts: list[Lines] = []
         room = CHUNK
         for path in self._row_files():
@@ -219,18 +223,10 @@ class Index:
 
     def _unread(self) -> list[int]:
         """Return how many bytes of each file have not been read."""
-        with self.cursor() as cursor:
-            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
-        return [max(0, path.stat().st_size - known.get(path.name, 0)) for path in self._row_files()]
+        return [max(0, path.stat().st_size - self._known.get(path.name, 0)) for path in self._row_files()]
 
     def _row_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.jsonl"))
-
-    def _read_bytes(self) -> int:
-        with self.cursor() as cursor:
-            row = cursor.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-        assert row is not None
-        return int(row[0])
 
     def _fits(self) -> bool:
         """Return whether the files of an index that was used before still begin with the lines that it has."""
