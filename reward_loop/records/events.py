@@ -8,7 +8,6 @@ There are two kinds:
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import parse_line
+from reward_loop.records.lines import has_step, is_readable, read_lines
 from reward_loop.records.rows import MAX_TEXT, VERSION
 
 __all__ = [
@@ -118,20 +117,16 @@ def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
 
 
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events in a records folder, in the order of each file. Incomplete lines are left out.
+    """Yield the events in a records folder, in the order of each file.
 
-    Each event gets a field ``process``, which names the process that wrote it.
+    Incomplete lines are left out, and events that a newer version has written. Each event gets a field
+    ``process``, which names the process that wrote it.
 
     Args:
         folder: the records folder.
         steps: yield only the events of these steps; ``None`` for all.
     """
-    pattern = rb"" if steps is None else rb'"step":\s*(?:%b)\b' % b"|".join(b"%d" % step for step in steps)
-    wanted = re.compile(pattern)
     for path in sorted((folder / EVENTS).glob("*.jsonl")):
-        with path.open("rb") as lines:
-            for line in lines:
-                if wanted.search(line):
-                    event = parse_line(line)
-                    if event is not None and event.get("version", VERSION) <= VERSION:
-                        yield {**event, "process": path.stem}
+        for event in read_lines(path, None if steps is None else lambda line: has_step(line, steps)):
+            if event is not None and is_readable(event):
+                yield {**event, "process": path.stem}

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from reward_loop.errors import ConfigError
+from reward_loop.records.lines import check_version, read_lines
 from reward_loop.records.rows import VERSION
 from reward_loop.records.writer import Records, records
 
@@ -65,16 +63,7 @@ def health(folder: Path) -> list[dict[str, Any]]:
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue  # the last line of a process that was killed, or that is writing it
-            if not isinstance(row, dict):
-                continue
-            if row.get("version", VERSION) > VERSION:
-                raise ConfigError(
-                    f"{path} has records of version {row['version']}, and this version of reward_loop reads version "
-                    f"{VERSION}: use the reward_loop that wrote them, or a newer one"
-                )
-            yield row
+        for row in read_lines(path):
+            if row is not None:
+                check_version(row.get("version", 0), path)
+                yield row

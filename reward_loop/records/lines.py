@@ -1,13 +1,21 @@
-"""Reads one line of a file of records."""
+"""Reads the lines of the files of records."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-__all__ = ["parse_line"]
+from reward_loop.errors import ConfigError
+from reward_loop.records.rows import VERSION
+
+__all__ = ["check_version", "has_step", "is_readable", "parse_line", "read_lines"]
+
+_STEP = re.compile(rb'"step":\s*(-?\d{1,18})\b')
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -22,3 +30,49 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return found if isinstance(found, dict) else None
+
+
+def read_lines(path: Path, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any] | None]:
+    """Yield the objects in the lines of a file; ``None`` for an incomplete line.
+
+    Args:
+        path: the file.
+        is_wanted: returns whether a line is parsed; ``None`` for all lines.
+    """
+    with path.open("rb") as lines:
+        for line in lines:
+            if is_wanted is None or is_wanted(line):
+                yield parse_line(line)
+
+
+def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
+    """Return whether a line has a field ``step`` with one of some steps.
+
+    Args:
+        line: the line, which is not parsed.
+        steps: the steps.
+        head: the number of bytes that are searched; ``None`` for all.
+    """
+    return any(int(step) in steps for step in _STEP.findall(line, 0, len(line) if head is None else head))
+
+
+def is_readable(row: dict[str, Any]) -> bool:
+    """Return whether this version reads a row."""
+    return row.get("version", VERSION) <= VERSION
+
+
+def check_version(version: int, where: Path) -> None:
+    """Check that this version of the library reads records of a version.
+
+    Args:
+        version: the version of the records.
+        where: their file or folder.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    if version > VERSION:
+        raise ConfigError(
+            f"{where} has records of version {version}, and this version of reward_loop reads version "
+            f"{VERSION}: use the reward_loop that wrote them, or a newer one"
+        )

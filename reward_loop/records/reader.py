@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import ADVANTAGE
-from reward_loop.records.lines import parse_line
-from reward_loop.records.rows import REVISION, SAMPLE, VERSION
+from reward_loop.records.lines import check_version, has_step, parse_line, read_lines
+from reward_loop.records.rows import REVISION, SAMPLE
 
 __all__ = ["NoRecordsError", "RecordsReader"]
 
@@ -18,8 +18,8 @@ _REVISED = ("outcome", "error")
 
 _CHANGES = re.compile(rf'"kind":\s*"(?:{REVISION}|{ADVANTAGE})"'.encode())
 
-_HEAD = 4096
-"""The number of bytes within which a row has its step."""
+_HEAD, _KIND_HEAD = 4096, 64
+"""The numbers of bytes within which a row has its step, and its kind."""
 
 
 class NoRecordsError(ConfigError):
@@ -76,8 +76,7 @@ class RecordsReader:
         Args:
             steps: the training steps.
         """
-        pattern = rb'"step":\s*(?:%b)\b' % b"|".join(b"%d" % step for step in steps)
-        lines = self._lines(re.compile(pattern), _HEAD)
+        lines = self._lines(lambda line: has_step(line, steps, _HEAD))
         return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -105,7 +104,7 @@ class RecordsReader:
         """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids."""
         revisions: dict[str, dict[str, Any]] = {}
         advantages: dict[str, float] = {}
-        for row in self._lines(_CHANGES):
+        for row in self._lines(lambda line: _CHANGES.search(line, 0, _KIND_HEAD)):
             uid = row.get("uid")
             if uid is None:
                 continue
@@ -121,24 +120,16 @@ class RecordsReader:
                 last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))
         return revisions, advantages, {uid: name for uid, (_, name) in last.items()}
 
-    def _lines(self, only: re.Pattern[bytes] | None = None, head: int = 64) -> Iterator[dict[str, Any]]:
-        """Yield the rows in all files; with `only`, those whose first ``head`` bytes match it."""
+    def _lines(self, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the rows in all files; with `is_wanted`, those of the lines for which it returns true."""
         for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open("rb") as lines:
-                for line in lines:
-                    if only is not None and not only.search(line, 0, head):
-                        continue
-                    row = parse_line(line)
-                    if row is None:
-                        self.incomplete += 1
-                        continue
-                    if row.get("version", VERSION) > VERSION:
-                        raise ConfigError(
-                            f"{path} has records of version {row['version']}, and this version of reward_loop reads "
-                            f"version {VERSION}: use the reward_loop that wrote them, or a newer one"
-                        )
-                    if "kind" in row:  # otherwise, not a file of records
-                        yield row
+            for row in read_lines(path, is_wanted):
+                if row is None:
+                    self.incomplete += 1
+                    continue
+                check_version(row.get("version", 0), path)
+                if "kind" in row:  # otherwise, not a file of records
+                    yield row
 
     def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
         name = row.get(f"{kind}_file")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from reward_loop.records.encoding import encode_record
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.records.files import EXCHANGES, TEXTS, Place, RecordFiles
-from reward_loop.records.rows import REVISION, SAMPLE, TEXT_FIELDS, VERSION
+from reward_loop.records.rows import TEXT_FIELDS, VERSION
 
 __all__ = ["MAX_BYTES", "Records", "records"]
 
@@ -110,7 +110,7 @@ class Records:
         self._queue(_Record(row, text, exchanges, size))
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue rows that change earlier rows, without texts and exchanges. The caller must not change them.
+        """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them.
 
         Args:
             rows: the rows.
@@ -225,8 +225,6 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
 
 
 def _row_line(record: _Record, name: str, text: Place | None, exchange: Place | None) -> bytes:
-    if record.row.get("kind", SAMPLE) not in (SAMPLE, REVISION):
-        return _with_id(record.row, name) + b"}\n"  # not about a sample
     judges = b",".join([encode_record(_small(exchange)) for exchange in record.exchanges])
     places = _place(b"text", text), _place(b"exchange", exchange)
     return b'%b,"judges":[%b],%b,%b}\n' % (_with_id(record.row, name), judges, *places)

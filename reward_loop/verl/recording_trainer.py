@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from reward_loop.verl.reward_metrics import StepRewards, final_outputs, session_
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]
+
+logger = logging.getLogger(__name__)
 
 
 class RecordedSeconds(dict[str, float]):
@@ -93,7 +96,10 @@ class RecordingTrainer(PPOTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:
-            self._record_advantages(self._records, batch.partition_id)
+            try:
+                self._record_advantages(self._records, batch.partition_id)
+            except Exception:  # observability must not stop a run
+                logger.exception("the advantages of step %d are not recorded", self.global_steps)
 
     def _record_advantages(self, records: Records, partition_id: str) -> None:
         """Records the advantage of each sample of the step: the mean over the tokens that are trained on."""

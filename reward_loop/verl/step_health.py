@@ -53,9 +53,8 @@ class StepHealth:
             where = f" Records: {self._options.log_dir}." if self._options.log_dir else ""
             logger.warning("reward_loop.health.%s: %s%s", warning.monitor, warning.message, where)
         if self._records is not None:
-            self._records.write(values_row(step, found.values))
-            for warning in found.warnings:
-                self._records.write(warning_row(**dataclasses.asdict(warning)))
+            warnings = [warning_row(**dataclasses.asdict(warning)) for warning in found.warnings]
+            self._records.write_rows([values_row(step, found.values), *warnings])
         metrics = {f"reward_loop/health/{name}": value for name, value in found.values.items()}
         return metrics | {"reward_loop/health/warnings": float(found.active)}
 

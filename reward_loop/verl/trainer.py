@@ -155,8 +155,10 @@ class RewardLoopTrainer(RecordingTrainer):
             n, judges = self.config.actor_rollout_ref.rollout.n, self.get_reward_handles() is not None
             self.recovery = Recovery(agent_loop_manager, self.reward_workers, rollouts=n, judges=judges)
             self.replay_buffer.checks.append(self._replace_dead_workers)
-        super().fit(agent_loop_manager)
-        self._health.flush()
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            self._health.flush()
         for worker in agent_loop_manager.agent_loop_workers:
             ray.kill(worker)
 

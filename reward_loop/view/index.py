@@ -12,16 +12,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.records.lines import parse_line
+from reward_loop.errors import RewardLoopError
+from reward_loop.records.lines import check_version, parse_line
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.rows import VERSION
 from reward_loop.view import store, tables
 from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
@@ -61,6 +60,8 @@ class Index:
         self.folder = folder
         self.revision = 0
         """A number that grows whenever the index changes: the bytes that have been read."""
+        self._known: dict[str, int] = {}
+        """For each file that has been read: the offset of the first line that has not."""
         self._lock = threading.Lock()
         self._cursors = threading.BoundedSemaphore(CURSORS)
 
@@ -76,7 +77,8 @@ class Index:
             stack.callback(self._database.close)
             self._chunk = self._path.with_suffix(".chunk.jsonl")
             stack.callback(self._chunk.unlink, missing_ok=True)
-            self.revision = self._read_bytes()
+            self._known = dict(self._database.execute("SELECT name, bytes FROM files").fetchall())
+            self.revision = sum(self._known.values())
             self._stack = stack.pop_all()
         return self
 
@@ -133,7 +135,7 @@ class Index:
             content = _read(self.folder / part["name"], part["start"], part["bytes"])
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
-                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at) + 1])
+                row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at) + 1])
                 if row is not None and row.get("id") == name:
                     return row
         return None
@@ -149,13 +151,12 @@ class Index:
         """The number of lines that could not be read: those that are not JSON, and incomplete last lines."""
         with self.cursor() as cursor:
             row = cursor.execute("SELECT incomplete FROM about").fetchone()
-            known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
         assert row is not None
-        return int(row[0]) + sum(path.stat().st_size > known.get(path.name, 0) for path in self._row_files())
+        return int(row[0]) + sum(size > 0 for size in self._unread())
 
     def pending_bytes(self) -> int:
         """Return the number of bytes that have not been read."""
-        return sum(path.stat().st_size for path in self._row_files()) - self.revision
+        return sum(self._unread())
 
     def update(self, on_progress: Callable[[int], None] = lambda done: None) -> bool:
         """Read the complete lines that have been added to the files.
@@ -187,22 +188,23 @@ class Index:
 
     def _read_chunks(self, on_progress: Callable[[int], None]) -> int:
         """Read at most `CHUNKS` chunks in one transaction, and return the number of their bytes."""
-        read = 0
+        read, known = 0, dict(self._known)
         with self.writing() as cursor:
             for _ in range(CHUNKS):
-                parts = self._new_parts(cursor)
+                parts = self._new_parts(known)
                 if not parts:
                     break
                 self._add(cursor, parts)
+                known |= {part.path.name: part.start + part.bytes for part in parts}
                 read += sum(part.bytes for part in parts)
                 on_progress(read)
                 if read < CHUNK // 2:  # there is little more
                     break
+        self._known = known
         return read
 
-    def _new_parts(self, cursor: duckdb.DuckDBPyConnection) -> list[Lines]:
+    def _new_parts(self, known: Mapping[str, int]) -> list[Lines]:
         """Return the next lines of files, up to `CHUNK` bytes."""
-        known = dict(cursor.execute("SELECT name, bytes FROM files").fetchall())
         parts: list[Lines] = []
         room = CHUNK
         for path in self._row_files():
@@ -217,20 +219,14 @@ class Index:
                 append(part, file)
         fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
         version = tables.load(cursor, str(self._chunk), parts, fingerprints)
-        if version > VERSION:
-            raise ConfigError(
-                f"{self.folder} has records of version {version}, and this version of reward_loop reads version "
-                f"{VERSION}: use the reward_loop that wrote them, or a newer one"
-            )
+        check_version(version, self.folder)
+
+    def _unread(self) -> list[int]:
+        """Return how many bytes of each file have not been read."""
+        return [max(0, path.stat().st_size - self._known.get(path.name, 0)) for path in self._row_files()]
 
     def _row_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.jsonl"))
-
-    def _read_bytes(self) -> int:
-        with self.cursor() as cursor:
-            row = cursor.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-        assert row is not None
-        return int(row[0])
 
     def _fits(self) -> bool:
         """Return whether the files of an index that was used before still begin with the lines that it has."""

@@ -17,6 +17,8 @@ __all__ = ["MAX_LIMIT", "Samples"]
 MAX_LIMIT = 10_000
 """The largest number of rows of an answer."""
 
+MAX_OFFSET = 2**63 - 1
+
 PROMPT = 200
 """The number of characters of a prompt in a row of groups."""
 
@@ -122,7 +124,9 @@ class Samples:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
         advantages = self._index.rows(
-            "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = ?", [known["uid"]]
+            "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = $uid "
+            "AND $id = (SELECT arg_max(id, (time, id)) FROM samples WHERE uid = $uid)",
+            {"uid": known["uid"], "id": name},
         )
         if advantages[0]["advantage"] is not None:
             row |= advantages[0]
@@ -178,6 +182,6 @@ def _page(query: Mapping[str, str]) -> tuple[int, int]:
         offset, limit = int(query.get("offset") or 0), int(query.get("limit") or 100)
     except ValueError:
         raise BadRequestError("offset and limit must be whole numbers") from None
-    if offset < 0 or not 0 < limit <= MAX_LIMIT:
-        raise BadRequestError(f"offset must be at least 0, and limit from 1 to {MAX_LIMIT}")
+    if not 0 <= offset <= MAX_OFFSET or not 0 < limit <= MAX_LIMIT:
+        raise BadRequestError(f"offset must be from 0 to {MAX_OFFSET}, and limit from 1 to {MAX_LIMIT}")
     return offset, limit

@@ -82,6 +82,7 @@ def test_only_the_events_of_some_steps_are_read(tmp_path: Path) -> None:
     assert writer.flush()
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 12]
     assert [event["step"] for event in read_events(tmp_path, [2, 3])] == [2]
+    assert [event["step"] for event in read_events(tmp_path, range(2, 10**12))] == [2, 12]
     assert {event["process"] for event in read_events(tmp_path)} == {writer.path.stem}
 
 
@@ -182,3 +183,4 @@ def test_the_rows_of_some_steps(tmp_path: Path) -> None:
     writer.write_rows([advantage_row("q2_0", 2, 0.25)])
     assert writer.flush()
     assert [row["uid"] for row in RecordsReader(tmp_path).rows_of([2, 3])] == ["q2_0"]
+    assert [row["uid"] for row in RecordsReader(tmp_path).rows_of(range(2, 10**12))] == ["q2_0", "q12_0"]

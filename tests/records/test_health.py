@@ -29,9 +29,8 @@ SECOND = {**FIRST, "step": 20, "monitor": "score_jump", "since": 20}
 
 def write(folder: Path, *warnings: dict[str, Any]) -> Path:
     writer = open_health(folder)
-    writer.write(values_row(12, {"masked_share": 0.3}))
-    for warning in warnings:
-        writer.write(warning_row(subject="", **warning))
+    writer.write_rows([values_row(12, {"masked_share": 0.3})])
+    writer.write_rows([warning_row(subject="", **warning) for warning in warnings])
     assert writer.flush()
     return writer.path
 
@@ -52,9 +51,9 @@ def test_rows_of_health_have_no_fields_of_samples(tmp_path: Path) -> None:
     path = write(tmp_path, FIRST)
     assert path.parent == tmp_path / "health"
     values, warning = [json.loads(line) for line in path.read_text().splitlines()]
-    assert values.keys() == {"version", "kind", "time", "step", "values", "id"}
+    assert values.keys() == {"version", "kind", "time", "step", "values"}
     assert (values["step"], values["values"]) == (12, {"masked_share": 0.3})
-    assert warning.keys() == {"version", "kind", "time", "subject", "id", *FIRST}
+    assert warning.keys() == {"version", "kind", "time", "subject", *FIRST}
 
 
 def test_samples_are_read_without_the_rows_of_health(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def trainer(tmp_path: Path) -> Any:
     made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
     made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
     made._records, made._rewards = Records(tmp_path), StepRewards()
+    made._health = SimpleNamespace(metrics=lambda step, rewards, partition_id: {})
     made.global_steps = 7
     return made
 
@@ -114,3 +115,21 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
     written = [json.loads(line) for line in trainer._records.path.read_text().splitlines()]
     assert {line["uid"]: line["advantage"] for line in written} == {"q_0": 1.5, "q_1": -0.5}
     assert {(line["kind"], line["step"]) for line in written} == {("advantage", 7)}
+
+
+def test_advantages_that_cannot_be_read_do_not_stop_the_run(
+    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**_: Any) -> None:
+        raise KeyError("advantages")
+
+    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=fail))
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
+    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {"critic/score/mean": 1.0})
+    trainer._rewards.trained = {"q_0_0"}
+    metrics: dict[str, float] = {}
+    trainer._compute_metrics(SimpleNamespace(partition_id="train"), metrics, {}, global_steps=7, epoch=0)
+    assert metrics == {"critic/score/mean": 1.0}
+    assert "the advantages of step 7 are not recorded" in caplog.text
+    assert trainer._records.flush()
+    assert list(tmp_path.iterdir()) == []

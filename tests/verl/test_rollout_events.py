@@ -49,7 +49,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ):
         monkeypatch.setattr(verl, name, method)
     made: Any = object.__new__(RecordingAgentLoopWorker)
-    made._records, made._times = Records(tmp_path), {}
+    made._records = Records(tmp_path)
     made.reward_loop_worker_handles, made.fails, made.own_score = ["the client"], "", None
     return made
 
@@ -69,7 +69,6 @@ async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:
     assert [event[name] for name in ("kind", "uid", "group", "step", "validate")] == ["rollout", "q_2", "q", 3, False]
     assert event["start"] <= event["end"] <= event["scoring"] <= event["scored"]
     assert event["error"] is None
-    assert worker._times == {}
 
 
 async def test_a_validation_session_is_marked(worker: Any) -> None:
@@ -111,3 +110,15 @@ async def test_nothing_is_recorded_without_a_folder(worker: Any, tmp_path: Path)
 
 def test_the_workers_of_all_modes_record_rollouts() -> None:
     assert issubclass(QueueAgentLoopWorker, RecordingAgentLoopWorker)
+
+
+async def test_two_sessions_of_the_same_name_at_the_same_time_are_both_recorded(worker: Any, tmp_path: Path) -> None:
+    """A prompt that was sent again may still be generated for the first time."""
+    names: dict[str, Any] = {"uid": "q", "session_id": 0, "global_steps": 3}
+    await asyncio.gather(*(worker._run_agent_loop({}, TRAINING, **names) for _ in range(2)))
+    assert await asyncio.to_thread(worker._records.flush)
+    assert [event["scored"] is not None for event in read_events(tmp_path)] == [True, True]
+
+
+async def test_a_response_that_is_postprocessed_outside_of_a_session_keeps_its_reward(worker: Any) -> None:
+    await worker._agent_loop_postprocess(SimpleNamespace(reward_score=None), False, uid="q", session_id=0)

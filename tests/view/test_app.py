@@ -15,6 +15,7 @@ pytest.importorskip("duckdb")
 from starlette.testclient import TestClient
 
 from reward_loop.records import Records
+from reward_loop.records.events import advantage_row
 from reward_loop.records.health import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
@@ -211,13 +212,27 @@ def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> 
     made_up.write(tmp_path / "rewards", [], [made_up.row("u_0", 1.0, 3.0)])
     fields = {"step": 1, "monitor": "masked", "value": 0.9, "threshold": 0.5, "since": 1}
     health = open_health(tmp_path / "rewards")
-    health.write(warning_row(message="90 % of the samples are masked", subject="", **fields))
+    health.write_rows([warning_row(message="90 % of the samples are masked", subject="", **fields)])
     flushed(health)
     with Index(tmp_path / "rewards") as index:
         index.update()
         with TestClient(create_app(index)) as client:
             assert get(client, "health")["warnings"] == [{"message": "90 % of the samples are masked", **fields}]
             assert get(client, "steps")["rows"][0]["warnings"] == ["90 % of the samples are masked"]
+
+
+def test_the_advantage_is_that_of_the_last_row_of_a_repeated_uid(tmp_path: Path) -> None:
+    writer = Records(tmp_path / "rewards")
+    for reward in (1.0, 2.0):
+        record(writer, "same", reward)
+        flushed(writer)
+    writer.write_rows([advantage_row("same", 1, 0.25)])
+    flushed(writer)
+    with Index(tmp_path / "rewards") as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            shown = [get(client, f"sample/{row['id']}")["row"] for row in get(client, "samples")["rows"]]
+            assert [(row["reward"], row.get("advantage")) for row in shown] == [(1.0, None), (2.0, 0.25)]
 
 
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:
@@ -245,6 +260,7 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         "samples?limit=0",
         "samples?limit=many",
         "samples?offset=-1",
+        "samples?offset=9223372036854775808",
         "samples?step=one",
         "samples?min_reward=low",
         "samples?validate=maybe",
@@ -344,6 +360,18 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         with TestClient(create_app(index)) as client:
             assert sorted(uids(get(client, "samples", step=1))) == ["run0", "run1"]
             assert get(client, "groups")["rows"][0]["count"] == 2
+
+
+def test_a_row_whose_file_was_cut_is_that_of_the_index(tmp_path: Path) -> None:
+    writer = Records(tmp_path / "rewards")
+    record(writer, "a", 1.0)
+    flushed(writer)
+    with Index(tmp_path / "rewards") as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            os.truncate(writer.path, writer.path.stat().st_size - 1)
+            (row,) = get(client, "samples")["rows"]
+            assert get(client, f"sample/{row['id']}")["row"]["reward"] == 1.0
 
 
 def test_deleted_texts_and_rows_are_missing_not_errors(tmp_path: Path) -> None:

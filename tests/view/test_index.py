@@ -334,3 +334,21 @@ def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch:
         for count in (1, 2, 3):
             assert index.update()
             assert len(rewards(index)) == count
+
+
+def test_other_files_are_followed_after_one_was_deleted(folder: Path) -> None:
+    first, second = Records(folder), Records(folder)
+    for number in range(20):
+        record(first, f"old{number}")
+    record(second, "a")
+    flushed(first)
+    flushed(second)
+    with Index(folder) as index:
+        index.update()
+        first.path.unlink()
+        assert not index.update()
+        record(second, "b")
+        flushed(second)
+        assert index.update()
+        assert {"a", "b"} <= rewards(index).keys()
+        assert index.pending_bytes() == 0

@@ -106,3 +106,9 @@ def test_a_step_that_a_resumed_run_repeats_is_that_of_the_resumed_run(tmp_path: 
     write(tmp_path, SYNC, [])
     write(tmp_path, phases(1, ("gen", 50.0, 51.0), ("step", 50.0, 51.0)), [], process="host-0-b")
     assert read(tmp_path)[1]["phases"] == {"gen": 1.0, "other": 0.0}
+
+
+def test_events_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+    (newer,) = phases(2, ("step", 22.0, 31.0))
+    write(tmp_path, [*SYNC, newer | {"version": 2}], [])
+    assert list(read(tmp_path)) == [1]
