@@ -323,6 +323,46 @@ def test_the_moved_keys_are_those_of_the_code() -> None:
         assert f"`{key}`" in PAGES["docs/verl.md"]
 
 
+@pytest.mark.parametrize("row", between("docs/migration.md", "migrated options").splitlines()[2:])
+def test_migrated_options_are_accepted(row: str, tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+
+    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+    from reward_loop.verl.resolve import resolve
+
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    old, new = row.split(" | ")[:2]
+    for given in re.findall(r"`(.+?)`", old + new if "the same" in new else new):
+        overrides = given.replace("PATH", str(tmp_path)).split()
+        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            config = compose("reward_loop_trainer", [searchpath, *overrides])
+        resolve(config)
+
+
+def templates() -> list[str]:
+    """Return all texts in the code of the package, with ``...`` in place of their variable parts."""
+    texts: list[str] = []
+    for path in (ROOT / "reward_loop").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%(\.\d+)?[dfgrs]", "...", node.value))
+    return texts
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    messages = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)
+    assert messages
+    known = templates()
+    for message in messages:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), flags=re.DOTALL)
+        assert any(pattern.search(text) for text in known), message
+
+
 def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:
     pytest.importorskip("verl")
     from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
