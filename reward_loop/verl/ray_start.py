@@ -8,7 +8,7 @@ from typing import TypeVar
 __all__ = ["STARTS", "START_TIMED_OUT", "with_ray"]
 
 STARTS = 3
-"""How often Ray is started, if its start times out."""
+"""The largest number of attempts to start Ray."""
 
 START_TIMED_OUT = "The current node timed out during startup"
 """Ray's error if a node is not ready after 30 s. No option changes this limit, and two busy cores can take longer."""

@@ -1,4 +1,4 @@
-"""The seconds of each training step by phase, and how much of the judging was hidden behind other work."""
+"""The seconds of each training step by phase, and the share of judging that other work has hidden."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from reward_loop.view.spans import Work, work_of
 __all__ = ["PhaseReader", "phases"]
 
 _REWARDS = ("reward", "wait_reward")
-"""The phases in which the trainer waits for rewards alone."""
+"""The phases in which the trainer waits only for rewards."""
 
 _MANY = 1000
-"""The number of intervals above which overlapping ones are merged."""
+"""Above this number of intervals, overlapping intervals are merged."""
 
 _BLOCK = 4096
 _HEAD = 64
-"""The number of bytes within which an event has its kind."""
+"""The field ``kind`` of an event is within this number of bytes from the start of its line."""
 
 Interval = tuple[float, float]
 Row = Mapping[str, Any]
 
 
 class _Step:
-    """A complete training step, and what is needed of the rollouts whose rewards were pending in it."""
+    """A complete training step, with the rollouts whose rewards were pending during it."""
 
     def __init__(self, step: Phase) -> None:
         self.phase = step
@@ -102,9 +102,9 @@ class PhaseReader:
         """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
 
     def update(self) -> None:
-        """Read what was written since the last call."""
+        """Read the events that were written since the last call."""
         new = {path: (self._offsets.get(path, 0), _complete(path)) for path in sorted(self._folder.glob("*.jsonl"))}
-        # The phases first: the rollouts, which may be millions, are then assigned to steps one by one.
+        # Phases are read first, so that rollouts, of which there may be millions, can be assigned to steps one by one.
         for path, (start, end) in new.items():
             for event in _events(path, start, end, PHASE):
                 self._open[path].append(event)

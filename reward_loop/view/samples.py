@@ -1,4 +1,4 @@
-"""Samples and groups: pages of a table, and one sample with all that was recorded of it."""
+"""Samples and groups: pages of a table, and one sample with its whole record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reward_loop.view.search import TextSearch
 __all__ = ["MAX_LIMIT", "Samples"]
 
 MAX_LIMIT = 10_000
-"""The largest number of rows of an answer."""
+"""The largest number of rows in an answer."""
 
 PROMPT = 200
 """The number of characters of a prompt in a row of groups."""
@@ -166,7 +166,7 @@ class Samples:
 
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the index has of a row whose file has been deleted."""
+    """Return the fields that the index keeps of a row, for a row whose file was deleted."""
     internal = ("chunk", "number", "keys", "revised_at", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
     return {**kept, "components": orjson.loads(known["components"] or "{}")}
