@@ -82,7 +82,7 @@ class Samples:
         chosen = SampleFilter.parse({name: query[name] for name in names if name in query}).also('"group" IS NOT NULL')
         sort, order = query.get("sort") or "", query.get("order") or "asc"
         if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
-            raise BadRequestError(f"Groups have no order {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
+            raise BadRequestError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
         offset, limit = _page(query)
         key = f'"{sort}" {order} NULLS LAST, ' if sort else ""
         rows = self._index.rows(

@@ -97,7 +97,7 @@ def read_step(folder: Path, step: int) -> StepSpans:
 
 
 def timeline(folder: Path, step: int) -> dict[str, Any]:
-    """Return the timeline of a training step: lanes of spans, the critical path, and what bounded the step.
+    """Return the timeline of a training step: lanes of spans, the critical path, and its largest part.
 
     Times are in seconds since 1970. Spans of a lane are in the order of their starts, and may overlap.
 
