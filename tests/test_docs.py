@@ -138,10 +138,19 @@ def test_the_example_files_in_commands_exist() -> None:
         assert (ROOT / command[1]).is_file(), f"{page}: {command}"
 
 
-def test_links_lead_somewhere() -> None:
-    for page, text in PAGES.items():
-        for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
-            assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    for page in (*PAGES, "CONTRIBUTING.md"):
+        for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+            target = (ROOT / page).parent / link if link else ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}#{anchor}"
 
 
 @pytest.mark.integration
