@@ -148,24 +148,24 @@ class RecordConfig(Config):
 
 
 class HealthConfig(Config):
-    """The monitors of the rewards of each training step. ``null`` as the threshold of a monitor turns it off."""
+    """The monitors of the rewards of each training step. The threshold ``null`` turns a monitor off."""
 
     enabled: bool = True
-    """Whether a verl run has the monitors."""
+    """Whether the monitors run in a verl run."""
 
     patience: int = Field(default=3, ge=1)
-    """The number of steps in a row that must exceed the limit before a warning begins, and that must be within it
-    before the warning ends. `score_jump` warns at once."""
+    """A warning begins after this number of steps in a row beyond the limit, and ends after the same number within it.
+    `score_jump` warns at once."""
 
     reference_steps: int = Field(default=5, ge=1)
-    """The number of first values whose median is the reference of a monitor; and the number of latest steps with which
-    `score_jump` compares."""
+    """The reference of a monitor is the median of this number of first values. `score_jump` compares with this number
+    of latest steps."""
 
     sampled_responses: int = Field(default=256, ge=1)
     """The largest number of responses of a step, in whole groups, that `repetition` and `identical_responses` read."""
 
     sampled_tokens: int = Field(default=2048, ge=16)
-    """The largest number of tokens of a response that they read, from its start."""
+    """The largest number of tokens, from the start of a response, that `repetition` and `identical_responses` read."""
 
     zero_variance_groups: float | None = Field(default=0.9, ge=0, le=1)
     """The largest share of groups whose rewards are all equal."""
@@ -174,10 +174,12 @@ class HealthConfig(Config):
     """The largest share of masked samples."""
 
     component_share: float | None = Field(default=0.95, ge=0, le=1)
-    """The largest share of one component in the variance of the score, if the component had less in the reference."""
+    """The largest share of one component in the variance of the score. Only a component with a smaller share in the
+    reference is reported."""
 
     component_saturation: float | None = Field(default=0.98, ge=0, le=1)
-    """The largest share of samples at the top of a component's range, if there were fewer in the reference."""
+    """The largest share of samples at the top of a component's range. Only a component with a smaller share in the
+    reference is reported."""
 
     length_correlation: float | None = Field(default=0.6, ge=0, le=1)
     """The largest absolute correlation of the reward with the response length within groups."""

@@ -138,10 +138,19 @@ def test_the_example_files_in_commands_exist() -> None:
         assert (ROOT / command[1]).is_file(), f"{page}: {command}"
 
 
-def test_links_lead_somewhere() -> None:
-    for page, text in PAGES.items():
-        for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
-            assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    for page in (*PAGES, "CONTRIBUTING.md"):
+        for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+            target = (ROOT / page).parent / link if link else ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}#{anchor}"
 
 
 @pytest.mark.integration
@@ -321,6 +330,46 @@ def test_the_moved_keys_are_those_of_the_code() -> None:
     assert between("docs/verl.md", "moved keys") == table(rows)
     for key in _UNUSED:
         assert f"`{key}`" in PAGES["docs/verl.md"]
+
+
+@pytest.mark.parametrize("row", between("docs/migration.md", "migrated options").splitlines()[2:])
+def test_migrated_options_are_accepted(row: str, tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+
+    from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
+    from reward_loop.verl.resolve import resolve
+
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    old, new = row.split(" | ")[:2]
+    for given in re.findall(r"`(.+?)`", old + new if "the same" in new else new):
+        overrides = given.replace("PATH", str(tmp_path)).split()
+        searchpath = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            config = compose("reward_loop_trainer", [searchpath, *overrides])
+        resolve(config)
+
+
+def templates() -> list[str]:
+    """Return all texts in the code of the package, with ``...`` in place of their variable parts."""
+    texts: list[str] = []
+    for path in (ROOT / "reward_loop").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%(\.\d+)?[dfgrs]", "...", node.value))
+    return texts
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    messages = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)
+    assert messages
+    known = templates()
+    for message in messages:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), flags=re.DOTALL)
+        assert any(pattern.search(text) for text in known), message
 
 
 def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:

@@ -19,9 +19,9 @@ TOP = 0.01
 
 
 def weights(scores: np.ndarray, components: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the weights with which the components add up to the score, estimated by least squares.
+    """Return the weight of each component in the score, estimated by least squares.
 
-    Empty if the score is not such a sum, and for fewer than two components that vary.
+    Empty if the score is not a weighted sum of the components, or if fewer than two components vary.
 
     Args:
         scores: the score of each sample.

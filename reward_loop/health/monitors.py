@@ -1,4 +1,4 @@
-"""The table of monitors: what each reads, when it warns, and what the warning says."""
+"""The table of monitors: the values, the limit and the text of the warning of each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class History:
 
 
 Limit = Callable[[float, float | None], float]
-"""From the threshold and the reference (``None`` before it is known) to the largest value that is healthy."""
+"""Returns the largest healthy value, from the threshold and the reference (``None`` before it is known)."""
 
 
 def _fixed(threshold: float, reference: float | None) -> float:
@@ -94,9 +94,9 @@ class Monitor:
     """Returns the values of a step by subject: the name of a component, or an empty text if there is only one."""
     limit: Limit
     seen: str
-    """What the warning says was seen; with the fields ``value``, ``limit``, ``reference`` and ``subject``."""
+    """The first part of the warning, with the fields ``value``, ``limit``, ``reference`` and ``subject``."""
     look: str
-    """Where to look."""
+    """The second part of the warning: where to look."""
     is_event: bool = False
     """Whether one step is enough for a warning. Otherwise, ``patience`` steps in a row are needed."""
 

@@ -1,4 +1,4 @@
-"""What the monitors receive: the numbers of one training step."""
+"""The input of the monitors: the numbers of one training step."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class Observation:
 
     @property
     def trained(self) -> np.ndarray:
-        """Which samples are not masked."""
+        """A boolean array: whether each sample is unmasked."""
         return np.isfinite(self.rewards)

@@ -15,7 +15,7 @@ REPETITIVE = 0.5
 """A response is repetitive if more than this share of its 4-grams occurred earlier in it."""
 
 MIN_TOKENS = 16
-"""Shorter responses are left out: short answers to a question are equal without being wrong."""
+"""Shorter responses are left out: short answers to a question are often equal and correct."""
 
 _FACTORS = np.array([1, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
 """Odd constants, whose products wrap around; equal sums of different 4-grams are too rare to matter."""

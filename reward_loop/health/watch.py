@@ -1,4 +1,4 @@
-"""Decides when the values of the monitors become warnings."""
+"""Compares the values of the monitors with their limits, and raises warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HealthWarning:
     subject: str
     """The component that the warning is about; empty if it is about the step as a whole."""
     message: str
-    """What was seen, since which step, and where to look."""
+    """The observation, its first step, and where to look."""
     value: float
     threshold: float
     """The limit that the value exceeded."""
@@ -51,7 +51,7 @@ class _Series:
     beyond: list[int] = field(default_factory=list)
     """The latest steps in a row whose values exceeded the limit."""
     within: int = 0
-    """The number of latest steps in a row whose values did not."""
+    """The number of latest steps in a row whose values were within the limit."""
     is_active: bool = False
 
     def reference(self, steps: int) -> float | None:

@@ -85,7 +85,7 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
                 # The first call also waits until the worker has started.
                 ray.get(call, timeout=self._receipt_timeout_s)
             except (RayActorError, GetTimeoutError) as error:
-                # It may be alive and unreachable, or hang. Kill it, so that whatever waits for its death detects it.
+                # The worker may hang, or be alive and unreachable. Kill it, so that its death is detected.
                 logger.warning("agent loop worker %d did not receive its prompts: %s", number, error)
                 ray.kill(self.agent_loop_workers[number])
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 __all__ = ["STARTS", "START_TIMED_OUT", "with_ray"]
 
 STARTS = 4
-"""How often Ray is started, if its start fails."""
+"""The largest number of attempts to start Ray."""
 
 START_TIMED_OUT = "The current node timed out during startup"
 """Ray's error if its node is not ready after 30 s. The usual cause on a busy machine is that an agent of the node takes

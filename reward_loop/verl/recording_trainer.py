@@ -1,4 +1,4 @@
-"""Records what the trainer does: the phases of each step, and the advantages."""
+"""Records the phases of each training step, and the advantages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedSeconds(dict[str, float]):
-    """verl's timings of a step. Each time seconds are added to a timing, a phase has just ended.
+    """verl's timings of a step, as a dict that calls a function whenever seconds are added: then a phase has ended.
 
     Args:
         ended: called with the name of the phase, and its seconds.
@@ -71,7 +71,7 @@ class RecordingTrainer(PPOTrainer):
         self._timing_raw.update(seconds)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, and then writes the events that are left."""
+        """Trains, and then writes the remaining events."""
         try:
             super().fit(agent_loop_manager)
         finally:

@@ -1,4 +1,4 @@
-"""verl's agent loop worker, which records when each rollout was generated and when its reward arrived."""
+"""Adds to verl's agent loop worker a record of each rollout: the times of generation and of the reward."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _responses(keys: Sequence[str], partition_id: str, tokens: int) -> list[np.n
 
 
 def _components(infos: Sequence[Info]) -> Mapping[str, np.ndarray]:
-    """Returns the numbers that the function returned, without those that the reward loop measured."""
+    """Returns the numbers that the function returned, without the measurements of the reward loop."""
     names = {name: None for info in infos for name, value in info.items() if is_number(value)}
     return {
         name: np.array([_number(info.get(name)) for info in infos])
@@ -129,7 +129,7 @@ def _components(infos: Sequence[Info]) -> Mapping[str, np.ndarray]:
 
 
 _MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
-"""The ends of names with which the manager `composite` reports what it measured."""
+"""The suffixes of the names under which the manager `composite` reports its measurements."""
 
 
 def _number(value: Any) -> float:

@@ -127,7 +127,7 @@ class RewardWorkers:
                     raise RewardLoopError(message)
 
     def exchange_counts(self) -> list[dict[str, Any]]:
-        """Returns what the workers counted of their exchanges with model servers since their last answer.
+        """Returns the counts of exchanges with model servers since the last call.
 
         Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
         """

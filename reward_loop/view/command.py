@@ -28,7 +28,7 @@ __all__ = ["view"]
 PORT = 8765
 
 SAME_S = 1.0
-"""Signals within this time in seconds after the first are ignored: launchers send several, and a held key repeats."""
+"""After the first signal, further signals are ignored for this time in seconds: launchers may send several at once."""
 
 _err = Console(stderr=True, soft_wrap=True)
 
@@ -39,12 +39,12 @@ def view(
         typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.", show_default=False),
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
-    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback needs a key.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Without a key, only loopback.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     api_key_env: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The environment variable with the key that requests need.", show_default=False
+            metavar="NAME", help="Environment variable that contains the key for requests.", show_default=False
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The critical path of a training step: what it consists of, without what happened in the background."""
+"""The critical path of a training step: the sequence of work that determines its duration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from reward_loop.view.spans import TRAINER, Work
 __all__ = ["OTHER", "Phase", "Segment", "bound", "critical_path", "expand", "nest"]
 
 OTHER = "other"
-"""The part of a step that is in none of its phases."""
+"""The name of the time of a step outside of its phases."""
 
 JUDGING, QUEUE, GENERATION = "judging", "queue", "generation"
-"""Parts of the critical path outside of the trainer: the last sample is judged, waits for a judge, is generated."""
+"""Parts of the critical path while the trainer waits for a sample: judging, waiting for a judge, generation."""
 
 LATE_S = 0.05
-"""The largest time by which a response or reward may seem to arrive after the wait for it: clocks of nodes differ."""
+"""Tolerance in seconds for arrivals after the end of the wait for them: clocks of nodes differ."""
 
 SHORTEST_S = 0.001
-"""Shorter segments are left out."""
+"""The shortest duration of a segment in seconds; shorter segments are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """How long it took, without the phases within it."""
+        """The duration in seconds, without the phases within this one."""
         return self.end - self.start - sum(part.end - part.start for part in self.parts)
 
     def from_time(self, start: float) -> Phase:
@@ -64,7 +64,7 @@ def nest(events: Iterable[Mapping[str, Any]]) -> list[Phase]:
     for event in events:
         start, end = event["start"], event["end"]
         first = len(found)
-        # The start is computed from the end, so a part may seem to begin earlier: its middle decides.
+        # The start is computed from the end, so a part may seem to begin before its phase: its middle is compared.
         while first and (found[first - 1].start + found[first - 1].end) / 2 >= start:
             first -= 1
         if first:
@@ -88,7 +88,7 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end - self.start
 
     @property
@@ -167,7 +167,7 @@ def expand(wait: Segment, works: Iterable[Work]) -> list[Segment]:
 
 
 def arrival(work: Work, for_rewards: bool) -> float | None:
-    """Return when the response of a sample, or its reward, arrived; ``None`` if that is not known."""
+    """Return when the response of a sample, or its reward, arrived; ``None`` if unknown."""
     return work.scored if for_rewards and work.scored is not None else work.generated
 
 

@@ -1,4 +1,4 @@
-"""Which samples a request names, and in which order."""
+"""Converts the parameters of a request to the filter and the order of samples."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["Follower"]
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
-"""Seconds between two looks at the files: file systems that nodes share report no changes."""
+"""Seconds between two reads of the files. Polling is needed: shared file systems do not report changes."""
 
 
 class Follower:
@@ -30,7 +30,7 @@ class Follower:
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.problem: str | None = None
-        """Why the last attempt to read new rows failed; ``None`` if it did not."""
+        """Why the last attempt to read new rows failed; ``None`` if it succeeded."""
 
     async def run(self) -> None:
         """Read new rows until `stop` is called."""

@@ -28,10 +28,9 @@ HEADERS = {
 
 
 def host_names(listener: socket.socket, host: str) -> frozenset[str]:
-    """Return the names in the Host header by which a server may be addressed.
+    """Return the names that the Host header of a request may contain.
 
-    A name that an attacker chooses (DNS rebinding) is not among them. With a tunnel, the port differs: it is not
-    checked.
+    Other names are rejected, which prevents DNS rebinding. The port is not checked: it differs behind a tunnel.
 
     Args:
         listener: the listening socket.
@@ -45,9 +44,9 @@ def host_names(listener: socket.socket, host: str) -> frozenset[str]:
 
 
 class Guard:
-    """An ASGI middleware that rejects requests with other Host names, or without the key.
+    """An ASGI middleware that rejects requests with an unknown Host name, or without the key.
 
-    A browser sends the key as a cookie, which the address ``/?key=KEY`` sets; other clients send it as a bearer token.
+    A browser sends the key as a cookie, which the page ``/?key=KEY`` sets. Other clients send it as a bearer token.
 
     Args:
         app: the app.
@@ -79,10 +78,10 @@ class Guard:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _rejected(self, scope: Scope) -> Response | None:
-        """Return the answer to a request that does not reach the app."""
+        """Return the error for a rejected request; ``None`` for an accepted one."""
         headers = Headers(scope=scope)
         if not self._is_known(headers.get("host", "")):
-            return JSONResponse({"error": "This server does not serve that host name."}, 400)
+            return JSONResponse({"error": "Unknown host name: open the address that reward-loop view printed."}, 400)
         if self._key is None:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key")

@@ -27,13 +27,13 @@ from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 __all__ = ["Index", "IndexFailedError"]
 
 CHUNK = 8 * 2**20
-"""The number of bytes that are read together. One of its rows is found by reading the chunk again."""
+"""The size of a chunk in bytes: lines that are read together. To find a row later, its chunk is read again."""
 
 CHUNKS = 32
-"""The number of chunks in a transaction: DuckDB writes small ones twice, first into its log."""
+"""The number of chunks in a transaction. DuckDB writes a small transaction twice, first to its log."""
 
 CURSORS = 4
-"""The largest number of queries at a time: each needs a part of DuckDB's memory."""
+"""The largest number of queries that run at the same time: each takes a part of DuckDB's memory."""
 
 RECENT_S = 30.0
 """Seconds after the last new row for which a folder counts as growing."""
@@ -87,7 +87,7 @@ class Index:
 
     @contextlib.contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Return a cursor for queries of one thread; wait while `CURSORS` threads have one."""
+        """Return a cursor for queries of one thread; wait while `CURSORS` threads use one."""
         with self._cursors, self._database.cursor() as cursor:
             yield cursor
 
@@ -100,7 +100,7 @@ class Index:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Return a cursor within a transaction; no other thread changes the index meanwhile.
+        """Return a cursor within a transaction. No other thread changes the index during the transaction.
 
         Raises:
             IndexFailedError: DuckDB reports an error, such as a full disk.
@@ -165,7 +165,7 @@ class Index:
             on_progress: called with the number of bytes that have been read since the beginning of this call.
 
         Returns:
-            whether there were any.
+            whether there were new lines.
 
         Raises:
             ConfigError: a newer version of the library has written records.
@@ -173,7 +173,7 @@ class Index:
             IndexFailedError: the index cannot be written.
         """
         before = self.revision
-        # Lines that are added meanwhile are left to the next call: while a run writes, there would always be some.
+        # Lines that are written during this call are read by the next call: otherwise, it might never end.
         end = before + self.pending_bytes()
         while self.revision < end and (
             read := self._read_chunks(lambda done: on_progress(self.revision + done - before))
@@ -229,7 +229,7 @@ class Index:
         return sorted(self.folder.glob("*.jsonl"))
 
     def _fits(self) -> bool:
-        """Return whether the files of an index that was used before still begin with the lines that it has."""
+        """Return whether the files still begin with the lines that an earlier index has read."""
         known = self._database.execute("SELECT name, bytes, fingerprint FROM files").fetchall()
         for name, size, head in known:
             path = self.folder / name

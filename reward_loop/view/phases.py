@@ -1,4 +1,4 @@
-"""The seconds of each training step by phase, and how much of the judging was hidden behind other work."""
+"""The seconds of each training step by phase, and the share of judging that other work has hidden."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from reward_loop.view.spans import Work, work_of
 __all__ = ["PhaseReader", "phases"]
 
 _REWARDS = ("reward", "wait_reward")
-"""The phases in which the trainer waits for rewards alone."""
+"""The phases in which the trainer waits only for rewards."""
 
 _MANY = 1000
-"""The number of intervals above which overlapping ones are merged."""
+"""Above this number of intervals, overlapping intervals are merged."""
 
 _BLOCK = 4096
 _HEAD = 64
-"""The number of bytes within which an event has its kind."""
+"""The field ``kind`` of an event is within this number of bytes from the start of its line."""
 
 Interval = tuple[float, float]
 Row = Mapping[str, Any]
 
 
 class _Step:
-    """A complete training step, and what is needed of the rollouts whose rewards were pending in it."""
+    """A complete training step, with the rollouts whose rewards were pending during it."""
 
     def __init__(self, step: Phase) -> None:
         self.phase = step
@@ -44,11 +44,9 @@ class _Step:
         self._last: dict[int, tuple[float, Work]] = {}
         """For each wait, by its position: the work that arrived last in it, with the time."""
         self._pending: list[Interval] = []
-        self._has_rollouts = False
 
     def add(self, work: Work) -> None:
         """Add a rollout that overlaps with the step."""
-        self._has_rollouts = True
         at = arrival(work, for_rewards=True)
         for i, wait in enumerate(self._waits):
             if at is not None and wait.start < at <= wait.end + LATE_S and at >= self._last.get(i, (0.0, work))[0]:
@@ -60,7 +58,7 @@ class _Step:
         if len(self._pending) > _MANY:
             self._pending = list(_union(self._pending))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, has_rollouts: bool) -> dict[str, Any]:
         """Return the seconds by phase, the seconds of waiting for rewards, and the hidden share."""
         waiting = 0.0
         for i, wait in enumerate(self._waits):
@@ -71,7 +69,7 @@ class _Step:
                 pieces = expand(segment, [self._last[i][1]])
                 waiting += sum(piece.seconds for piece in pieces if piece.part in (QUEUE, JUDGING))
         pending = sum(end - start for start, end in _union(self._pending))
-        is_known = self._has_rollouts or all(wait.name in _REWARDS for wait in self._waits)
+        is_known = has_rollouts or all(wait.name in _REWARDS for wait in self._waits)
         return {
             "phases": dict(self.seconds),
             "waiting_s": waiting if is_known else None,
@@ -102,9 +100,9 @@ class PhaseReader:
         """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
 
     def update(self) -> None:
-        """Read what was written since the last call."""
+        """Read the events that were written since the last call."""
         new = {path: (self._offsets.get(path, 0), _complete(path)) for path in sorted(self._folder.glob("*.jsonl"))}
-        # The phases first: the rollouts, which may be millions, are then assigned to steps one by one.
+        # Phases are read first, so that rollouts, of which there may be millions, can be assigned to steps one by one.
         for path, (start, end) in new.items():
             for event in _events(path, start, end, PHASE):
                 self._open[path].append(event)
@@ -123,7 +121,7 @@ class PhaseReader:
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """Return for each complete step: ``phases``, ``waiting_s`` and ``hidden_share``; see `phases`."""
-        return {number: step.to_dict() for number, step in sorted(self._steps.items())}
+        return {number: step.to_dict(self._has_rollouts) for number, step in sorted(self._steps.items())}
 
     def _add_step(self, phase: Phase) -> None:
         known = self._steps.get(phase.step)

@@ -1,4 +1,4 @@
-"""Samples and groups: pages of a table, and one sample with all that was recorded of it."""
+"""Samples and groups: pages of a table, and one sample with its whole record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reward_loop.view.search import TextSearch
 __all__ = ["MAX_LIMIT", "Samples"]
 
 MAX_LIMIT = 10_000
-"""The largest number of rows of an answer."""
+"""The largest number of rows in an answer."""
 
 MAX_OFFSET = 2**63 - 1
 
@@ -84,7 +84,7 @@ class Samples:
         chosen = SampleFilter.parse({name: query[name] for name in names if name in query}).also('"group" IS NOT NULL')
         sort, order = query.get("sort") or "", query.get("order") or "asc"
         if (sort and sort not in _GROUP_FIELDS) or order not in ("asc", "desc"):
-            raise BadRequestError(f"Groups have no order {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
+            raise BadRequestError(f"Groups cannot be sorted by {sort} {order}. Fields: {', '.join(_GROUP_FIELDS)}")
         offset, limit = _page(query)
         key = f'"{sort}" {order} NULLS LAST, ' if sort else ""
         rows = self._index.rows(
@@ -170,7 +170,7 @@ class Samples:
 
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the index has of a row whose file has been deleted."""
+    """Return the fields that the index keeps of a row, for a row whose file was deleted."""
     internal = ("chunk", "number", "keys", "revised_at", "exchanges", "judges", "judge_s", "advantage")
     kept = {field: value for field, value in known.items() if field not in internal}
     return {**kept, "components": orjson.loads(known["components"] or "{}")}

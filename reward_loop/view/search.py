@@ -59,7 +59,7 @@ class TextSearch:
         return list(found)
 
     def _lines(self, places: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-        """Yield the IDs of samples and the lines of their texts, those of deleted segments excepted."""
+        """Yield the IDs of samples and the lines of their texts. Lines of deleted segments are left out."""
         folder = self._index.folder.resolve()
         for name, found in groupby(places, key=lambda place: place["file"]):
             path = (folder / name).resolve()

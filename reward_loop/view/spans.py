@@ -1,4 +1,4 @@
-"""The spans of a training step: its phases, its rollouts, and what its reward functions and judges did."""
+"""The spans of a training step: phases, rollouts, calls of reward functions, and requests to judges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, in one lane. Spans of a lane may overlap."""
+    """A named interval of time in one lane. Spans of a lane may overlap."""
 
     kind: Kind
     lane: str
@@ -36,12 +36,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end - self.start
 
 
 class Work(NamedTuple):
-    """The work for one sample until its reward arrived. Times that are not known are ``None``."""
+    """The work for one sample until its reward arrived. Unknown times are ``None``."""
 
     uid: str
     group: str | None

@@ -1,4 +1,4 @@
-"""The file that keeps an index between two starts of the viewer."""
+"""The file in which an index is kept between two starts of the viewer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reward_loop.view import tables
 __all__ = ["THREADS", "index_file", "open_database"]
 
 THREADS = 2
-"""Threads of DuckDB. More would need more memory, and the cores are those of a machine that may train."""
+"""The number of DuckDB's threads. More threads need more memory, and the machine may be training."""
 
 MEMORY = "128MB"
 """The memory that DuckDB uses for data. Larger intermediate results go to disk."""

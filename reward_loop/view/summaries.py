@@ -89,7 +89,7 @@ class Summaries:
             cursor.execute("DROP TABLE missing")
 
     def steps(self, validate: bool) -> list[dict[str, Any]]:
-        """Return the summaries of all steps, in their order; last the one of samples without a step.
+        """Return the summaries of all steps, in their order. The summary of samples without a step is the last one.
 
         Args:
             validate: whether to return those of validation, or those of training.

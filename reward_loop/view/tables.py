@@ -1,4 +1,4 @@
-"""The tables of the index, and how lines of records get into them.
+"""The tables of the index, and the SQL that loads lines of records into them.
 
 ======================  ============================================================================================
 Table                   Rows
@@ -8,8 +8,8 @@ Table                   Rows
 ``advantages``          the advantage of a sample, by its uid
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
-``files``               how far each file has been read
-``summaries``           what `summaries` has computed for a step; null if that is to be done
+``files``               one for each file: the offset up to which it has been read
+``summaries``           the summary of a step; null if it must be computed
 ======================  ============================================================================================
 """
 

@@ -19,8 +19,8 @@ MAX_SPANS = 5000
 """The largest number of spans of a timeline. The shortest ones are left out; those of the trainer stay."""
 
 OLDER, NEWER = 3, 1
-"""How many steps older or newer than a step the samples may be that are drawn in it: a step may train on rollouts of
-earlier steps, and rollouts of the next one are generated meanwhile."""
+"""The largest difference between a step and the step of a sample that is drawn in it: a step may train on rollouts of
+earlier steps, and rollouts of the next step are generated at the same time."""
 
 Row = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ def step_phases(events: Iterable[Row], step: int) -> list[Phase]:
 
 
 class StepSpans:
-    """All that happened in a training step.
+    """The phases, rollouts and rows of a training step.
 
     Args:
         step: the step.
@@ -79,7 +79,7 @@ def near_steps(step: int) -> range:
 
 
 def read_step(folder: Path, step: int) -> StepSpans:
-    """Read what happened in a training step.
+    """Read the events and rows of a training step.
 
     Args:
         folder: a records folder.
@@ -97,7 +97,7 @@ def read_step(folder: Path, step: int) -> StepSpans:
 
 
 def timeline(folder: Path, step: int) -> dict[str, Any]:
-    """Return the timeline of a training step: lanes of spans, the critical path, and what bounded the step.
+    """Return the timeline of a training step: lanes of spans, the critical path, and its largest part.
 
     Times are in seconds since 1970. Spans of a lane are in the order of their starts, and may overlap.
 

@@ -28,11 +28,11 @@ def test_components_of_very_different_sizes_have_weights() -> None:
     [{"quality": QUALITY}, {"quality": QUALITY, "form": FORM, "other": np.full(400, 2.0)}, {}],
     ids=["one", "a product", "none"],
 )
-def test_a_score_that_is_no_sum_of_components_has_no_weights(components: dict[str, np.ndarray]) -> None:
+def test_a_score_that_is_not_a_sum_of_components_has_no_weights(components: dict[str, np.ndarray]) -> None:
     assert weights(QUALITY * FORM, components) == {}
 
 
-def test_the_share_is_that_of_the_variance() -> None:
+def test_the_share_of_a_component_is_its_share_of_the_variance() -> None:
     shares = component_share(0.9 * QUALITY + 0.1 * FORM, {"quality": QUALITY, "form": FORM})
     expected = np.var(0.9 * QUALITY) / (np.var(0.9 * QUALITY) + np.var(0.1 * FORM))
     assert shares["quality"] == pytest.approx(expected)

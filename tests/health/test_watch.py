@@ -63,7 +63,7 @@ def collapsed(number: int) -> dict[str, Any]:
 
 
 def unparsable(number: int) -> dict[str, Any]:
-    """Responses that make the judge forget its format."""
+    """Responses after which the judge replies without a verdict."""
     return {"judges": JudgeCalls(calls=COUNT, without_verdict=COUNT // 8, seconds=np.ones(COUNT))}
 
 
@@ -92,7 +92,7 @@ PLANTED: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def judged(step: Observation, score: np.ndarray) -> dict[str, Any]:
-    """What changes if the demo's reward model returns these scores."""
+    """The changed fields of a step if the demo's reward model returns these scores."""
     rewards = 0.9 * score + 0.1 * step.components["format"]
     return {"scores": rewards, "rewards": rewards, "components": {**step.components, "reward_model": score}}
 
@@ -120,7 +120,7 @@ def planted(name: str, last: int = 16) -> list[Observation]:
 
 
 def only(name: str) -> dict[str, None]:
-    """Options that turn off the other monitors: some planted problems are seen by several."""
+    """Options that turn off the other monitors: several monitors detect some planted problems."""
     return {monitor.name: None for monitor in MONITORS if monitor.name != name}
 
 
@@ -228,6 +228,6 @@ def test_names_of_components_may_contain_braces() -> None:
     assert "'{x}'" in warning.message
 
 
-def test_metric_names_have_no_word_by_which_verl_aggregates() -> None:
+def test_metric_names_contain_no_word_by_which_verl_aggregates() -> None:
     for monitor in MONITORS:
         assert not [word for word in ("sum", "min", "max", "std", "mean") if word in monitor.name]

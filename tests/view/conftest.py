@@ -1,4 +1,4 @@
-"""Indexes of the tests are not in the user's cache directory."""
+"""Keeps the indexes of the tests out of the user's cache directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of records that the library's own writer makes."""
+"""Folders of records, written by the library's own writer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ for line in sys.stdin:
 
 
 class OtherProcess:
-    """A process that writes records when it is asked to.
+    """A process that writes records on request.
 
     Args:
         folder: the records folder.

@@ -1,4 +1,4 @@
-"""The server of the viewer: its answers, and that requests from elsewhere, and records of any content, do no harm."""
+"""The server of the viewer: its answers, rejected requests, and records with hostile content."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: 
 
 
 @pytest.mark.parametrize("value", ["'", '"', "\\", "%", "x'--", "\x00", "a/b~c", "1e999", "nan", "\ud800"])
-def test_any_name_and_value_is_only_data(client: TestClient, value: str) -> None:
+def test_names_and_values_of_filters_cannot_inject_sql(client: TestClient, value: str) -> None:
     text = value.encode("utf-8", "surrogatepass")
     for name in ("text", "group", "where.uid", "where.components.acc"):
         answer = client.get("/api/samples", params={name: text})
@@ -298,7 +298,7 @@ def test_unknown_samples_and_routes_have_status_404(client: TestClient) -> None:
         assert answer.json()["error"]
 
 
-def test_no_path_leaves_the_folder(tmp_path: Path) -> None:
+def test_path_traversal_reads_no_file_outside_the_folder(tmp_path: Path) -> None:
     secret = tmp_path / "secret.jsonl"
     secret.write_text(json.dumps({"id": "id-a_0", "response": "secret", "sample": "id-a_0", "reply": "secret"}) + "\n")
     size = secret.stat().st_size
@@ -328,7 +328,7 @@ def test_a_host_name_that_is_not_the_servers_is_rejected(client: TestClient) -> 
     assert client.get("/api/run", headers={"host": "LOCALHOST:1234"}).status_code == 200
 
 
-def test_every_answer_forbids_scripts_from_elsewhere(client: TestClient) -> None:
+def test_every_answer_has_a_content_security_policy(client: TestClient) -> None:
     for path in ("/api/run", "/api/nothing", "/", "/nothing"):
         headers = client.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'self';")

@@ -307,4 +307,4 @@ def test_the_page_follows_a_run(page: Page, folder: Path) -> None:
 def test_a_view_or_a_sample_that_does_not_exist(page: Page) -> None:
     open_view(page, "run")
     page.goto("/#/nonsense")
-    page.wait_for_selector("text=There is no such view")
+    page.wait_for_selector("text=Unknown page")

@@ -35,7 +35,7 @@ def test_the_phases_add_up_to_the_step(tmp_path: Path) -> None:
     assert sum(step["phases"].values()) == pytest.approx(12.0)
 
 
-def test_waiting_is_that_for_the_last_reward_and_the_wait_of_its_own(tmp_path: Path) -> None:
+def test_waiting_is_the_wait_for_the_last_reward_and_the_phase_wait_reward(tmp_path: Path) -> None:
     step = read(write(tmp_path, SYNC + ROLLOUTS, []))[1]
     assert step["waiting_s"] == pytest.approx(4.0 + 0.2)
     # Rewards were pending from 12 to 13 s, and from 14 to 18 s.
@@ -75,7 +75,7 @@ def test_validation_and_steps_that_still_run_are_left_out(tmp_path: Path) -> Non
     assert "testing" not in found[1]["phases"]
 
 
-def test_a_growing_folder_is_read_from_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_reads_only_new_events_of_a_growing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MANY", 1)
     rest = [
         *phases(2, ("gen", 22.0, 30.0, "rewards"), ("step", 22.0, 31.0)),
@@ -102,7 +102,7 @@ def test_a_growing_folder_is_read_from_where_it_was_left(tmp_path: Path, monkeyp
     assert read(whole)[1]["hidden_share"] == pytest.approx(1 - 4.2 / 6)  # `c_0` was pending until the end of the step
 
 
-def test_a_step_that_a_resumed_run_repeats_is_that_of_the_resumed_run(tmp_path: Path) -> None:
+def test_a_step_that_a_resumed_run_repeats_has_the_phases_of_the_resumed_run(tmp_path: Path) -> None:
     write(tmp_path, SYNC, [])
     write(tmp_path, phases(1, ("gen", 50.0, 51.0), ("step", 50.0, 51.0)), [], process="host-0-b")
     assert read(tmp_path)[1]["phases"] == {"gen": 1.0, "other": 0.0}

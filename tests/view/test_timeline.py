@@ -157,7 +157,7 @@ def test_samples_of_other_steps_are_drawn_where_they_overlap(tmp_path: Path) -> 
     assert {span[0] for span in found["compute_score (judge.py)"]} == {"a_0", "b_0", "old_0"}
 
 
-def test_a_step_that_a_resumed_run_repeats_is_that_of_the_resumed_run(tmp_path: Path) -> None:
+def test_a_step_that_a_resumed_run_repeats_has_the_phases_of_the_resumed_run(tmp_path: Path) -> None:
     write(tmp_path, SYNC + ROLLOUTS, ROWS)
     write(tmp_path, phases(1, ("update_actor", 50.0, 51.0), ("step", 50.0, 51.0)), [], process="host-0-b")
     found = timeline(tmp_path, 1)

@@ -13,7 +13,7 @@ export async function showCompare(view, { query: { other } }, run) {
     view.append(
       empty(
         "Compare with another scoring",
-        "Name the folder of another run, or of another scoring of the same rollouts. Samples are matched by their uid.",
+        "Enter the folder of another run, or of another scoring of the same rollouts. Samples are matched by their uid.",
       ),
     );
     return { title: "Compare" };

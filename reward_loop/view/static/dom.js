@@ -67,7 +67,7 @@ export function figures(entries) {
   );
 }
 
-/** Returns what a view shows when it has no data: what is missing, and why. */
+/** Returns the element that a view shows without data: a title, and the reason. */
 export function empty(title, ...text) {
   return el(
     "div",

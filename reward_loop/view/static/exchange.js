@@ -26,7 +26,7 @@ export function exchangeCard(exchange, index) {
       ? null
       : part("Reply", textBlock(reply, { mark: (text) => markVerdict(text, verdict) }), "reply"),
     raw("Other fields of the request", request),
-    raw("Whole answer of the server", response),
+    raw("Complete answer of the server", response),
   );
 }
 
@@ -41,7 +41,7 @@ function about(exchange) {
     exchange.status == null ? "no status" : `status ${exchange.status}`,
     seconds(exchange.seconds),
     tokens,
-    exchange.finish_reason && `ended by ${exchange.finish_reason}`,
+    exchange.finish_reason && `finish reason ${exchange.finish_reason}`,
     `attempt ${exchange.attempt ?? 1}`,
     time(exchange.time),
   ]

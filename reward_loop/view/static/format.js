@@ -4,7 +4,7 @@ export const UNKNOWN = "–";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** Returns a number with a fixed count of decimals, so that a column of them is aligned. */
+/** Returns a number with a fixed number of decimals, so that numbers in a column are aligned. */
 export function fixed(value, digits = 3) {
   return isNumber(value)
     ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })

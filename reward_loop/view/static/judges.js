@@ -38,8 +38,8 @@ export async function showJudges(view, { query }) {
 
 function none() {
   return empty(
-    "No judge was asked",
-    "The records have no request through reward_loop.client. Rewards that only compute need no judge; requests of other clients are not recorded.",
+    "No requests to judges",
+    "No request through reward_loop.client was recorded. Requests by other clients are not recorded.",
   );
 }
 

@@ -5,7 +5,7 @@ import { el } from "./dom.js";
 /**
  * @typedef {Object} Shortcut
  * @property {string[]} keys: values of KeyboardEvent.key
- * @property {string} label: what it does
+ * @property {string} label: its effect, for the list of shortcuts
  * @property {function()} run
  */
 
@@ -56,7 +56,7 @@ export function showHelp() {
     { class: "help", "aria-label": "Keyboard shortcuts", onclose: () => dialog.remove() },
     el("h2", {}, "Keyboard shortcuts"),
     ofView.length ? [el("h3", {}, "This view"), el("dl", {}, rows(ofView))] : null,
-    el("h3", {}, "Everywhere"),
+    el("h3", {}, "On every page"),
     el("dl", {}, rows(ofPage)),
     el("button", { type: "button", onclick: () => dialog.close() }, "Close"),
   );

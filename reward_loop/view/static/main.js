@@ -56,13 +56,13 @@ async function show() {
 
 async function opening(element, route) {
   if (!(route.name in VIEWS)) {
-    element.append(empty("There is no such view", "The address names a view that does not exist."));
+    element.append(empty("Unknown page", "The address contains the name of a page that does not exist."));
     return { title: "Not found" };
   }
   try {
     return await VIEWS[route.name](element, route, run);
   } catch (error) {
-    element.replaceChildren(empty("This cannot be shown", error.message));
+    element.replaceChildren(empty("The page cannot be shown", error.message));
     report(error);
     return { title: "Error" };
   }
@@ -88,7 +88,7 @@ function showStatus(isConnected) {
   status.replaceChildren(`${plural(run.samples, "sample")}${label ? ` · ${label}` : ""}`);
 }
 
-/** Fetches the run anew, and lets the view do the same. Changes in the meantime cause one more round. */
+/** Fetches the run again, and refreshes the view. Changes during this cause one more round. */
 function refresher() {
   let isRunning = false;
   let isWanted = false;

@@ -8,7 +8,7 @@ import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 8;
-/** Components whose means are above it are in a chart of their own: their scale would hide the others. */
+/** Components with larger means get a chart of their own: their scale would hide the other components. */
 const SMALL_COMPONENT = 1.5;
 const MOST_NAMES = 3;
 const NEWEST_STEPS = 50;

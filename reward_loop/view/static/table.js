@@ -15,7 +15,7 @@ const PAGE = 100;
  * @param {string} [options.sort], [options.order]: the first order
  * @param {function(Object)} [options.onRow]: called with the row that was clicked
  * @param {function(number)} options.onTotal: called with the number of rows, when they are drawn
- * @param {string} options.none: what to show without rows
+ * @param {string} options.none: the text that is shown without rows
  * @param {number} options.rowHeight
  */
 export function pagedTable(element, { label, columns, load, sort, order, onRow, onTotal, none, rowHeight }) {

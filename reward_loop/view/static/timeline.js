@@ -15,7 +15,7 @@ export async function showTimeline(view, { args }, run) {
       el("div", { class: "title" }, el("h1", {}, "Timeline")),
       empty(
         "No step to draw",
-        "The folder has no events of a trainer. A run of verl with reward_pipeline records them beside its samples.",
+        "The folder has no events of a trainer. Runs of reward_loop.verl.main_ppo record them beside the samples.",
       ),
     );
     return { title: "Timeline" };
@@ -98,7 +98,7 @@ function controls(drawing, range) {
     el(
       "span",
       { class: "hint" },
-      "Pale: samples of other steps. Drag to zoom, double-click for all, Ctrl and wheel zoom at the pointer.",
+      "Pale: samples of other steps. Drag or Ctrl + wheel: zoom. Double-click: the whole step.",
     ),
   );
 }
@@ -126,7 +126,7 @@ function stepShortcuts(step, run) {
 
 function notes({ truncated }) {
   return truncated
-    ? [el("p", { class: "note" }, `${plural(truncated, "span")} left out: the shortest of lanes with very many.`)]
+    ? [el("p", { class: "note" }, `${plural(truncated, "span")} not shown: the shortest ones of large lanes.`)]
     : [];
 }
 
@@ -153,7 +153,7 @@ function details(timeline) {
       el("h2", {}, "Critical path"),
       path.length
         ? table(["Lane", "Span", ">Start", ">Duration"], path)
-        : el("p", { class: "hint" }, "Not known for this step."),
+        : el("p", { class: "hint" }, "Unknown for this step."),
     ),
     el(
       "section",
