@@ -98,6 +98,7 @@ class PhaseReader:
         self._steps: dict[int, _Step] = {}
         self._later: list[tuple[float, Work]] = []
         """Rollouts that ended after the last complete step, each with the end of the last step that has them."""
+        self._has_rollouts = False
 
     def update(self) -> None:
         """Read the events that were written since the last call."""
@@ -116,6 +117,7 @@ class PhaseReader:
         for path, (start, end) in new.items():
             for event in _events(path, start, end, ROLLOUT):
                 if not event.get("validate"):
+                    self._has_rollouts = True
                     self._assign(work_of(event), steps, ends)
             self._offsets[path] = end
 

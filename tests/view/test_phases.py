@@ -68,6 +68,12 @@ def test_a_step_without_pending_rewards_has_no_hidden_share(
     assert (step["waiting_s"], step["hidden_share"]) == (waiting, None)
 
 
+def test_a_step_whose_rewards_had_all_arrived_before_has_waited_0_s(tmp_path: Path) -> None:
+    later = phases(2, ("gen", 40.0, 40.1, "rewards"), ("step", 40.0, 42.0))
+    step = read(write(tmp_path, SYNC + ROLLOUTS + later, []))[2]
+    assert (step["waiting_s"], step["hidden_share"]) == (0.0, None)
+
+
 def test_validation_and_steps_that_still_run_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, [*SYNC, *phases(1, ("testing", 22.0, 25.0)), *phases(2, ("gen", 25.0, 26.0, "rewards"))], [])
     found = read(tmp_path)
