@@ -65,8 +65,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Set the time limit of integration tests, let them fail once, and run the longest files first.
 
-    On a busy machine, processes of other projects can end because a limit of theirs is too short. A summary of pytest
-    names such tests with ``-r R``.
+    On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. With ``-r R``, pytest lists the
+    tests that ran a second time.
     """
     for item in items:
         if item.get_closest_marker("integration"):

@@ -1,4 +1,4 @@
-"""Starts Ray on a busy machine."""
+"""Starts Ray again if a busy machine made its start time out."""
 
 from __future__ import annotations
 
