@@ -112,7 +112,7 @@ def _try(
     # Imported here to keep the start of the other commands fast.
     from reward_loop.check.dry_run import check
     from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.offline.scorer import load_scorer
+    from reward_loop.managers.scorer import load_scorer
     from reward_loop.scoring import load_function
 
     err = Console(stderr=True, soft_wrap=True)

@@ -23,7 +23,7 @@ from reward_loop.records.show import outcomes_of, show_details, slowest_of
 
 if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
-    from reward_loop.offline.scorer import Scorer
+    from reward_loop.managers.scorer import Scorer
 
 __all__ = ["score"]
 
@@ -139,7 +139,7 @@ def score(
     }
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.offline.scorer import load_scorer
+    from reward_loop.managers.scorer import load_scorer
 
     check_input(file)
     if file.is_dir() and log_dir is not None and log_dir.resolve() == file.resolve():

@@ -13,7 +13,7 @@ from reward_loop.limits.client import RemoteLimits
 from reward_loop.limits.local import LocalLimits
 from reward_loop.limits.server import LimitServer
 from reward_loop.managers import RateLimitedRewardLoopManager
-from reward_loop.offline.scorer import load_scorer
+from reward_loop.managers.scorer import load_scorer
 from reward_loop.testing import FakeJudge, Status
 
 SAMPLE = RewardSample("4", uid="u7")

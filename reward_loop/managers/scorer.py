@@ -1,4 +1,4 @@
-"""Loads the reward function and the manager that a command names."""
+"""Loads a reward function and the manager that calls it, each by its name."""
 
 from __future__ import annotations
 
