@@ -73,8 +73,10 @@ def words(command: str) -> list[str]:
     return list(dropwhile(lambda part: re.match(r"\w+=", part), parts))
 
 
-def between(page: str, name: str) -> str:
-    (text,) = re.findall(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", PAGES[page], flags=re.DOTALL)
+def between(name: str) -> str:
+    """Return the text between the marks of a table, which one page has."""
+    mark = re.escape(name)
+    (text,) = re.findall(rf"<!-- begin {mark} -->\n(.*?)<!-- end {mark} -->", "".join(PAGES.values()), flags=re.DOTALL)
     return text
 
 
@@ -113,9 +115,15 @@ def write_named(page: str, folder: Path) -> None:
                 (folder / named[1]).write_text(block)
 
 
+def write_files(page: str, folder: Path) -> None:
+    """Write the files of a page; a page without a ``reward.py`` uses the one of the page on reward functions."""
+    write_named("docs/reward-functions.md", folder)
+    write_named(page, folder)
+
+
 def write_rollouts(page: str, folder: Path) -> None:
     """Write the files of a page, the row of ``rollouts.jsonl`` that it shows, and the project's own rollouts."""
-    write_named(page, folder)
+    write_files(page, folder)
     for row in re.findall(r"^(\{\"output\".*)$", PAGES[page], flags=re.MULTILINE):
         (folder / "rollouts.jsonl").write_text(row + "\n")
     shutil.copytree(ROOT / "examples" / "quickstart", folder / "examples" / "quickstart")
@@ -130,6 +138,11 @@ def test_commands_and_code_are_found() -> None:
 def test_commands_have_valid_options(page: str, command: list[str]) -> None:
     name, arguments = command[1], command[2:]
     typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_has_more_than_1500_words(page: str) -> None:
+    assert len(PAGES[page].split()) <= 1500
 
 
 def test_the_example_files_in_commands_exist() -> None:
@@ -164,7 +177,7 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
 
 
 def test_python_blocks_import_public_names_only() -> None:
-    public = re.findall(r"`([\w.]+)`", between("docs/architecture.md", "public modules"))
+    public = re.findall(r"`([\w.]+)`", between("public modules"))
     for page, block in PYTHON:
         for statement in ast.walk(ast.parse(block)):
             if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("reward_loop"):
@@ -238,7 +251,7 @@ def test_training_commands_are_accepted(
     from reward_loop.verl.main_ppo import check_function
     from reward_loop.verl.resolve import resolve
 
-    write_named(page, tmp_path)
+    write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     options, overrides = iter(command[3:]), []
     name, primary = "reward_loop_trainer", CONFIG_DIR
@@ -302,24 +315,32 @@ def _plain(value: Any) -> str:
     return {None: "null"}.get(value, str(value)) if not isinstance(value, dict) else json.dumps(value)
 
 
-def test_the_options_are_those_of_the_code() -> None:
-    assert between("docs/verl.md", "options reward_loop") == options(RewardLoopConfig, "reward_loop")
-    functions = "docs/reward-functions.md"
-    assert between(functions, "options reward_loop.batch") == options(BatchConfig, "reward_loop.batch")
-    assert between(functions, "options reward_loop.group") == options(GroupConfig, "reward_loop.group")
-    assert between("docs/records.md", "options reward_loop.record") == options(RecordConfig, "reward_loop.record")
-    assert between("docs/health.md", "options reward_loop.health") == options(HealthConfig, "reward_loop.health")
-    component = "reward_loop.components.NAME"
-    assert between(functions, f"options {component}") == options(ComponentConfig, component)
-    groups = {"limits.NAME": LimitConfig, "retry": RetryConfig, "cache": CacheConfig, "budget": BudgetConfig}
-    for name, group in groups.items():
-        assert between("docs/limits.md", f"options reward_loop.{name}") == options(group, f"reward_loop.{name}")
-    assert between("docs/verl.md", "options reward_model.server") == options(RewardModelConfig, "reward_model.server")
+GROUPS: dict[str, type[Config]] = {
+    "reward_loop": RewardLoopConfig,
+    "reward_loop.batch": BatchConfig,
+    "reward_loop.budget": BudgetConfig,
+    "reward_loop.cache": CacheConfig,
+    "reward_loop.components.NAME": ComponentConfig,
+    "reward_loop.group": GroupConfig,
+    "reward_loop.health": HealthConfig,
+    "reward_loop.limits.NAME": LimitConfig,
+    "reward_loop.record": RecordConfig,
+    "reward_loop.retry": RetryConfig,
+    "reward_model.server": RewardModelConfig,
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_options_are_those_of_the_code(group: str) -> None:
+    assert between(f"options {group}") == options(GROUPS[group], group)
+
+
+def test_the_options_of_the_trainer_modes_are_those_of_the_code() -> None:
     pytest.importorskip("verl")
     from reward_loop.verl.mode_options import REWARD_QUEUE, PipelineOptions, RewardQueueOptions
 
     for group, config in {"trainer.v1.reward_pipeline": PipelineOptions, REWARD_QUEUE: RewardQueueOptions}.items():
-        assert between("docs/verl.md", f"options {group}") == options(config, group)
+        assert between(f"options {group}") == options(config, group)
 
 
 def test_the_moved_keys_are_those_of_the_code() -> None:
@@ -327,12 +348,12 @@ def test_the_moved_keys_are_those_of_the_code() -> None:
     from reward_loop.verl.resolve import _MOVED, _UNUSED
 
     rows = [("You write", "It becomes"), ("---", "---"), *((f"`{old}`", f"`{new}`") for old, new in _MOVED.items())]
-    assert between("docs/verl.md", "moved keys") == table(rows)
+    assert between("moved keys") == table(rows)
     for key in _UNUSED:
-        assert f"`{key}`" in PAGES["docs/verl.md"]
+        assert f"`{key}`" in PAGES["docs/verl-keys.md"]
 
 
-@pytest.mark.parametrize("row", between("docs/migration.md", "migrated options").splitlines()[2:])
+@pytest.mark.parametrize("row", between("migrated options").splitlines()[2:])
 def test_migrated_options_are_accepted(row: str, tmp_path: Path) -> None:
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
@@ -377,12 +398,12 @@ def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:
     from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 
     rows = [("Variable", "Value"), ("---", "---"), *((f"`{k}`", f"`{v}`") for k, v in CPU_ENVIRONMENT.items())]
-    assert between("docs/verl.md", "environment") == table(rows)
+    assert between("environment") == table(rows)
 
 
 def test_the_costs_of_a_sample_are_those_of_the_code() -> None:
     shown = re.findall(
-        r"^\| `(\w+)` \| .* \| ([\d.]+) \| ([\d.]+) \|$", between("docs/scale.md", "costs"), re.MULTILINE
+        r"^\| `(\w+)` \| .* \| ([\d.]+) \| ([\d.]+) \|$", between("costs"), re.MULTILINE
     )
     costs = [(field.name, getattr(MEASURED, field.name)) for field in dataclasses.fields(MEASURED)]
     assert shown == [(name, f"{cost.fixed_us:g}", f"{cost.per_1000_tokens_us:g}") for name, cost in costs]
@@ -398,7 +419,7 @@ def test_a_class_as_reward_function_loads(tmp_path: Path) -> None:
 def test_the_judge_of_the_page_scores_with_a_real_server(tmp_path: Path, tiny_discriminative_model: Path) -> None:
     from reward_loop.serving import serve_reward_model
 
-    write_named("docs/verl.md", tmp_path)
+    write_named("docs/verl-reward-model.md", tmp_path)
     judge = ScoringFunction(load_function(f"{tmp_path}/judge.py"))
     sample = RewardSample("4", extra_info={"question": "2+2="})
     with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as model:

@@ -1,4 +1,4 @@
-"""Events of a trainer, which are recorded beside the samples; docs/records.md describes their fields.
+"""Events of a trainer, which are recorded beside the samples; docs/events.md describes their fields.
 
 There are two kinds:
 

@@ -40,7 +40,7 @@ def report(
     the groups whose rewards are all equal or missing, the latency and the
     failures of judges, the slowest and the costliest samples, and the warnings
     of the health monitors of a verl run.
-    docs/records.md describes the records.
+    docs/reports.md describes the summary.
     """
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()

@@ -46,7 +46,7 @@ class Cache:
 
     Raises:
         ConfigError: the file cannot be opened; or it is set without a version, and the function's source file does not
-            define the function completely (see docs/limits.md).
+            define the function completely (see docs/retries.md).
     """
 
     def __init__(self, config: CacheConfig, target: Target) -> None:
