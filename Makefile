@@ -8,10 +8,10 @@ ARGS ?=
 VERL ?=
 OLDEST_VERL := 0.9.0
 
-.PHONY: help demo test lint setup sglang clean
+.PHONY: help demo test lint setup sglang docs docs-serve clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 	@echo
 	@echo 'make demo QUICK=1 is shorter; make demo ENGINE=vllm serves the reward model with vLLM;'
 	@echo 'make demo ARGS="--help" lists the options of the demo.'
@@ -23,6 +23,7 @@ demo: setup  ## train a small policy with verl on rewards from a served reward m
 
 test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL))  ## run all checks and tests
 	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.')
+	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(MAKE) --no-print-directory .venv-docs/reward-loop.stamp || echo 'The site is not built.')
 	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
 
@@ -44,5 +45,17 @@ setup:  ## make .venv and install everything into it
 sglang: setup  ## make .venv-sglang: SGLang on the CPU, for its tests
 	@$(BIN)/python tools/bootstrap_sglang.py
 
-clean:  ## remove .venv, .venv-sglang, caches and outputs
-	rm -rf .venv .venv-sglang .cache .mypy_cache .pytest_cache .ruff_cache outputs
+docs: .venv-docs/reward-loop.stamp  ## build the documentation site in site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict && echo 'The site is in site/index.html.'
+
+docs-serve: .venv-docs/reward-loop.stamp  ## show the documentation site, and follow changes of its pages
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --no-strict --livereload
+
+# An environment of its own: the tests do not see the packages of the site.
+.venv-docs/reward-loop.stamp: pyproject.toml
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+clean:  ## remove environments, caches, outputs and the site
+	rm -rf .venv .venv-sglang .venv-docs site .cache .mypy_cache .pytest_cache .ruff_cache outputs

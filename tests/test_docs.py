@@ -122,10 +122,10 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def write_rollouts(page: str, folder: Path) -> None:
-    """Write the files of a page, the row of ``rollouts.jsonl`` that it shows, and the project's own rollouts."""
+    """Write the files of a page, the row of ``rollouts.jsonl`` of the page on files, and the project's own rollouts."""
     write_files(page, folder)
-    for row in re.findall(r"^(\{\"output\".*)$", PAGES[page], flags=re.MULTILINE):
-        (folder / "rollouts.jsonl").write_text(row + "\n")
+    (row,) = re.findall(r"^(\{\"output\".*)$", PAGES["docs/score-files.md"], flags=re.MULTILINE)
+    (folder / "rollouts.jsonl").write_text(row + "\n")
     shutil.copytree(ROOT / "examples" / "quickstart", folder / "examples" / "quickstart")
 
 
@@ -138,6 +138,33 @@ def test_commands_and_code_are_found() -> None:
 def test_commands_have_valid_options(page: str, command: list[str]) -> None:
     name, arguments = command[1], command[2:]
     typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
+    pages = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in pages) == sorted(set(PAGES) - {"README.md"})
+
+
+def test_the_reference_has_every_public_name() -> None:
+    documented = re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), flags=re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    public = re.findall(r"^from ([\w.]+) import (\w+)", (ROOT / "reward_loop/__init__.pyi").read_text(), re.MULTILINE)
+    assert {f"{module}.{name}" for module, name in public} <= set(documented)
+
+
+@pytest.mark.integration
+def test_the_site_builds_without_warnings_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    mkdocs = ROOT / ".venv-docs/bin/mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("there is no .venv-docs: run make docs")
+    done = subprocess.run(
+        [mkdocs, "build", "--quiet", "--strict", "--site-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(r"<(?:script|img|link)\b[^>]* (?:src|href)=\"?(?:https?:)?//", page.read_text()), page
+    reference = (tmp_path / "commands.html").read_text()
+    assert set(re.findall(r'<h2 id="([\w-]+)"', reference)) == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -402,9 +429,7 @@ def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:
 
 
 def test_the_costs_of_a_sample_are_those_of_the_code() -> None:
-    shown = re.findall(
-        r"^\| `(\w+)` \| .* \| ([\d.]+) \| ([\d.]+) \|$", between("costs"), re.MULTILINE
-    )
+    shown = re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \| ([\d.]+) \|$", between("costs"), re.MULTILINE)
     costs = [(field.name, getattr(MEASURED, field.name)) for field in dataclasses.fields(MEASURED)]
     assert shown == [(name, f"{cost.fixed_us:g}", f"{cost.per_1000_tokens_us:g}") for name, cost in costs]
 

@@ -51,7 +51,8 @@ def serve_reward_model(config: RewardModelConfig, gpus: Placement | None = None)
     The processes are stopped when the block ends, or when the interpreter exits inside the block.
 
     Args:
-        config, gpus: as for :class:`RewardModelManager`.
+        config: as for :class:`RewardModelManager`.
+        gpus: as for :class:`RewardModelManager`.
 
     Yields:
         the router's address and the methods ``sleep`` and ``wake``, once all processes are ready.
