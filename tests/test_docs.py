@@ -316,7 +316,7 @@ def test_commands_of_verl_load_our_manager(command: list[str]) -> None:
 def test_the_users_configuration_file_takes_effect(tmp_path: Path) -> None:
     pytest.importorskip("verl")
     write_named("docs/verl.md", tmp_path)
-    (command,) = [command for _, command in TRAINING if "--config-dir" in command]
+    (command,) = [command for page, command in TRAINING if page == "docs/verl.md" and "--config-dir" in command]
     show = ["--cfg", "job", "--package", "reward_loop"]
     done = run([*command[1:3], *show, *command[3:]], tmp_path)
     assert done.returncode == 0, done.stderr
