@@ -50,6 +50,9 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 
+CHINESE = {"README.zh.md": "README.md", "docs/zh/verl.md": "docs/verl.md"}
+"""The pages in Chinese, each with the English page that it translates. Only the code of the latter runs."""
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
@@ -142,7 +145,7 @@ def test_commands_have_valid_options(page: str, command: list[str]) -> None:
 
 def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
     pages = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert sorted(f"docs/{page}" for page in pages) == sorted(set(PAGES) - {"README.md"})
+    assert sorted(f"docs/{page}" for page in pages) == sorted({*PAGES, *CHINESE} - {"README.md", "README.zh.md"})
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -186,11 +189,20 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_to_files_and_headings_that_exist() -> None:
-    for page in (*PAGES, "CONTRIBUTING.md"):
+    for page in (*PAGES, *CHINESE, "CONTRIBUTING.md"):
         for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
             target = (ROOT / page).parent / link if link else ROOT / page
             assert target.exists(), f"{page}: {link}"
             assert not anchor or anchor in anchors(target), f"{page}: {link}#{anchor}"
+
+
+@pytest.mark.parametrize(("chinese", "english"), CHINESE.items())
+def test_chinese_pages_have_the_code_and_the_sections_of_the_english_ones(chinese: str, english: str) -> None:
+    fenced = re.compile(r"```.*?```", flags=re.DOTALL)
+    translated = (ROOT / chinese).read_text()
+    assert fenced.findall(translated) == fenced.findall(PAGES[english])
+    levels = [re.findall(r"^(#+) ", fenced.sub("", text), re.MULTILINE) for text in (translated, PAGES[english])]
+    assert levels[0] == levels[1]
 
 
 @pytest.mark.integration
