@@ -16,7 +16,7 @@ from reward_loop.errors import ConfigError
 __all__ = ["api_key", "open_listener", "serve_until_signal"]
 
 SAME_S = 1.0
-"""After the first signal, further signals are ignored for this time in seconds: launchers may send several at once."""
+"""After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
 
 
 def api_key(variable: str | None) -> str | None:
@@ -57,21 +57,25 @@ def serve_until_signal(app: Any, listener: socket.socket, *, on_signal: Callable
     Args:
         app: the app; it must support the lifespan protocol.
         listener: the listening socket.
-        on_signal: called by the signal handler for each signal; repeated signals within a second count once.
+        on_signal: called by the signal handler for each signal; repeated signals within a second count once. The first
+            signal stops the server, the third ends it without waiting for the app.
         grace_s: seconds that requests have after the first signal to end. Then they are cancelled.
     """
     import uvicorn
 
     class Server(uvicorn.Server):
-        stopped: float | None = None
+        signals = 0
+        latest = 0.0
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             now = time.monotonic()
-            if self.stopped is not None and now < self.stopped + SAME_S:
+            if self.signals and now < self.latest + SAME_S:
                 return
-            self.stopped = self.stopped or now
+            self.signals, self.latest = self.signals + 1, now
             on_signal()
-            super().handle_exit(sig, frame)
+            # The first signal stops the server. From the second on, uvicorn would not wait for the end of the app.
+            if self.signals != 2:
+                super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
         app,
@@ -83,6 +87,8 @@ def serve_until_signal(app: Any, listener: socket.socket, *, on_signal: Callable
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        # Longer than clients keep idle connections, so that the client closes them, not the server.
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_s,
     )
     # At its end, uvicorn raises the signals again that it received. The server has stopped as the user asked.
