@@ -183,8 +183,11 @@ def _announce(service: RewardService, listener: socket.socket, key_variable: str
         body["data_source"] = "test"
     if service.needs_groups:
         body = {"samples": [body, {**body, "solution_str": "5"}], "group_sizes": [2]}
-        print_line(f"{service.name} compares the samples of a group, so other trainers' requests are not served")
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     url = url_of(listener)
     print_line(f"{service.name} is served at {url}; its requests and replies: {url}/docs")
     print_line(f"try it: curl {url}/score{key} --json '{json.dumps(body)}'")
+    if service.needs_groups:
+        print_line(
+            "only /score is served: the function compares the samples of a group, and other trainers send single ones"
+        )

@@ -1,4 +1,4 @@
-"""OpenRLHF: ``--reward.remote_url http://host:port/openrlhf`` (``--remote_rm_url`` before version 0.10)."""
+"""OpenRLHF: ``--reward.remote_url http://host:port/openrlhf`` (``--remote_rm_url`` in older versions)."""
 
 from __future__ import annotations
 
