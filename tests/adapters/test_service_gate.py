@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 import requests
 
+from reward_loop.adapters.service import gate
 from reward_loop.adapters.service.service import RewardService
 from tests.adapters.services import app_of, client_of, post, scorer
 from tests.servers import serving
@@ -74,6 +75,16 @@ async def test_a_body_that_is_too_long_is_an_error_also_without_a_length() -> No
             assert answer.status_code == 413
             assert "longer than 10000 bytes" in answer.json()["error"]
         await post(client, "/slime", BODY)
+
+
+async def test_a_body_that_does_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(gate, "BODY_S", 0.05)
+    async with client_of() as client:
+        assert (await client.post("/score", content=endless())).status_code == 408
 
 
 async def test_metrics_count_samples_by_outcome_and_answers_by_status() -> None:

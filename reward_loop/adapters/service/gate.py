@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -18,6 +19,9 @@ __all__ = ["Gate"]
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths for health checks, which need no key."""
+
+BODY_S = 60.0
+"""Seconds within which a client must send the body."""
 
 
 class Gate:
@@ -66,7 +70,11 @@ class Gate:
             await answer(scope, receive, counted)
             return
         try:
-            body = await self._read(headers, receive)
+            async with asyncio.timeout(BODY_S):
+                body = await self._read(headers, receive)
+        except TimeoutError:
+            await _error(408, f"the body did not arrive within {BODY_S:g} s")(scope, receive, counted)
+            return
         except _TooLongError:
             message = (
                 f"the body is longer than {self._max_body_bytes} bytes: send fewer samples, or raise --max-body-mb"
