@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from reward_loop import __version__
 from reward_loop._util.text import listing
-from reward_loop.adapters.service import own
+from reward_loop.adapters.service import score_route
 from reward_loop.adapters.service.dialects import DIALECTS, DialectOptions
 from reward_loop.adapters.service.gate import Gate
 from reward_loop.adapters.service.metrics import CONTENT_TYPE
@@ -79,7 +79,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(own.routes(service))
+    app.include_router(score_route.routes(service))
     for name in dialects:
         app.include_router(DIALECTS[name](service, options or DialectOptions()))
     paths = sorted(app.openapi()["paths"])
@@ -108,7 +108,7 @@ def create_app(
 
 def _place(location: Sequence[str | int]) -> str:
     """Return the place of a problem in a request, without the name of the kind of body that ``/score`` has."""
-    return ".".join(str(part) for index, part in enumerate(location) if index != 1 or part not in own.KINDS)
+    return ".".join(str(part) for index, part in enumerate(location) if index != 1 or part not in score_route.KINDS)
 
 
 def _add_errors(app: FastAPI, paths: Collection[str]) -> None:

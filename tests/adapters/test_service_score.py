@@ -1,4 +1,4 @@
-"""The requests of the service's own: one sample, many, groups; outcomes; invalid bodies."""
+"""Requests to `/score`: one sample, many, groups; outcomes; invalid bodies."""
 
 from __future__ import annotations
 

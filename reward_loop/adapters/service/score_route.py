@@ -1,4 +1,4 @@
-"""``POST /score``: the service's own requests, with one sample or many, and with groups."""
+"""``POST /score``: requests with one sample or many, and with groups."""
 
 from __future__ import annotations
 
