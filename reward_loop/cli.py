@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from reward_loop import __version__
 from reward_loop._util import signals
 from reward_loop._util.output import open_standard_streams
+from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
@@ -94,6 +95,7 @@ def _root(
 app.command("check")(check)
 app.command()(score)
 app.command()(route)
+app.command()(serve)
 app.command()(report)
 app.command()(compare)
 app.command()(view)

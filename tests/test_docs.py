@@ -257,6 +257,27 @@ def test_checking_commands_run(page: str, command: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.integration
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_service_answers_the_requests_of_the_page_as_shown() -> None:
+    (start, announced), *asked = console("docs/serve.md")
+    command = [sys.executable, "-c", MAIN, *words(start)[1:], "--port", "0"]
+    shown_at = "http://127.0.0.1:8090"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout
+        printed = [service.stdout.readline().rstrip("\n") for _ in announced]
+        at = re.findall(r"is served at (http://[\d.:]+);", printed[0])[0]
+        try:
+            assert printed == [line.replace(shown_at, at) for line in announced]
+            for request, replies in asked:
+                arguments = words(request.replace(shown_at, at))
+                done = subprocess.run([*arguments, "--silent"], capture_output=True, text=True, timeout=60)
+                shown = ".*".join(map(re.escape, "\n".join(replies).split("...")))
+                assert re.fullmatch(shown, done.stdout), done.stdout
+        finally:
+            service.terminate()
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "command"), BENCHMARKS)
 def test_benchmarks_have_the_options_that_are_shown(page: str, command: list[str], tmp_path: Path) -> None:
     done = run([*command[1:3], "--help"], tmp_path)

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from reward_loop._util.disconnect import stop_on_disconnect
 from reward_loop._util.output import print_line
 from reward_loop.serving.checkpoint import ModelKind
 from reward_loop.serving.embedded.batching import BatchingEngine, Generation, SamplingParams
@@ -30,7 +31,6 @@ from reward_loop.serving.embedded.dialect import (
     now,
     parse,
 )
-from reward_loop.serving.embedded.disconnect import stop_on_disconnect
 
 __all__ = ["EmbeddedModel", "create_app", "load_model"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.serving.embedded.disconnect import stop_on_disconnect
+from reward_loop._util.disconnect import stop_on_disconnect
 
 
 class Channel:

@@ -1,0 +1,110 @@
+"""NeMo-Gym: the routes of a resources server, ``POST /seed_session`` and ``POST /verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import ConfigDict, Field
+
+from reward_loop.adapters.service.dialects.options import DialectOptions
+from reward_loop.adapters.service.replies import ERRORS, Body, json_reply, score_request
+from reward_loop.adapters.service.scored import ServiceError
+from reward_loop.adapters.service.service import RewardService
+from reward_loop.offline.rows import Fields, Row
+from reward_loop.types import Outcome, RewardSample
+
+__all__ = ["routes"]
+
+FAILURE_KINDS = {Outcome.FAILED: "verifier_error", Outcome.UNSCORED: "reward_loop:unscored"}
+"""The names of failures: NeMo-Gym's own name, and one with a prefix, as it demands for names that it does not have."""
+
+
+class VerifyBody(Body):
+    """A finished rollout of a task of NeMo-Gym. Further fields are those of the task."""
+
+    model_config = ConfigDict(extra="allow")
+
+    responses_create_params: dict[str, Any]
+    """The request for the response; its `input` is the prompt."""
+    response: dict[str, Any]
+    """The response, in the format of OpenAI's Responses API. The function receives the text of all messages of its
+    `output` as `solution_str`."""
+
+
+class VerifyReply(VerifyBody):
+    """The body of the request, with the reward."""
+
+    reward: float
+    """The score. 0 if `mask_sample` is true, which excludes the sample."""
+    mask_sample: bool
+    """Whether the sample has no score, and must not be used."""
+    failure_kind: str | None
+    """*verifier_error*: the sample failed; *reward_loop:unscored*: the function returned `None`."""
+    failure_reason: str | None
+    """Why the sample has no score of the function."""
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    """The numbers that the function returned in addition to the score."""
+
+
+def routes(service: RewardService, options: DialectOptions) -> APIRouter:
+    """Return the routes of NeMo-Gym."""
+    router = APIRouter(tags=["NeMo-Gym"])
+    fields = Fields(options.field_paths, data_source=service.data_source, requires=service.scorer.requires)
+
+    @router.post("/seed_session")
+    async def seed_session() -> Response:
+        """Begin a session. NeMo-Gym's agents call this before each rollout; the service has no sessions."""
+        return json_reply({})
+
+    @router.post("/verify", response_model=VerifyReply, responses=ERRORS)
+    async def verify(body: VerifyBody, request: Request) -> Response:
+        """Score a rollout of NeMo-Gym. A sample without a score is masked."""
+        sample = _sample(body, fields)
+        if sample.error is not None:
+            raise ServiceError(422, f"the request has {sample.error}")
+        (scored,) = await score_request(service, request, [sample])
+        is_masked = scored.score is None
+        reply = {
+            "reward": 0.0 if is_masked else scored.score,
+            "mask_sample": is_masked,
+            "failure_kind": FAILURE_KINDS.get(scored.outcome),
+            "failure_reason": scored.error,
+            "reward_components": scored.components,
+        }
+        return json_reply(body.model_dump() | reply)
+
+    return router
+
+
+def _sample(body: VerifyBody, fields: Fields) -> RewardSample:
+    """Return the sample of a request. If it lacks a field that the function requires, the sample has an error."""
+    task = dict(body.model_extra or {})
+    prompt = body.responses_create_params.get("input")
+    columns = {"extra_info": {"prompt": prompt, **task}, **task, "solution_str": _text(body.response)}
+    if "expected_answer" in task:
+        columns.setdefault("ground_truth", task["expected_answer"])
+    return replace(fields.to_sample(Row(0, "the request", columns, {"prompt": prompt})), uid=None)
+
+
+def _text(response: Mapping[str, Any]) -> str:
+    """Return the text of the messages in a response.
+
+    Raises:
+        ServiceError: the response has no list of items (422).
+    """
+    output = response.get("output")
+    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+        raise ServiceError(422, "response.output: expected a list of objects, as in OpenAI's Responses API")
+    parts = []
+    for item in output:
+        content = item.get("content") if item.get("type", "message") == "message" else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                parts.append(part["text"])
+        if isinstance(content, str):
+            parts.append(content)
+    return "".join(parts)

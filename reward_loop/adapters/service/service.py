@@ -1,0 +1,231 @@
+"""Scores the samples of requests, with bounds on their number, and cancels them when nobody waits for them.
+
+Invariants:
+
+- Every accepted sample belongs to one request. It ends with a result, or it is cancelled with its request.
+- At most `max_in_flight` samples are accepted at a time; `concurrency` of them run.
+- After `stop_from_signal`, no sample is accepted. Accepted ones have `grace_s` seconds to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from reward_loop._util.causes import cause_of
+from reward_loop.adapters.service.metrics import Metrics
+from reward_loop.adapters.service.scored import Scored, ServiceError
+from reward_loop.agent import RewardAgent
+from reward_loop.agent.pending import PendingRewards
+from reward_loop.errors import (
+    ConfigError,
+    JobServiceError,
+    RewardLoopError,
+    RewardsCancelledError,
+    ScoringError,
+    UnscoredError,
+)
+from reward_loop.managers.scorer import Scorer
+from reward_loop.types import Outcome, Reward, RewardSample
+
+__all__ = ["RewardService"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""The seconds in ``Retry-After`` when the service is full or stops."""
+
+MAX_LOGGED_CAUSES = 100
+"""The number of different causes of failures that are logged, each once."""
+
+
+class RewardService:
+    """A reward manager that scores the samples of many requests. An async context manager: it owns all running samples.
+
+    Args:
+        scorer: the function with its manager; the service closes the manager.
+        concurrency: how many samples are scored at a time.
+        max_in_flight: how many samples are accepted at a time; further requests are answered with 429. By default
+            16 times `concurrency`.
+        data_source: the data source of samples that have none.
+        grace_s: seconds that accepted samples have to end after a signal to stop.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        concurrency: int = 64,
+        max_in_flight: int | None = None,
+        data_source: str | None = None,
+        grace_s: float = 30.0,
+    ) -> None:
+        self.scorer = scorer
+        self.max_in_flight = 16 * concurrency if max_in_flight is None else max_in_flight
+        self.data_source = data_source
+        self.in_flight = 0
+        self.stopping = False
+        self.metrics = Metrics(lambda: self.in_flight, lambda: self._agent.running)
+        self._agent = RewardAgent(scorer.manager, concurrency=concurrency)
+        self._grace_s = grace_s
+        self._pending: set[PendingRewards] = set()
+        self._name = secrets.token_hex(3)
+        self._requests = 0
+        self._causes: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the function, or of the manager class without one; for messages."""
+        manager = self.scorer.manager
+        return str(getattr(manager, "name", type(manager).__name__))
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether samples can be scored only together with the other samples of their group."""
+        return bool(getattr(self.scorer.manager, "needs_group", False) or self.scorer.has_post_process)
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        await self._agent.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopping = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        await self._agent.__aexit__(kind, error, trace)
+
+    def check_given(self, given: Collection[str], where: str, hint: str = "") -> None:
+        """Check that a request contains what the function requires.
+
+        Args:
+            given: the parts that the request contains, of ``ground_truth`` and ``data_source``.
+            where: the name of the sample or the request, for the message.
+            hint: how this kind of request gives the ground truth, for the message.
+
+        Raises:
+            ServiceError: a part is missing (422).
+        """
+        constant = () if self.data_source is None else ("data_source",)
+        missing = sorted((self.scorer.requires & {"ground_truth", "data_source"}).difference(given, constant))
+        if missing:
+            advice = ". Start the service with --data-source NAME" if missing[0] == "data_source" else hint
+            raise ServiceError(422, f"{where} has no {missing[0]}, which {self.name} requires{advice}")
+
+    async def score(
+        self, samples: Sequence[RewardSample], *, path: str, groups: Sequence[int] | None = None
+    ) -> list[Scored]:
+        """Score the samples of a request, and return their results in order. If cancelled, its samples are cancelled.
+
+        Args:
+            samples: the samples; members of a group are neighbours.
+            path: the path of the request, for the metrics.
+            groups: the size of each group; by default, each sample is a group of its own.
+
+        Raises:
+            ServiceError: the service is full (429) or stops (503), the samples do not fit into groups (422), or an
+                error of the manager or the policy ``raise`` ended the request (500).
+        """
+        self._check_room(len(samples))
+        named = [self._named(sample, index) for index, sample in enumerate(samples)]
+        self._requests += 1
+        try:
+            pending = self._agent.submit(named, groups=groups)
+        except ConfigError as error:
+            raise ServiceError(422, str(error)) from None
+        self._pending.add(pending)
+        self.in_flight += len(named)
+        rewards: list[Reward] | None = None
+        try:
+            rewards = await pending
+        except RewardsCancelledError:
+            text = "the service stopped before all samples were scored"
+            raise ServiceError(503, text, retry_after_s=RETRY_AFTER_S) from None
+        except RewardLoopError as error:
+            self._log(str(error))
+            raise _as_service_error(error) from error
+        finally:
+            if rewards is None:
+                self.metrics.dropped(path, len(named))
+            pending.cancel()
+            self._pending.discard(pending)
+            self.in_flight -= len(named)
+        results = [Scored.of(str(sample.uid), reward) for sample, reward in zip(named, rewards, strict=True)]
+        for result in results:
+            self.metrics.sample(path, result.outcome)
+            if result.outcome is Outcome.FAILED:
+                self._log(result.error or "a sample failed")
+        return results
+
+    def stop_from_signal(self) -> None:
+        """Accept no more samples, and cancel the accepted ones after the grace period; a second call cancels them now.
+
+        May be called by a signal handler or by another thread.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        assert self._loop is not None
+        if self.stopping:
+            self._cancel_all()
+            return
+        self.stopping = True
+        if self.in_flight:
+            logger.info(
+                "stopping: %d samples in flight have %g s to end; Ctrl-C cancels them", self.in_flight, self._grace_s
+            )
+        self._deadline = self._loop.call_later(self._grace_s, self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        if self._pending:
+            logger.warning("%d samples are cancelled", self.in_flight)
+        for pending in list(self._pending):
+            pending.cancel()
+
+    def _check_room(self, count: int) -> None:
+        if self.stopping:
+            raise ServiceError(503, "the service is stopping", retry_after_s=RETRY_AFTER_S)
+        if count > self.max_in_flight:
+            raise ServiceError(
+                413,
+                f"the request has {count} samples, and at most {self.max_in_flight} are accepted at a time: send fewer "
+                "in a request, or raise --max-in-flight",
+            )
+        if self.in_flight + count > self.max_in_flight:
+            raise ServiceError(
+                429,
+                f"{self.in_flight} samples are in flight, and at most {self.max_in_flight} are accepted at a time: "
+                "send the request again later, or raise --max-in-flight",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _named(self, sample: RewardSample, index: int) -> RewardSample:
+        return replace(
+            sample,
+            uid=f"{self._name}.{self._requests}.{index}" if sample.uid is None else sample.uid,
+            data_source=sample.data_source or self.data_source or "",
+        )
+
+    def _log(self, error: str) -> None:
+        """Log the first error of each cause; all errors are in the answers, and in the records."""
+        cause = cause_of(error)
+        if cause not in self._causes and len(self._causes) < MAX_LOGGED_CAUSES:
+            self._causes.add(cause)
+            logger.warning("failed (further failures with this cause are not logged): %s", error)
+
+
+def _as_service_error(error: RewardLoopError) -> ServiceError:
+    if isinstance(error, JobServiceError):
+        return ServiceError(503, str(error), retry_after_s=RETRY_AFTER_S)
+    outcome = Outcome.UNSCORED if isinstance(error, UnscoredError) else Outcome.FAILED
+    return ServiceError(500, str(error), outcome=outcome if isinstance(error, ScoringError) else None)

@@ -1,0 +1,213 @@
+"""The command `reward-loop serve`: a real process that serves, cancels and stops; clear errors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop.cli import app
+from reward_loop.records.reader import RecordsReader
+from tests.servers import Watched
+
+MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
+
+FUNCTION = '''
+import os, time
+
+def compute_score(solution_str, ground_truth):
+    """Return 1 for the right answer; ``wait`` waits until the test opens a pipe, ``hang`` hangs."""
+    if solution_str in ("wait", "hang"):
+        with open("started", "w") as started:
+            started.write(f"{os.getpid()} {solution_str}\\n")
+        if solution_str == "hang":
+            time.sleep(3600)
+        open("release").close()
+        return 1
+    if solution_str == "none":
+        return None
+    return {"score": solution_str == ground_truth, "length": len(solution_str)}
+
+def ranks(solution_strs):
+    return [0.0 for _ in solution_strs]
+
+class Judge:
+    def compute_score(self, solution_str):
+        return 1
+    def post_process_scores(self, scores):
+        return scores
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "reward.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Service:
+    """A running service."""
+
+    def __init__(self, process: subprocess.Popen[str], lines: list[str]) -> None:
+        self.process = process
+        self.lines = lines
+        self.address = re.findall(r"is served at (http://[\w.:]+)", lines[0])[0]
+
+    def connected(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=120)
+
+    def send(self, path: str, body: Any, key: str | None = "secret") -> http.client.HTTPConnection:
+        connection = self.connected()
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        connection.request("POST", path, json.dumps(body), headers)
+        return connection
+
+    def ask(self, path: str, body: Any, key: str | None = "secret") -> tuple[int, Any]:
+        answer = self.send(path, body, key).getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[Service]:
+    """A running service."""
+    command = [sys.executable, "-c", MAIN, "serve", "--port", "0", *options]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout
+        lines = [process.stdout.readline()]
+        assert "is served at" in lines[0], lines
+        lines.append(process.stdout.readline())
+        yield Service(process, lines)
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[IO[str]]:
+    """The pipe to which each call that waits or hangs writes its process id and its sample."""
+    os.mkfifo(folder / "started")
+    os.mkfifo(folder / "release")
+    descriptor = os.open(folder / "started", os.O_RDWR)  # also for writing: no end of file between two calls
+    with open(descriptor) as lines:
+        yield lines
+
+
+def rollout(response: str) -> dict[str, str]:
+    return {"prompt": "2+2", "response": response, "label": "4"}
+
+
+@pytest.mark.integration
+def test_it_answers_each_trainer_cancels_at_a_disconnect_and_ends_with_nothing_left(
+    folder: Path, started: IO[str]
+) -> None:
+    isolation = ("--isolation", "process", "-O", "max_processes=4")
+    options = ("reward.py:compute_score", "--api-key-env", "KEY", "--log-dir", "records", "--grace", "600")
+    with serving(*options, *isolation, KEY="secret") as service, ThreadPoolExecutor() as threads:
+        query = {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"]}
+        task = {"responses_create_params": {"input": "2+2"}, "expected_answer": "4"}
+        message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "none"}]}
+        assert service.ask("/slime", rollout("4"), key=None)[0] == 401
+        assert service.ask("/slime", rollout("4")) == (200, 1.0)
+        assert service.ask("/slime", rollout("none"))[0] == 500
+        assert service.ask("/openrlhf", query)[1]["rewards"] == [1.0]
+        assert service.ask("/verify", {**task, "response": {"output": [message]}})[1]["mask_sample"] is True
+        assert service.ask("/llamafactory", {"model": "model", "messages": ["4"]})[0] == 422
+
+        leaves = service.send("/slime", rollout("hang"))
+        worker = Watched([int(started.readline().split()[0])])
+        leaves.close()
+        assert worker.left_after(60) == 0
+
+        waiting = [threads.submit(service.ask, "/slime", rollout(text)) for text in ("wait", "wait", "hang")]
+        running = [int(started.readline().split()[0]) for _ in waiting]
+        everything = [child.pid for child in psutil.Process(service.process.pid).children(recursive=True)]
+        assert set(running) <= set(everything)
+        left = Watched([service.process.pid, *everything])
+        service.process.send_signal(signal.SIGINT)
+        assert service.process.stderr
+        assert "stopping: 3 samples in flight" in service.process.stderr.readline()
+        with open("release", "w"):
+            assert [answered(reply) for reply in waiting[:2]] == [(200, 1.0)] * 2
+        time.sleep(1.1)  # further signals count after a second
+        service.process.send_signal(signal.SIGINT)
+        status, error = answered(waiting[2])
+        assert (status, error["error"]) == (503, "the service stopped before all samples were scored")
+        _, errors = service.process.communicate(timeout=60)
+        assert service.process.returncode == 0
+        assert "Traceback" not in errors
+        assert left.left_after(60) == 0
+    outcomes = [row["outcome"] for row in RecordsReader(folder / "records").rows()]
+    assert sorted(outcomes) == ["scored", "scored", "scored", "scored", "unscored", "unscored"]
+
+
+def answered(reply: Future[tuple[int, Any]]) -> tuple[int, Any]:
+    return reply.result(timeout=120)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("arguments", [["reward.py:compute_score"], ["reward.py:ranks", "--manager", "group"]])
+def test_the_printed_command_scores_a_sample(folder: Path, arguments: list[str]) -> None:
+    with serving(*arguments) as service:
+        words = shlex.split(service.lines[1].removeprefix("try it: "))
+        assert words[:2] == ["curl", f"{service.address}/score"]
+        status, reply = service.ask("/score", json.loads(words[-1]), key=None)
+        assert status == 200
+        assert [result["outcome"] for result in reply.get("results", [reply])] in (["scored"], ["scored"] * 2)
+        service.process.send_signal(signal.SIGTERM)
+        _, errors = service.process.communicate(timeout=60)
+        assert (service.process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py:compute_score"], "nowhere.py"),
+        (["reward.py:score"], "score"),
+        ([], "name the function"),
+        (["reward.py:compute_score", "--dialect", "trl"], "--dialect trl: unknown"),
+        (["reward.py:ranks", "--manager", "group", "--dialect", "slime"], "--dialect slime: ranks"),
+        (["reward.py:Judge", "--dialect", "openrlhf"], "compares the samples of a group"),
+        (["reward.py:Judge", "-f", "ground_truth=answer"], "--field ground_truth has no effect"),
+        (["reward.py:compute_score", "-f", "answer=x"], "a sample has no part 'answer'"),
+        (["reward.py:compute_score", "-f", "data_source=x", "--data-source", "y"], "contradict"),
+        (["reward.py:compute_score", "--host", "0.0.0.0"], "--api-key-env"),
+        (["reward.py:compute_score", "--api-key-env", "NOT_SET"], "NOT_SET: this environment variable is not set"),
+        (["reward.py:compute_score", "-O", "timeouts=3"], "timeouts"),
+        (["reward.py:compute_score", "--manager", "nobody"], "nobody"),
+    ],
+)
+def test_errors_name_the_cause(folder: Path, arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_an_option_that_is_given_twice_is_an_error(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", "reward.py:compute_score", "--timeout", "3", "-O", "timeout=4"])
+    assert done.exit_code == 2
+    assert "give one of them" in re.sub(r"\W*\n\W*", " ", done.output)
+
+
+def test_help_has_an_example() -> None:
+    done = CliRunner().invoke(app, ["serve", "--help"])
+    assert done.exit_code == 0
+    assert "reward-loop serve reward.py:compute_score" in done.output
