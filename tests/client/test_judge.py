@@ -121,3 +121,16 @@ async def test_each_request_of_a_judge_takes_a_permit_of_its_limit() -> None:
         assert "limit 'judge'" in (result.error or "")
         assert len(server.requests) == 1
         assert "no limit 'judge'" in ((await scored(other={"max_concurrent": 1})).error or "")
+
+
+async def test_a_judge_that_refuses_more_often_than_there_are_attempts_loses_no_sample() -> None:
+    async with FakeJudge("Score: 7") as server:
+        server.script(*[Status(429, retry_after=0.001), Status(429), Status(529)] * 3)
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address)
+
+        async def compute_score(solution_str: str) -> dict:
+            return (await judge(answer=solution_str)).reward()
+
+        options = RewardLoopConfig(retry={"max_attempts": 2, "initial_wait": 0.001, "max_wait": 0.01})
+        result = await ScoringFunction(compute_score, options=options)(RewardSample("4"))
+    assert (result.outcome, result.score, result.attempts) == ("scored", 7.0, 10)
