@@ -69,17 +69,19 @@ class RetryConfig(Config):
 
     max_attempts: int = Field(default=3, ge=1)
     """The largest number of calls of the function for a sample. Only transient failures are retried: a broken
-    connection, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. ``1`` retries nothing."""
+    connection, a timeout of the client, HTTP 408, 409, 425, 429 and 5xx. A call that the service refused (429, 529), or
+    asked to repeat later (``Retry-After``), does not count. ``1`` retries nothing."""
 
     max_seconds: float = Field(default=600.0, gt=0)
-    """No attempt starts later than this many seconds after the first one. Time spent waiting for limits counts."""
+    """No attempt starts later than this many seconds after the first one. Time spent waiting for limits does not
+    count."""
 
     initial_wait: float = Field(default=0.5, ge=0)
     """Seconds of the first pause. It doubles with each attempt; the actual pause is random, between 0 and this
     value."""
 
     max_wait: float = Field(default=60.0, ge=0)
-    """The longest pause in seconds. A longer ``Retry-After`` of the service takes precedence."""
+    """The longest pause in seconds. A ``Retry-After`` of the service is added to it."""
 
 
 class CacheConfig(Config):

@@ -100,7 +100,12 @@ class BatchRunner:
                     "%d reward tasks still run after their cancellation; the agent no longer waits for them", len(left)
                 )
         if callable(close := getattr(self.manager, "close", None)):
-            await asyncio.to_thread(close)
+            try:
+                closing = asyncio.get_running_loop().run_in_executor(None, close)
+            except RuntimeError:  # the interpreter is exiting and starts no more threads; nothing else needs the loop
+                close()
+            else:
+                await closing
 
     def raise_unseen_error(self) -> None:
         """Raise an error that ended a batch nobody waited for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from reward_loop.client.bounds import MAX_REPLY_BYTES
 from reward_loop.client.chat import Reply, complete
 from reward_loop.client.verdicts import NoVerdictError, Verdict
 from reward_loop.errors import ConfigError
+from reward_loop.limits.lease import limit as limited
 
 __all__ = ["Judge", "Judgement"]
 
@@ -60,6 +62,11 @@ class Judge:
             judgement = await judge(reward_router_address, question=extra_info["question"], answer=solution_str)
             return judgement.reward()
 
+    Address, model, API key and limit can all be given here, for a judge on a service:
+
+        judge = Judge(PROMPT, verdict, address="https://api.openai.com/v1", model="gpt-5-mini",
+                      api_key_env="OPENAI_API_KEY", limit="judge")
+
     Prompts, replies and verdicts are also stored in the sample's record (``reward_loop.log_dir``).
     """
 
@@ -69,7 +76,9 @@ class Judge:
         verdict: Verdict,
         *,
         system: str | None = None,
+        address: str | None = None,
         model: str | None = None,
+        limit: str | None = None,
         timeout: float | None = 300.0,
         api_key_env: str | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
@@ -81,7 +90,10 @@ class Judge:
             template: the prompt, with placeholders ``{{name}}``. Placeholders in the text of a field are not replaced.
             verdict: the format of the verdict: `Number`, `Choice`, `Json`, or another object that implements `Verdict`.
             system: the system message.
+            address: the address of calls without one: ``host:port``, or the base URL of an OpenAI-compatible service.
             model: the model's name; needed if the address serves several models.
+            limit: the name of the limit in ``reward_loop.limits`` for each request; by default only
+                ``limits.default`` applies, to the whole function.
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
             api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
@@ -91,7 +103,9 @@ class Judge:
         self._fields = set(self._template.get_identifiers())
         self._verdict = verdict
         self._system = system
+        self._address = address
         self._model = model
+        self._limit = limit
         self._options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
         self._request: dict[str, Any] = {"temperature": 0.0, **verdict.request, **request}
 
@@ -111,11 +125,12 @@ class Judge:
             )
         return self._template.substitute(fields)
 
-    async def __call__(self, address: str | None, **fields: Any) -> Judgement:
+    async def __call__(self, address: str | None = None, **fields: Any) -> Judgement:
         """Asks the model for a verdict on one response.
 
         Args:
-            address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service.
+            address: ``host:port`` as in ``reward_router_address``, or the base URL of an OpenAI-compatible service; by
+                default the judge's own ``address``.
             fields: the text for each placeholder of the template.
 
         Returns:
@@ -125,12 +140,16 @@ class Judge:
             RequestError: there is no usable answer; see its ``status``, ``retry_after`` and ``transient``.
             ConfigError: the fields do not match the template, the address is missing or invalid, or the API key is not
                 set.
+            LimitError: the limit is unknown, or did not allow the request within its ``max_wait``.
         """
         prompt = self.render(**fields)
         messages = [{"role": "user", "content": prompt}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        reply, exchange = await complete(address, messages, self._model, self._options, self._request)
+        async with nullcontext() if self._limit is None else limited(self._limit):
+            reply, exchange = await complete(
+                address or self._address, messages, self._model, self._options, self._request
+            )
         judgement = self._judge(prompt, reply)
         exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
         return judgement

@@ -45,11 +45,11 @@ class Verdict(Protocol):
 
 
 class Number:
-    """A number in a range, such as ``Score: 7`` or ``Score: 7/10``; the number is the score."""
+    """A number in a range, such as ``Score: 7`` or ``Score: 7/10``; the number is the score, or scaled to 0..1."""
 
     request: Mapping[str, Any] = {}
 
-    def __init__(self, low: float, high: float, *, after: str | None = "Score:") -> None:
+    def __init__(self, low: float, high: float, *, after: str | None = "Score:", scaled: bool = False) -> None:
         """Defines the format.
 
         Args:
@@ -57,16 +57,18 @@ class Number:
             high: the largest valid number; also the only valid denominator in ``7/10``.
             after: the text before the number; case, spaces and emphasis are ignored. ``None`` if the last line of the
                 reply must contain only the number.
+            scaled: whether the score is the number scaled linearly: `low` becomes 0, and `high` becomes 1. The verdict
+                is the number as the judge wrote it.
 
         Raises:
             ConfigError: `low` is not less than `high`.
         """
         if not low < high:
             raise ConfigError(f"Number({low}, {high}): the first bound must be below the second")
-        self.low, self.high, self.after = low, high, after
+        self.low, self.high, self.after, self.scaled = low, high, after, scaled
 
     def read(self, reply: str) -> tuple[float, float]:
-        """Returns the number as the verdict and as the score."""
+        """Returns the number, and its score."""
         place = _place(reply, self.after)
         found = re.match(rf"{_AROUND}{_NUMBER}(?:\s*/\s*(\d++(?:\.\d++)?+))?+{_WHOLE}", place)
         if found is None or (self.after is None and found.end() < len(place)):
@@ -76,7 +78,7 @@ class Number:
             raise NoVerdictError(f"the number is out of {found[2]}, not out of {self.high:g}: {shorten(place[:80])}")
         if not self.low <= number <= self.high:
             raise NoVerdictError(f"{found[1]} is not between {self.low:g} and {self.high:g}")
-        return number, number
+        return number, (number - self.low) / (self.high - self.low) if self.scaled else number
 
 
 class Choice:

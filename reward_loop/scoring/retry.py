@@ -1,4 +1,12 @@
-"""Retries of calls that failed with a transient error."""
+"""Retries of calls that failed with a transient error.
+
+Invariants:
+
+- An attempt that the service refused or asked to repeat later (HTTP 429, 529, or a ``Retry-After``) does not use up
+  `max_attempts`: a busy service loses no sample. All other failed attempts do.
+- The pauses between attempts grow, also those that the service asked for, so the number of refused attempts is small.
+- `max_seconds` ends all of it. Time spent waiting for limits does not count: other samples use it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import tenacity
 
-from reward_loop._util.transient import is_transient, retry_after
+from reward_loop._util.transient import is_refusal, is_transient, retry_after
 from reward_loop.config import RetryConfig
 from reward_loop.processes.invocation import CallOutcome
 from reward_loop.records import current, waiting_for
@@ -38,10 +46,13 @@ class Retry:
     ) -> CallOutcome:
         """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
+        Attempts that the service refused or asked to repeat later do not count towards `config.max_attempts`.
+
         Args:
             first: the outcome of the first attempt.
             attempt: makes one more attempt; it receives the outcome of the last one.
-            started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there.
+            started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there, without
+                the time that attempts waited for limits.
 
         Returns:
             The outcome of the last attempt, successful or not, with the times and calls of all attempts.
@@ -52,9 +63,14 @@ class Retry:
             outcomes.append(await attempt(outcomes[-1]) if outcomes else first)
             return outcomes[-1]
 
-        left = self.config.max_seconds - (time.monotonic() - started)
+        def stop(state: tenacity.RetryCallState) -> bool:
+            limited = sum(outcome.waited for outcome in outcomes)
+            elapsed = time.monotonic() - started - limited + state.upcoming_sleep
+            counted = sum(not _is_postponed(outcome) for outcome in outcomes)
+            return counted >= self.config.max_attempts or elapsed >= self.config.max_seconds
+
         retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.config.max_attempts) | tenacity.stop_before_delay(max(0.0, left)),
+            stop=stop,
             wait=self._seconds,
             retry=lambda state: self.applies_to(_outcome(state)),
             retry_error_callback=_outcome,
@@ -68,12 +84,19 @@ class Retry:
         return last
 
     def _seconds(self, state: tenacity.RetryCallState) -> float:
-        """Return the length of the next pause: not shorter than the service's ``Retry-After``."""
+        """Return the length of the next pause: a random time, in addition to the service's ``Retry-After``.
+
+        The random time spreads the retries of all samples that the service refused at the same moment.
+        """
         error = _outcome(state).exception
         asked = None if error is None else retry_after(error)
-        own = float(self._pause(state))
-        # A random delay beyond the Retry-After spreads the retries.
-        return own if asked is None else asked + min(own, self.config.initial_wait)
+        return (asked or 0.0) + float(self._pause(state))
+
+
+def _is_postponed(outcome: CallOutcome) -> bool:
+    """Return whether the service refused the call, or asked to repeat it later."""
+    error = outcome.exception
+    return error is not None and (is_refusal(error) or bool(retry_after(error)))
 
 
 async def _sleep(seconds: float) -> None:

@@ -171,10 +171,15 @@ class RewardWorkers:
     def _wait_for(self, pending: list[Any]) -> None:
         """Waits until all rewards have arrived.
 
-        A sample waits for a thread or a permit only while another sample runs. So at least one sample ends within the
-        timeout of the function plus ``retry.max_seconds``; if none does, the wait fails.
+        A sample waits for a thread only while another sample runs, and for a permit no longer than ``max_wait`` of the
+        limit. So at least one sample ends within the timeout of the function plus ``retry.max_seconds`` plus the
+        longest ``max_wait``; if none does, the wait fails.
         """
         options = self.client.options
+        waits = [limit.max_wait for limit in options.limits.values()]
+        patience = None
+        if options.timeout is not None and None not in waits:
+            patience = options.timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)
         left, last_arrival = list(pending), time.monotonic()
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=options.worker_answer_timeout_s)
@@ -183,11 +188,12 @@ class RewardWorkers:
                 last_arrival += quiet
             elif left:
                 self.raise_fatal_error()  # also checks that all workers respond
-                if options.timeout is not None and quiet > options.timeout + options.retry.max_seconds:
+                if patience is not None and quiet > patience:
                     raise RewardLoopError(
                         f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s, "
                         f"longer than reward_loop.timeout={options.timeout:g} plus reward_loop.retry.max_seconds="
-                        f"{options.retry.max_seconds:g}: does the reward manager wait without a deadline?"
+                        f"{options.retry.max_seconds:g} plus the longest max_wait of a limit: does the reward manager "
+                        "wait without a deadline?"
                     )
 
     def have_post_process(self) -> bool:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward_loop import RewardSample, ScoringFunction
+from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
 from reward_loop.client import Choice, Judge, Number
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.records import ActiveSample
@@ -92,3 +92,45 @@ async def test_fields_must_be_those_of_the_template() -> None:
         await judge("127.0.0.1:1", question="?")
     with pytest.raises(ConfigError, match="correct extra"):
         await judge("127.0.0.1:1", question="?", answer="!", extra=1)
+
+
+async def test_a_judge_has_an_address_of_its_own_and_a_call_may_have_another() -> None:
+    async with FakeJudge("Score: 1") as own, FakeJudge("Score: 2") as other:
+        judge = Judge("{{answer}}", Number(1, 10), address=own.address)
+        assert (await judge(answer="4")).score == 1
+        assert (await judge(None, answer="4")).score == 1
+        assert (await judge(other.address, answer="4")).score == 2
+
+
+async def test_each_request_of_a_judge_takes_a_permit_of_its_limit() -> None:
+    async with FakeJudge("Score: 1") as server:
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address, limit="judge")
+
+        async def compute_score(solution_str: str) -> float:
+            return sum([(await judge(answer=solution_str)).score or 0.0 for _ in range(3)])
+
+        async def scored(**limits: dict) -> RewardResult:
+            scoring = ScoringFunction(compute_score, options=RewardLoopConfig(limits=limits))
+            result = await scoring(RewardSample("4"))
+            scoring.close()
+            return result
+
+        assert (await scored()).score == 3
+        server.requests.clear()
+        result = await scored(judge={"requests_per_minute": 1, "max_wait": 0.05})
+        assert "limit 'judge'" in (result.error or "")
+        assert len(server.requests) == 1
+        assert "no limit 'judge'" in ((await scored(other={"max_concurrent": 1})).error or "")
+
+
+async def test_a_judge_that_refuses_more_often_than_there_are_attempts_loses_no_sample() -> None:
+    async with FakeJudge("Score: 7") as server:
+        server.script(*[Status(429, retry_after=0.001), Status(429), Status(529)] * 3)
+        judge = Judge("{{answer}}", Number(1, 10), address=server.address)
+
+        async def compute_score(solution_str: str) -> dict:
+            return (await judge(answer=solution_str)).reward()
+
+        options = RewardLoopConfig(retry={"max_attempts": 2, "initial_wait": 0.001, "max_wait": 0.01})
+        result = await ScoringFunction(compute_score, options=options)(RewardSample("4"))
+    assert (result.outcome, result.score, result.attempts) == ("scored", 7.0, 10)

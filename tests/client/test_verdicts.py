@@ -31,6 +31,14 @@ def test_a_number(reply: str, number: float) -> None:
     assert Number(0, 10).read(reply) == (number, number)
 
 
+@pytest.mark.parametrize(("reply", "score"), [("Score: 1", 0.0), ("Score: 5.5", 0.5), ("Score: 10/10", 1.0)])
+def test_a_scaled_number_has_a_score_from_0_to_1(reply: str, score: float) -> None:
+    verdict, scaled = Number(1, 10, scaled=True).read(reply)
+    assert (verdict, scaled) == (1 + 9 * score, score)
+    with pytest.raises(NoVerdictError):
+        Number(1, 10, scaled=True).read("Score: 0")
+
+
 @pytest.mark.parametrize(
     "reply",
     [

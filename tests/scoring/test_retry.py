@@ -86,7 +86,7 @@ async def test_pauses_are_bounded_and_vary():
     assert len(set(pauses)) > 40
 
 
-@pytest.mark.parametrize("last", [1.0, asks(0)])
+@pytest.mark.parametrize("last", [1.0, ValueError()])
 async def test_the_times_of_all_attempts_are_in_the_result(last):
     outcomes = iter([asks(0.05), last])
 
@@ -128,3 +128,68 @@ async def test_the_waits_for_a_thread_of_all_attempts_are_in_the_result():
     result = await other
     assert result.attempts == 2
     assert result.queue_seconds >= 0.04  # before the first attempt
+
+
+class BusyError(Exception):
+    """As a client raises it for HTTP 429, with or without the header ``Retry-After``."""
+
+    status = 429
+
+    def __init__(self, seconds=None):
+        self.retry_after = seconds
+
+
+@pytest.mark.parametrize("error", [asks(5), BusyError(), BusyError(0), BusyError(20)])
+async def test_a_busy_service_uses_up_no_attempts(error):
+    result, pauses = await again(RetryConfig(max_attempts=2, max_seconds=10_000), [error] * 8 + [1.0])
+    assert result == 1.0
+    assert len(pauses) == 8
+    assert min(pauses) >= (error.retry_after or 0)
+
+
+async def test_other_errors_use_up_attempts_also_between_refusals():
+    outcomes = [TimeoutError(), BusyError(1), TimeoutError(), 1.0]
+    result, pauses = await again(RetryConfig(max_attempts=2), outcomes)
+    assert isinstance(result, TimeoutError)
+    assert len(pauses) == 2
+
+
+async def test_a_service_that_stays_busy_is_asked_at_growing_intervals_until_max_seconds(monkeypatch):
+    now, attempts = 0.0, 1
+    monkeypatch.setattr("reward_loop.scoring.retry.time.monotonic", lambda: now)
+
+    async def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    async def attempt(last):
+        nonlocal attempts
+        attempts += 1
+        return CallOutcome(None, BusyError(1), 0.0)
+
+    last = await Retry(RetryConfig(max_seconds=600), sleep=sleep).again(await attempt(None), attempt, now)
+    assert isinstance(last.exception, BusyError)
+    assert 539 <= now < 600  # the last pause would end later
+    assert 10 < attempts < 80
+
+
+async def test_max_attempts_of_one_retries_nothing():
+    scoring = ScoringFunction(busy, options=RewardLoopConfig(retry={"max_attempts": 1}))
+    assert (await scoring(RewardSample(""))).attempts == 1
+
+
+def busy(solution_str):
+    raise BusyError(0.01)
+
+
+async def test_waiting_for_limits_does_not_count_towards_max_seconds():
+    waited = CallOutcome(None, BusyError(1), 0.0)
+    waited.waited = 1000.0
+    pauses = Pauses()
+
+    async def attempt(last):
+        return CallOutcome(1.0, None, 0.0)
+
+    retry = Retry(RetryConfig(max_seconds=600), sleep=pauses)
+    assert (await retry.again(waited, attempt, time.monotonic() - 1000.0)).value == 1.0
+    assert len(pauses.seconds) == 1

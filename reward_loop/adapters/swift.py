@@ -1,0 +1,120 @@
+"""ms-swift: the reward ``reward_loop`` for GRPO and its relatives.
+
+Write a plug-in of two lines, and start ``swift rlhf --external_plugins plugin.py --reward_funcs reward_loop``:
+
+    from reward_loop.adapters.swift import register
+    register()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reward_loop.adapters.process_agent import AdapterConfig, Source, missing_field, process_agent
+from reward_loop.errors import ConfigError
+from reward_loop.types import RewardSample
+
+__all__ = ["register", "score_completions"]
+
+_INTERNAL = {"messages", "prompt_id", "request_id", "response_token_ids", "rollout_infos", "trainer_state"}
+"""Columns that ms-swift adds to those of the data set; functions do not receive them."""
+
+
+def register(name: str = "reward_loop", config: Source = None) -> None:
+    """Add a reward to ``swift.rewards.orms``, by whose name ``--reward_funcs`` selects it.
+
+    Args:
+        name: the name of the reward.
+        config: the options, or the path of their file; by default the file in ``REWARD_LOOP_CONFIG``.
+    """
+    from swift.rewards import AsyncORM, orms
+
+    class RewardLoop(AsyncORM):
+        """Scores the completions of a batch at the same time."""
+
+        async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+            return await score_completions(completions, columns, config, self.args)
+
+    orms[name] = RewardLoop
+
+
+async def score_completions(
+    completions: Sequence[Any], columns: Mapping[str, Any], config: Source = None, args: Any = None
+) -> list[float | None]:
+    """Return the score of each completion, ``None`` for one without a score (masked).
+
+    Args:
+        completions: the completions of a batch.
+        columns: lists of the same length: the columns of the data set, and those of ms-swift. The ground truth is the
+            column ``solution``, unless the option ``ground_truth`` names another.
+        config: see `register`.
+        args: the arguments of ms-swift, with ``num_generations``.
+
+    Raises:
+        ConfigError: an option is invalid, the function requires a column that the data set does not have, or the
+            manager compares the completions of a prompt, and not all of them are in this batch.
+        RewardLoopError: an error that must stop the run, such as too many failures.
+    """
+    agent = await process_agent(config)
+    lists = {name: column for name, column in columns.items() if _is_column(column, len(completions))}
+    own = {name: column for name, column in lists.items() if name not in _INTERNAL}
+    field = agent.config.ground_truth or "solution"
+    if field not in own and "ground_truth" in agent.requires:
+        raise missing_field(agent, field, sorted(own))
+    samples = [_to_sample(agent.config, field, own, lists, columns, i, completions[i]) for i in range(len(completions))]
+    order, groups = list(range(len(samples))), None
+    if agent.needs_group:
+        order, groups = _grouped(agent.config, lists.get("prompt_id"), args)
+    rewards = await agent.score([samples[i] for i in order], groups)
+    scores: list[float | None] = [None] * len(samples)
+    for i, reward in zip(order, rewards, strict=True):
+        if not reward["reward_extra_info"]["reward_masked"]:
+            scores[i] = reward["reward_score"]
+    return scores
+
+
+def _is_column(value: Any, length: int) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == length
+
+
+def _to_sample(
+    config: AdapterConfig,
+    field: str,
+    own: Mapping[str, Sequence[Any]],
+    lists: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Any],
+    i: int,
+    completion: Any,
+) -> RewardSample:
+    tokens = lists["response_token_ids"][i] if "response_token_ids" in lists else None
+    return RewardSample(
+        completion if isinstance(completion, str) else str(completion),
+        data_source=str(own[config.data_source][i]) if config.data_source in own else "",
+        ground_truth=own[field][i] if field in own else None,
+        extra_info={name: column[i] for name, column in own.items()},
+        uid=str(lists["request_id"][i]) if "request_id" in lists else None,
+        response_length=len(tokens) if tokens else None,
+        prompt=lists["messages"][i][:-1] if "messages" in lists else None,
+        step=getattr(columns.get("trainer_state"), "global_step", None),
+    )
+
+
+def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) -> tuple[list[int], list[int]]:
+    """Return the order in which the completions of a prompt are neighbours, and the size of each group."""
+    if prompts is None:
+        raise ConfigError(
+            f"the manager {config.manager!r} compares the completions of a prompt, and ms-swift passed no prompt_id"
+        )
+    members: dict[Any, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        members.setdefault(prompt, []).append(i)
+    sizes = [len(group) for group in members.values()]
+    expected = [size for name in ("num_generations", "num_generations_eval") if (size := getattr(args, name, None))]
+    for size in sizes:
+        if expected and all(size % whole for whole in expected):
+            raise ConfigError(
+                f"the manager {config.manager!r} compares the completions of a prompt, but this process has {size} of "
+                f"{expected[0]}: make the batch size of a process a multiple of num_generations"
+            )
+    return [i for group in members.values() for i in group], sizes

@@ -1,0 +1,143 @@
+"""The options of adapters, and the agent of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from reward_loop import RewardSample
+from reward_loop.adapters.process_agent import ENVIRONMENT, close_agent, components, load_config, process_agent
+from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
+from tests.adapters.rewards import FUNCTION
+from tests.gsm8k import ROOT
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("options.json", json.dumps({"function": "f.py:f", "reward_loop": {"timeout": 5}})),
+        ("options.yaml", "function: f.py:f\nreward_loop: {timeout: 5}\n"),
+    ],
+)
+def test_options_come_from_a_file_or_the_file_in_the_environment(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    monkeypatch.setenv(ENVIRONMENT, str(file))
+    for config in (load_config(), load_config(str(file)), load_config({"function": "f.py:f"})):
+        assert config.function == "f.py:f"
+    assert load_config().reward_loop.timeout == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.yaml", None, "cannot be read"),
+        ("broken.json", "{", "not a valid file of options"),
+        ("broken.yaml", "a: [", "not a valid file of options"),
+        ("list.yaml", "- 1", "expected a mapping"),
+        ("typo.yaml", "funktion: f.py", "unknown option; did you mean 'function'?"),
+        ("deep.yaml", "reward_loop: {timeoutt: 5}", r"reward_loop\.timeoutt: unknown option"),
+    ],
+)
+def test_a_wrong_file_of_options_is_an_error_that_names_it(
+    name: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_config(str(file))
+    assert name in str(raised.value)
+
+
+def test_without_options_the_error_names_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    with pytest.raises(ConfigError, match="REWARD_LOOP_CONFIG"):
+        load_config()
+
+
+def test_one_agent_serves_several_event_loops() -> None:
+    async def score(text: str) -> tuple[int, float]:
+        agent = await process_agent({"function": FUNCTION})
+        [reward] = await agent.score([RewardSample(text, ground_truth="4")])
+        return id(agent), reward["reward_score"]
+
+    (first, right), (second, wrong) = asyncio.run(score("4")), asyncio.run(score("5"))
+    assert first == second
+    assert (right, wrong) == (1.0, 0.0)
+
+
+async def test_concurrent_first_calls_start_one_agent() -> None:
+    agents = await asyncio.gather(*(process_agent({"function": FUNCTION}) for _ in range(20)))
+    assert len(set(map(id, agents))) == 1
+
+
+async def test_other_options_than_those_of_the_running_agent_are_refused() -> None:
+    await process_agent({"function": FUNCTION})
+    with pytest.raises(ConfigError, match="one agent"):
+        await process_agent({"function": FUNCTION, "concurrency": 3})
+
+
+async def test_a_failed_start_is_reported_and_may_be_repeated() -> None:
+    with pytest.raises(FunctionLoadError, match="nothing_here"):
+        await process_agent({"function": f"{FUNCTION}:nothing_here".replace("compute_score:", "")})
+    assert await process_agent({"function": FUNCTION})
+
+
+async def test_a_cancelled_caller_cancels_its_samples() -> None:
+    agent = await process_agent({"function": FUNCTION, "concurrency": 1})
+    hanging = asyncio.create_task(agent.score([RewardSample("hang", ground_truth="4")]))
+    [running] = await asyncio.gather(asyncio.wait([hanging], timeout=0.1))
+    assert not running[0]
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    # The only permit is free again.
+    async with asyncio.timeout(60):
+        [reward] = await agent.score([RewardSample("4", ground_truth="4")])
+    assert reward["reward_score"] == 1.0
+
+
+async def test_a_closed_agent_says_so() -> None:
+    agent = await process_agent({"function": FUNCTION})
+    await asyncio.to_thread(close_agent)
+    with pytest.raises(RewardLoopError, match="closed"):
+        await agent.score([RewardSample("4")])
+
+
+def test_components_are_the_numbers_without_measurements() -> None:
+    info = {"score": 1, "right": True, "a/seconds": 1.0, "a/x": 2, "text": "t", "reward_seconds": 3.0}
+    assert components({"reward_score": 1.0, "reward_extra_info": info}) == {"score": 1.0, "right": 1.0, "a/x": 2.0}
+
+
+def test_a_program_that_exits_closes_the_agent_and_its_worker_processes(tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        import asyncio, multiprocessing
+        from reward_loop import RewardSample
+        from reward_loop.adapters.process_agent import process_agent
+
+        options = {{
+            "function": {FUNCTION.replace("compute_score", "exits")!r},
+            "reward_loop": {{"isolation": "process", "log_dir": {str(tmp_path)!r}}},
+        }}
+
+        async def main():
+            agent = await process_agent(options)
+            return [reward["reward_extra_info"]["reward_outcome"]
+                    for reward in await agent.score([RewardSample("crash"), RewardSample("fine")])]
+
+        print(asyncio.run(main()))
+    """)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (0, "['failed', 'scored']\n")
+    assert done.stderr == ""

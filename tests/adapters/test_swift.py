@@ -1,0 +1,94 @@
+"""The reward for ms-swift, with a stand-in for its module and the columns that it passes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reward_loop.adapters.swift import register, score_completions
+from reward_loop.errors import ConfigError
+from tests.adapters.rewards import FUNCTION
+
+OPTIONS = {"function": FUNCTION}
+
+
+def columns(count: int, **own: list[Any]) -> dict[str, Any]:
+    """The columns that ms-swift 4.6 passes, and those of the data set."""
+    return {
+        "trainer_state": SimpleNamespace(global_step=3),
+        "messages": [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "?"}]] * count,
+        "prompt_id": [f"prompt_{i % 2}" for i in range(count)],
+        "request_id": [f"chatcmpl-{i}" for i in range(count)],
+        "finish_reason": ["stop"] * count,
+        "response_token_ids": [[[1, 2]]] * count,
+        "rollout_infos": [{}] * count,
+        **own,
+    }
+
+
+@pytest.fixture
+def orms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The table of rewards of a module ``swift.rewards``, whose base class is that of ms-swift 4.6."""
+
+    class AsyncORM:
+        def __init__(self, args: Any = None, **kwargs: Any) -> None:
+            self.args = args
+
+    rewards = ModuleType("swift.rewards")
+    rewards.AsyncORM, rewards.orms = AsyncORM, {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
+    monkeypatch.setitem(sys.modules, "swift.rewards", rewards)
+    return rewards.orms  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_registered_reward_scores_batches_on_an_event_loop_each(orms: dict[str, Any]) -> None:
+    register(config=OPTIONS)
+    reward = orms["reward_loop"](args=SimpleNamespace(num_generations=2))
+    # ms-swift calls asyncio.run for each batch, if this holds.
+    assert asyncio.iscoroutinefunction(reward.__call__)
+
+    async def batch(*completions: str) -> list[float | None]:
+        given = columns(len(completions), solution=["4"] * len(completions))
+        [scores] = await asyncio.gather(reward(list(completions), **given))
+        return scores
+
+    assert asyncio.run(batch("4", "5")) == [1.0, 0.0]
+    assert asyncio.run(batch("none", "4", "fail", "4")) == [None, 1.0, None, 1.0]
+
+
+async def test_the_columns_of_the_data_set_are_the_extra_info() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "columns_of")}
+    given = columns(2, solution=["4"] * 2, data_source=["sums", "other"])
+    assert await score_completions(["4", "5"], given, options) == [1.0, 0.0]
+
+
+async def test_a_missing_ground_truth_is_an_error_that_names_the_columns() -> None:
+    with pytest.raises(ConfigError, match=r"no field 'solution': set `ground_truth` .*answer"):
+        await score_completions(["4"], columns(1, answer=["4"]), OPTIONS)
+
+
+async def test_the_ground_truth_may_be_another_column() -> None:
+    options = {**OPTIONS, "ground_truth": "answer"}
+    assert await score_completions(["4"], columns(1, answer=["4"]), options) == [1.0]
+
+
+async def test_completions_of_a_prompt_are_compared_in_any_order() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "rank"), "manager": "group"}
+    args = SimpleNamespace(num_generations=3, num_generations_eval=None)
+    # The completions of the two prompts alternate.
+    completions = ["aa", "b", "a", "bbb", "aaa", "bb"]
+    assert await score_completions(completions, columns(6), options, args) == [0.5, 0.0, 0.0, 1.0, 1.0, 0.5]
+
+
+async def test_a_part_of_a_group_is_not_compared() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "rank"), "manager": "group"}
+    args = SimpleNamespace(num_generations=4, num_generations_eval=None)
+    with pytest.raises(ConfigError, match=r"has 3 of 4: .*multiple of num_generations"):
+        await score_completions(["a"] * 6, columns(6), options, args)
+    given = {name: column for name, column in columns(4).items() if name != "prompt_id"}
+    with pytest.raises(ConfigError, match="no prompt_id"):
+        await score_completions(["a"] * 4, given, options, args)
