@@ -202,6 +202,17 @@ class HealthConfig(Config):
     """The largest Kolmogorov-Smirnov distance between the rewards of a step and those of the steps before."""
 
 
+class AuditConfig(Config):
+    """Asking judges a second time, to measure how often they agree with themselves."""
+
+    reask: float = Field(default=0.0, ge=0, le=1)
+    """In a verl run: the share of scored training samples for which the function is called a second time. Rewards do
+    not wait for these calls and do not depend on them. Functions pay for them: calls, tokens and cost."""
+
+    tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Two scores agree if they differ by at most this."""
+
+
 class ComponentConfig(Config):
     """One of the rewards of the manager ``composite``."""
 
@@ -337,6 +348,9 @@ class RewardLoopConfig(Config):
 
     health: HealthConfig = Field(default_factory=HealthConfig)
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
+
+    audit: AuditConfig = Field(default_factory=AuditConfig)
+    """Asking judges a second time, see docs/health.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""

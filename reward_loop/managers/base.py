@@ -11,6 +11,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
+from reward_loop.managers.audit import Audit
 from reward_loop.managers.decoding import ResponseDecoder
 from reward_loop.managers.policy import apply_policy, reward_after_policy
 from reward_loop.managers.recording import open_records, record_sample
@@ -43,6 +44,9 @@ class RewardLoopManagerBase:
 
     needs_group: ClassVar[bool] = False
     """Whether one manager must see all samples of a prompt."""
+
+    audit: Audit | None = None
+    """Calls the function a second time for a share of the samples. Its owner sets it, and closes it."""
 
     def __init__(
         self,
@@ -179,6 +183,8 @@ class RewardLoopManagerBase:
             if self.records is not None:
                 reward, masked = reward_after_policy(result, self.options)
                 record_sample(self.records, active, result, reward, masked, self.options.record.full)
+        if self.audit is not None:
+            self.audit.ask_again(sample, result)
         return result
 
     def score_one(self, sample: RewardSample) -> Awaitable[RewardResult]:

@@ -21,6 +21,7 @@ from reward_loop.types import RESERVED_KEYS, Outcome
 __all__ = [
     "StepRewards",
     "added_seconds",
+    "audit_metrics",
     "final_outputs",
     "session_of",
     "spread",
@@ -112,6 +113,25 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the metrics of the second calls that have ended since the last step.
+
+    Args:
+        counts: the counts of each reward worker, see `reward_loop.managers.audit.Audit.take`.
+    """
+    asked = sum(count["asked"] for count in counts)
+    differences = [difference for count in counts for difference in count["differences"]]
+    metrics = {
+        "reward_loop/audit/asked": float(asked),
+        "reward_loop/audit/without_score": float(sum(count["without_score"] for count in counts)),
+    }
+    if differences:
+        agreed = sum(count["agreed"] for count in counts)
+        metrics["reward_loop/audit/agreement"] = agreed / len(differences)
+        metrics["reward_loop/audit/difference/mean"] = float(np.mean(differences))
+    return metrics
 
 
 def is_number(value: Any) -> bool:

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from reward_loop._util.descriptors import raise_descriptor_limit
-from reward_loop.errors import InvalidScoreError, RewardLoopError
+from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
+from reward_loop.managers import RewardLoopManagerBase
+from reward_loop.managers.audit import Audit
 from reward_loop.managers.policy import fail_reward
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.recording import open_records
@@ -57,6 +59,7 @@ class RewardWorker:
         self._open = contextlib.ExitStack()
         address = self._open.enter_context(address_on_this_node(router))
         self._manager = build_manager(settings, address, self._limits)
+        self._audit = self._start_audit()
         function = post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None
         self._rejections = FailureBound.of_options(self._options, of=", ".join(sorted(PART_KEYS)))
@@ -65,6 +68,20 @@ class RewardWorker:
         """Prompt uid -> the calls of `compute_score` for its rollouts."""
         tune_gc()
         watch()  # so that `reward-loop stuck` also lists an idle worker
+
+    def _start_audit(self) -> Audit | None:
+        """Returns the audit of the manager, which calls the function again for a share of the samples.
+
+        Raises:
+            ConfigError: the manager was written for verl, or the score of one sample cannot be repeated.
+        """
+        manager = self._manager
+        if not self._options.audit.reask:
+            return None
+        if not isinstance(manager, RewardLoopManagerBase):
+            raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
+        manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
+        return manager.audit
 
     async def compute_score(self, data: Any) -> Reward:
         """Scores one rollout.
@@ -121,6 +138,10 @@ class RewardWorker:
         """Returns the counts of exchanges with model servers since the last call; see `ExchangeCounts`."""
         writer = open_records(self._options)
         return ExchangeCounts().take() if writer is None else writer.exchange_counts.take()
+
+    async def audit_counts(self) -> dict[str, Any] | None:
+        """Returns the counts of second calls since the last call, see `Audit.take`; ``None`` without an audit."""
+        return None if self._audit is None else self._audit.take()
 
     async def has_post_process(self) -> bool:
         """Returns whether the user's class has ``post_process_scores``."""

@@ -30,6 +30,7 @@ from reward_loop.verl.reward_client import RewardClient
 from reward_loop.verl.reward_metrics import (
     StepRewards,
     added_seconds,
+    audit_metrics,
     final_outputs,
     session_of,
     spread,
@@ -218,6 +219,8 @@ class RewardLoopTrainer(RecordingTrainer):
         # In verl's own values of these metrics, masked samples count as 0.
         metrics.update(self._trained_rewards(batch.partition_id))
         metrics.update(self._health.metrics(self.global_steps, self._rewards, batch.partition_id))
+        if self._settings.options.audit.reask:
+            metrics.update(audit_metrics(self.reward_workers.audit_counts()))
 
     def _trained_rewards(self, partition_id: str) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""

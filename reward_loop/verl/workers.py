@@ -26,10 +26,37 @@ BUSY_S = 5.0
 """Timeout in seconds for the status of a worker that has samples in flight."""
 
 COUNTS_S = 1.0
-"""Timeout in seconds for the counts of exchanges. The trainer waits for them once a step."""
+"""Timeout in seconds for counts of the reward workers. The trainer waits for them once a step."""
 
 POLL_S = 2.0
 """Seconds between two polls for fatal errors, while the trainer waits for rewards."""
+
+
+class _Counts:
+    """Counts of all reward workers.
+
+    Args:
+        handles: the workers.
+        method: the method that returns the counts of a worker since its last call.
+    """
+
+    def __init__(self, handles: Sequence[Any], method: str) -> None:
+        self._handles = handles
+        self._method = method
+        self._asked: list[Any] = []
+
+    def take(self) -> list[Any]:
+        """Returns the counts of the workers since the last call.
+
+        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
+        """
+        self._asked += [getattr(worker, self._method).remote() for worker in self._handles]
+        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=COUNTS_S)
+        counts = []
+        for answer in answered:
+            with contextlib.suppress(RayActorError):  # Ray restarts the worker
+                counts.append(ray.get(answer))
+        return counts
 
 
 class RewardWorkers:
@@ -61,7 +88,8 @@ class RewardWorkers:
         self.client = RewardClient(self.handles, settings.options)
         self._asked: list[Any] = []
         self._asked_at = 0.0
-        self._counting: list[Any] = []
+        self._exchange_counts = _Counts(self.handles, "exchange_counts")
+        self._audit_counts = _Counts(self.handles, "audit_counts")
 
     def wait_until_ready(self) -> None:
         """Waits until every worker has loaded the tokenizer and the user's function.
@@ -127,17 +155,12 @@ class RewardWorkers:
                     raise RewardLoopError(message)
 
     def exchange_counts(self) -> list[dict[str, Any]]:
-        """Returns the counts of exchanges with model servers since the last call.
+        """Returns the counts of exchanges with model servers since the last call, see `_Counts.take`."""
+        return self._exchange_counts.take()
 
-        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
-        """
-        self._counting += [worker.exchange_counts.remote() for worker in self.handles]
-        answered, self._counting = ray.wait(self._counting, num_returns=len(self._counting), timeout=COUNTS_S)
-        counts = []
-        for answer in answered:
-            with contextlib.suppress(RayActorError):  # Ray restarts the worker
-                counts.append(ray.get(answer))
-        return counts
+    def audit_counts(self) -> list[dict[str, Any]]:
+        """Returns the counts of second calls since the last call, see `_Counts.take`."""
+        return [counts for counts in self._audit_counts.take() if counts is not None]
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancels the scoring of the rollouts of these prompts, because the process that requested it has died.

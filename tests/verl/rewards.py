@@ -143,8 +143,9 @@ def _is_first(name: str) -> bool:
 class Held(Mixed):
     """As :class:`Mixed`, but the rollouts of the first two batches of 32 are held up, with 16 judged at a time and room
     for 24 in the queue: 24 until the queue is full, 16 more until all have been generated, and the others until a
-    training step is over. The last batch takes some seconds, so that it is being judged when the run ends. What the
-    queue said when it was full is in the file ``queue.json``."""
+    training step is over. When three steps are over, the agent loop worker is killed. The last batch takes some
+    seconds, so that it is being judged when the run ends. What the queue said when it was full is in the file
+    ``queue.json``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -157,8 +158,10 @@ class Held(Mixed):
             if last not in self._events:
                 self._events[last] = asyncio.create_task(_until(events[last]))
             await asyncio.shield(self._events[last])
-        elif self._seen > 96:
+        elif _is_over(5):
             await asyncio.sleep(5)
+        if _is_over(3) and _is_first("killed-agent-loop-worker"):
+            os.kill(await _agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid()), signal.SIGKILL)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
 
@@ -190,7 +193,11 @@ def _all_are_generated(figures: dict[str, float]) -> bool:
 
 
 def _step_is_over(_: dict[str, float]) -> bool:
-    return (_beside_the_log("rollouts") / "1.jsonl").exists()
+    return _is_over(1)
+
+
+def _is_over(step: int) -> bool:
+    return (_beside_the_log("rollouts") / f"{step}.jsonl").exists()
 
 
 def several(outputs: list[str]) -> list[dict[str, float]]:
@@ -203,7 +210,7 @@ async def compared(
     solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict]
 ) -> list[dict[str, float] | None]:
     """Sees a whole group. When two steps are over, it fails."""
-    if extra_infos[0]["split"] == "train" and (_beside_the_log("rollouts") / "2.jsonl").exists():
+    if extra_infos[0]["split"] == "train" and _is_over(2):
         raise RuntimeError("the judge is on strike")
     results: list[dict[str, float] | None] = []
     for text, truth, info, own in zip(solution_strs, ground_truths, extra_infos, several(solution_strs), strict=True):
@@ -223,8 +230,7 @@ def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
 def rare(solution_str: str, extra_info: dict) -> float:
     """Rewards one response in four or so, so that many groups get no reward at all. When two steps are over, it kills
     the agent loop worker, some time after a response began to be judged."""
-    over = (_beside_the_log("rollouts") / "2.jsonl").exists()
-    if over and extra_info["split"] == "train" and _is_first("killed-agent-loop-worker"):
+    if _is_over(2) and extra_info["split"] == "train" and _is_first("killed-agent-loop-worker"):
         import ray
 
         pid = ray.get(_agent_loop_worker().__ray_call__.remote(lambda worker: os.getpid()))

@@ -17,6 +17,8 @@ from tests.verl.runs import Run, train
 pytestmark = pytest.mark.integration
 
 STEPS = (1, 2, 3)
+LATER = (4, 5, 6)
+"""The steps after the death of the agent loop worker."""
 QUEUE = "trainer.v1.separate_async.reward_queue"
 CAPACITY, IN_FLIGHT = 24, 16
 OFF_POLICY = 2
@@ -25,7 +27,7 @@ OFF_POLICY = 2
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """The first rollouts are judged only after so many have been generated that the queue is full; and some only after
-    the first step."""
+    the first step. After three steps, the agent loop worker is killed."""
     directory = tmp_path_factory.mktemp("separate")
     return train(
         directory,
@@ -38,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         "trainer.v1.sampler.max_off_policy_strategy=wait",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        f"trainer.total_training_steps={len(STEPS)}",
+        f"trainer.total_training_steps={LATER[-1]}",
         "trainer.val_before_train=False",
         f"reward_loop.log_dir={directory}/records",
         function="Held",
@@ -73,7 +75,8 @@ def test_the_bounds_of_the_queue_hold_and_are_logged(run: Run) -> None:
 def test_every_rollout_is_scored_exactly_once(run: Run) -> None:
     trained = {row["uid"].rsplit("_", 1)[0]: row for step in STEPS for row in run.rollouts(step)}
     assert len(trained) == len(STEPS) * 32
-    assert max(Counter(record["uid"] for record in records(run)).values()) == 1
+    counts = Counter(record["uid"] for record in records(run))
+    assert {counts[uid] for uid in trained} == {1}
     scored = {record["uid"]: record for record in records(run)}
     for uid, row in trained.items():
         number = rewards.number(row["output"])
@@ -90,6 +93,15 @@ def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
         assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
         check_reward_metrics(run.steps[step], rollouts)
+
+
+def test_a_killed_agent_loop_worker_is_replaced_and_no_rollout_is_lost_or_trained_on_twice(run: Run) -> None:
+    assert (run.directory / "killed-agent-loop-worker").exists()
+    assert sum(run.steps[step]["reward_loop/agent_loop_workers_replaced"] for step in LATER) == 1
+    for step in LATER:
+        check_scores(run.rollouts(step))
+    uids = [row["uid"] for step in STEPS + LATER for row in run.rollouts(step)]
+    assert len(set(uids)) == len(uids) == len(STEPS + LATER) * 32
 
 
 def test_judges_in_flight_at_a_good_end_print_no_errors(run: Run) -> None:
@@ -112,7 +124,7 @@ def test_staleness_is_logged_and_bounded(run: Run) -> None:
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
-    check_events(run, run.directory / "records", {"gen", "old_log_prob", "adv", "update_actor", "update_weights"})
+    check_events(run, run.directory / "records", {"gen", "old_log_prob", "adv", "update_actor", "update_weights"}, 3)
 
 
 def queue_figures(run: Run, step: int) -> dict[str, float]:

@@ -247,6 +247,7 @@ def harried_run(
         "reward_model.enable=True",
         f"reward_model.model.path={tiny_discriminative_model}",
         f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
+        "reward_loop.audit={reask: 0.25, tolerance: 0.001}",
         function="judged",
         returncode=130,
     )
@@ -317,6 +318,13 @@ def test_a_killed_agent_loop_worker_is_replaced(harried_run: Run) -> None:
     assert sum(step["reward_loop/agent_loop_workers_replaced"] for step in steps) == 1
     uids = [row["uid"] for step in (1, 2, 3) for row in harried_run.rollouts(step)]
     assert len(set(uids)) == 3 * 8 * 4
+
+
+def test_the_agreement_of_second_calls_is_a_metric(harried_run: Run) -> None:
+    steps = [harried_run.steps[step] for step in (1, 2, 3)]
+    assert sum(step["reward_loop/audit/asked"] for step in steps) > 0
+    agreements = [step["reward_loop/audit/agreement"] for step in steps if "reward_loop/audit/agreement" in step]
+    assert set(agreements) == {1.0}
 
 
 def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_run: Run) -> None:

@@ -86,6 +86,21 @@ async def test_a_manager_written_for_verl_runs_unchanged(policy: str) -> None:
     assert reward["reward_extra_info"]["reward_outcome"] == "scored"
 
 
+async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(policy: str) -> None:
+    with pytest.raises(ConfigError, match=r"audit\.reask"):
+        RewardWorker(settled(policy, *verl_manager("Length"), "reward_loop.audit.reask=0.1"), None)
+
+
+async def test_second_calls_are_counted(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("async def compute_score(solution_str): return 1.0")
+    overrides = (f"custom_reward_function.path={tmp_path}/f.py", "reward_loop.audit.reask=1.0")
+    worker = RewardWorker(settled(policy, *overrides), None)
+    assert (await worker.compute_score(rollout("4")))["reward_score"] == 1.0
+    assert worker._audit is not None
+    await asyncio.gather(*worker._audit._running)
+    assert await worker.audit_counts() == {"asked": 1, "agreed": 1, "without_score": 0, "differences": [0.0]}
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "cause"),
     [
