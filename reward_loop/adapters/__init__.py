@@ -1,0 +1,1 @@
+"""Other trainers: each adapter is imported by its own path."""
