@@ -17,7 +17,7 @@ PACKAGE = ROOT / "reward_loop"
 VERL = ["verl"]
 RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py", "serving/reservation.py"]
 """Where Ray may be imported: in parts that start actors."""
-MODELS = ["verl", "serving"]
+MODELS = ["verl", "serving", "adapters/trl"]
 """Where torch and transformers may be imported."""
 
 HOMES = {
@@ -32,6 +32,8 @@ HOMES = {
     "numpy": ["verl", "health", "agent/ray_agent.py"],
     "pyarrow": ["offline/parquet.py"],
     "duckdb": ["view"],
+    "trl": ["adapters/trl"],
+    "greenlet": ["adapters/trl"],
 }
 
 EXCEPTIONS = {("managers/base.py", "torch", "assemble_rm_scores"), ("agent/ray_agent.py", "torch", "tensor")}

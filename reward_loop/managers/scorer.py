@@ -28,22 +28,24 @@ class Scorer:
 
 
 def load_scorer(
-    spec: str | None,
+    spec: Any,
     manager: str,
     options: RewardLoopConfig,
     *,
     reward_kwargs: Mapping[str, Any] | None = None,
     router_address: str | None = None,
+    reward_model_tokenizer: Any = None,
 ) -> Scorer:
     """Load a function, and create the manager that calls it.
 
     Args:
-        spec: the function, as ``file.py:name`` or ``package.module:name``. ``None`` if each component of a composite
-            has its own.
+        spec: the function, or its name: ``file.py:name`` or ``package.module:name``. ``None`` if each component of a
+            composite has its own.
         manager: name or import path of the manager.
         options: the options of the run.
         reward_kwargs: configured arguments of the function.
         router_address: ``host:port`` that functions receive as ``reward_router_address``.
+        reward_model_tokenizer: the reward model's tokenizer, which functions receive.
 
     Raises:
         ConfigError: the manager does not exist or its options are invalid; or the function is missing, or would have
@@ -60,7 +62,7 @@ def load_scorer(
         raise ConfigError(f"{spec} has no effect: each component has a path of its own. Leave it out")
     if issubclass(cls, managers.RewardLoopManagerBase):
         options = cls.read_options(options)  # also used for the function: a manager may set limits
-    loaded = load_function(spec) if spec is not None else None
+    loaded = load_function(spec) if isinstance(spec, str) else spec
     function = None
     if loaded is not None:
         function = managers.scoring_function(cls, loaded, options, reward_kwargs=reward_kwargs)
@@ -69,7 +71,7 @@ def load_scorer(
         tokenizer=None,
         compute_score=function,
         reward_router_address=router_address,
-        reward_model_tokenizer=None,
+        reward_model_tokenizer=reward_model_tokenizer,
     )
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
     return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))

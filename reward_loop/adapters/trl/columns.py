@@ -1,0 +1,173 @@
+"""Converts a call of TRL, which has one list for each column, to samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reward_loop._util.text import did_you_mean, listing, shorten
+from reward_loop.errors import ConfigError
+from reward_loop.types import RewardSample
+
+__all__ = ["Columns", "group_sizes", "text_of"]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which column of the data set becomes which part of a sample. All other columns become keys of ``extra_info``.
+
+    A name may be a dotted path into a column of mappings, such as ``reward_model.ground_truth``.
+    """
+
+    ground_truth: str | None = None
+    """The column of the reference answers; by default ``ground_truth``, if there is one."""
+    data_source: str | None = None
+    """The column of the names of the data sets; by default ``data_source``, if there is one."""
+    extra_info: str | None = None
+    """A column of mappings, whose keys become keys of ``extra_info``; by default ``extra_info``, if there is one."""
+
+    def check(self, columns: Mapping[str, Sequence[Any]], count: int, requires: frozenset[str]) -> None:
+        """Check that the columns fit the options and the function.
+
+        Args:
+            columns: the columns of the data set, each with a value for each completion.
+            count: the number of completions.
+            requires: the parts of a sample that the function requires.
+
+        Raises:
+            ConfigError: a column does not exist, or has another length.
+        """
+        for name, values in columns.items():
+            if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+                raise ConfigError(f"column {name!r} must be a list with {count} values; got {shorten(values, 60)}")
+        for part in ("ground_truth", "data_source", "extra_info"):
+            named: str | None = getattr(self, part)
+            name = named or part
+            found = name in columns or name.partition(".")[0] in columns
+            if not found and (named is not None or (part in requires and part != "extra_info")):
+                needs = f"{part}={named!r}" if named else f"the reward function, which requires {part}"
+                raise ConfigError(
+                    f"the data set has no column {name!r} for {needs}{did_you_mean(name, columns) or '.'} Its columns "
+                    f"are {listing(columns)}: name the right one by {part}=..."
+                )
+
+    def parts(self, columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
+        """Return ground truth, data source and extra info of one completion, as arguments of `RewardSample`."""
+        row = {name: values[index] for name, values in columns.items()}
+        used = {name: getattr(self, name) or name for name in ("ground_truth", "data_source", "extra_info")}
+        truth = _look_up(row, used["ground_truth"])
+        source = _look_up(row, used["data_source"])
+        nested = _look_up(row, used["extra_info"])
+        extra_info = {name: value for name, value in row.items() if name not in used.values()}
+        error = None
+        if isinstance(nested, Mapping):
+            extra_info |= nested
+        elif nested is not _MISSING and nested is not None:
+            error = f"its column {used['extra_info']!r} must be a mapping; got {shorten(nested, 60)}"
+        for part, value in (("ground_truth", truth), ("data_source", source)):
+            if value is _MISSING and getattr(self, part) is not None:
+                error = f"its column has no {getattr(self, part)!r}, which {part}= names"
+        return {
+            "ground_truth": None if truth is _MISSING else truth,
+            "data_source": "" if source is _MISSING or source is None else str(source),
+            "extra_info": extra_info,
+            "error": error,
+        }
+
+    def samples(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None,
+        columns: Mapping[str, Sequence[Any]],
+        groups: Sequence[int],
+        *,
+        name: str,
+        step: int | None,
+    ) -> list[RewardSample]:
+        """Return a sample for each completion.
+
+        Args:
+            prompts: text, or chat messages; one for each completion.
+            completions: text, or the messages that the model wrote.
+            completion_ids: the tokens of each completion.
+            columns: the columns of the data set.
+            groups: the sizes of the groups, in order.
+            name: identifies the batch in the names of samples and groups.
+            step: the training step.
+        """
+        samples = []
+        index = 0
+        for group, size in enumerate(groups):
+            for _ in range(size):
+                parts = self.parts(columns, index)
+                completion = completions[index]
+                if not isinstance(completion, str) and len(completion) > 1:
+                    parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
+                samples.append(
+                    RewardSample(
+                        text_of(completion),
+                        uid=f"{name}.{index}",
+                        group=f"{name}.{group}",
+                        group_size=size,
+                        prompt=prompts[index],
+                        step=step,
+                        response_length=None if completion_ids is None else len(completion_ids[index]),
+                        **parts,
+                    )
+                )
+                index += 1
+        return samples
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion: the text itself, or the contents of the assistant's messages, one a line."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(filter(None, (_content(message) for message in completion if message["role"] == "assistant")))
+
+
+def group_sizes(prompts: Sequence[Any], size: int | None, *, exact: bool) -> list[int]:
+    """Return the sizes of the groups of a batch: neighbours with the same prompt are a group.
+
+    Args:
+        prompts: the prompt of each completion.
+        size: the size of each group; ``None`` if only the prompts tell groups apart.
+        exact: whether an incomplete group is an error.
+
+    Raises:
+        ConfigError: a group is incomplete, and groups must be complete.
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(prompts)]
+    if size is None:
+        return runs
+    if exact and (broken := [run for run in runs if run % size]):
+        raise ConfigError(
+            f"the reward manager needs whole groups of group_size={size}, and this process has {broken[0]} completions "
+            "of a prompt. Set group_size to num_generations, let num_generations divide the batch of each process "
+            "(per_device_train_batch_size * steps_per_generation), and set num_generations_eval to the same number"
+        )
+    return [min(size, run - start) for run in runs for start in range(0, run, size)]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def _look_up(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path. A column named like the whole path has priority."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value

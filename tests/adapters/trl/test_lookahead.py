@@ -1,0 +1,53 @@
+"""The batches that are read ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reward_loop.adapters.trl.lookahead import Lookahead
+
+
+def walk(
+    count: int, every: int, accumulation: int, steps: int, repeats: int | None = None
+) -> list[tuple[Any, Any, int]]:
+    """Return each batch that starts a generation, the following one, and the step of the first."""
+    source = iter([[index // (repeats or every)] for index in range(count)])
+    lookahead = Lookahead(source)
+    seen, position = [], 0
+    for step in range(steps):
+        for batch in lookahead.take(accumulation, every, step=step, last_step=steps, accumulation=accumulation):
+            if position % every == 0:
+                seen.append((batch[0], batch.following and batch.following[0], batch.step))
+            position += 1
+    return seen
+
+
+def test_each_generation_is_followed_by_the_next_and_the_last_by_none() -> None:
+    assert walk(4, every=1, accumulation=1, steps=4) == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, None, 3)]
+
+
+def test_no_generation_follows_the_last_step_if_the_data_goes_on() -> None:
+    assert walk(100, every=1, accumulation=1, steps=2) == [(0, 1, 0), (1, None, 1)]
+
+
+def test_a_generation_for_several_steps() -> None:
+    assert walk(100, every=4, accumulation=1, steps=8) == [(0, 1, 0), (1, None, 4)]
+
+
+def test_several_generations_in_one_optimizer_step() -> None:
+    assert walk(100, every=1, accumulation=2, steps=2) == [(0, 1, 0), (1, 2, 0), (2, 3, 1), (3, None, 1)]
+
+
+def test_the_following_batch_has_the_step_in_which_it_is_trained_on() -> None:
+    lookahead = Lookahead(iter([[0], [0], [1], [1]]))
+    first, _ = lookahead.take(2, 2, step=5, last_step=9, accumulation=2)
+    assert first.following is not None
+    assert first.following.step == 6
+
+
+def test_the_same_object_is_returned_later() -> None:
+    lookahead = Lookahead(iter([[0], [1]]))
+    (first,) = lookahead.take(1, 1, step=0, last_step=2, accumulation=1)
+    (second,) = lookahead.take(1, 1, step=1, last_step=2, accumulation=1)
+    assert first.following is second
+    assert lookahead.take(1, 1, step=2, last_step=2, accumulation=1) == []
