@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
+from reward_loop.managers import registry
 
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
 FUNCTION = """
@@ -103,8 +104,8 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*SCORE[:2], "--fn", "rewrad.py:compute_score"), "no such file: rewrad.py"),
         ((*SCORE[:2], "--fn", "reward.py:Judge", "--reward-kwarg", "x=1"), "reward_kwargs x"),
         ((*MAPPED, "--manager", "niave"), "did you mean 'naive'?"),
-        ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
-        ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
+        ((*MAPPED, "--on-failed", "crash"), "--on-failed: 'crash' is not one of 'raise', 'default', 'mask'"),
+        ((*MAPPED, "--isolation", "fork"), "--isolation: 'fork' is not one of 'thread', 'process'"),
         ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
@@ -342,6 +343,81 @@ def test_help_and_version():
     assert "Example" in shown
     assert "reward-loop score rollouts.jsonl --fn reward.py:compute_score" in shown
     assert run("--version") == f"reward-loop {__version__}"
+    assert run("-h") == run("--help")
+    assert run("score", "-h") == run("score", "--help")
+    assert "Usage: reward-loop [OPTIONS] COMMAND" in run(code=2).replace("root", "reward-loop")
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop", "--version"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == f"reward-loop {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("score", "x", "-f", "nonsense"), "error: -f: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "-fnonsense"), "error: -f: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "--field=nonsense"), "error: --field: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "-O", "limits=1", "-O", "limits.judge=2"), "error: -O: limits=1 contradicts"),
+        (("score", "x", "--concurrency", "many"), "error: --concurrency: "),
+        (("score", "x", "--conc", "2"), "error: no such option: --conc"),
+        (("report",), "error: missing argument 'DIR'."),
+        (("scor",), "error: no such command 'scor'"),
+        (("route", "-w", "nowhere"), "error: -w nowhere.url: expected http://host:port"),
+        (("route", "--worker", "nowhere"), "error: --worker nowhere.url: expected http://host:port"),
+        (("route", "-w", "http://a:1", "--policy", "any"), "error: --policy: 'any' is not one of 'round_robin', "),
+        (("limits", "max_concurrent=2"), "error: NAME: name the limit first"),
+    ],
+)
+def test_errors_have_one_style_and_name_the_option_as_it_was_typed(args, message):
+    shown = run(*args, code=2)
+    assert shown.startswith(message)
+    assert "Traceback" not in shown
+
+
+def test_the_help_shows_the_choices():
+    shown = run("score", "--help")
+    for choices in ("raise|default|mask", "thread|process"):
+        assert choices in shown.replace("│ │ ", "")
+    assert [name for name in registry.names() if name not in shown] == []
+    assert "round_robin" in run("route", "--help")
+
+
+def completed(*words):
+    """Return what the shell offers for the last word."""
+    script = {"_REWARD_LOOP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["reward-loop", *words])}
+    environment = {**script, "COMP_CWORD": str(len(words)), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    return CliRunner().invoke(cli.app, env=environment, prog_name="reward-loop").output.split()
+
+
+def test_shell_completion_offers_commands_managers_policies_and_engines():
+    assert completed("sc") == ["score"]
+    assert completed("score", "--manager", "d") == ["dapo"]
+    assert completed("check", "--manager", "g") == ["gdpo", "group"]
+    assert completed("score", "--on-failed", "") == ["raise", "default", "mask"]
+    assert completed("route", "--policy", "c") == ["content"]
+    assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")
+    assert completed("simulate", "--mode", "b") == ["baseline", "both"]
+
+
+@pytest.mark.parametrize("variable", [{}, {"NO_COLOR": "1"}])
+def test_no_color_turns_off_colours(folder, variable):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variable}
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop", "score", "none.jsonl", "--fn", "reward.py"],
+        capture_output=True,
+        env={**environment, "FORCE_COLOR": "1", "TERM": "xterm-256color"},
+        text=True,
+        timeout=300,
+    )
+    assert ("\x1b[1;31m" in done.stderr) is not bool(variable)
 
 
 BLOCKS = """
@@ -539,8 +615,8 @@ def test_simulate_the_size_of_a_run_as_json(tmp_path):
     ("arguments", "message"),
     [
         (("--judge", "normal:1"), "invalid judge latency"),
-        (("--mode", "bot"), "did you mean 'both'"),
-        (("--arrival", "late"), "end or during"),
+        (("--mode", "bot"), "--mode: 'bot' is not one of 'baseline', 'mini-batch', 'off-policy', 'both', 'all'"),
+        (("--arrival", "late"), "--arrival: 'late' is not one of 'end', 'during'"),
         (("--mini-batches", "9"), "would be empty"),
         (("--workers", "3"), "--workers needs --nodes"),
         (("--nodes", "3"), "--batch has no effect with --nodes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,14 @@ __all__ = [
     "nested",
     "pairs",
 ]
+
+manager_names: Callable[[], Iterable[str]] = tuple
+"""Returns the names of the reward managers, for shell completion. `reward_loop.cli` sets it."""
+
+
+def _complete_manager(incomplete: str) -> list[str]:
+    return [name for name in manager_names() if name.startswith(incomplete)]
+
 
 FieldPaths = Annotated[
     list[str] | None,
@@ -40,7 +48,15 @@ RewardKwargs = Annotated[
         metavar="NAME=VALUE", help="An argument of the function; the value is JSON or plain text. Repeatable."
     ),
 ]
-Manager = Annotated[str, typer.Option(help="The reward manager: a name or an import path.")]
+Manager = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="The reward manager: batch, composite, dapo, gdpo, group, limited, naive, prime, rate_limited, remote, or "
+        "an import path.",
+        autocompletion=_complete_manager,
+    ),
+]
 RouterAddress = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/].")
 ]

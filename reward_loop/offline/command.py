@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from reward_loop.offline import Fields, Summary, check_input, count_rows, score_
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
 from reward_loop.records.show import outcomes_of, show_details, slowest_of
+from reward_loop.types import Policy
 
 if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
@@ -70,7 +71,8 @@ def score(
     concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
     isolation: Annotated[
-        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+        Literal["thread", "process"],
+        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
     ] = "thread",
     max_processes: Annotated[
         int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
@@ -79,12 +81,14 @@ def score(
         int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
     ] = None,
     on_failed: Annotated[
-        str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
+        Policy, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
     ] = "mask",
-    on_unscored: Annotated[str, typer.Option(help="The same for rows for which the function returns None.")] = "mask",
+    on_unscored: Annotated[
+        Policy, typer.Option(help="The same for rows for which the function returns None.")
+    ] = "mask",
     default_score: Annotated[float, typer.Option(help="The score under the policy default.")] = 0.0,
     max_failed_share: Annotated[
-        float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
+        float, typer.Option(min=0, max=1, help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
     log_dir: Annotated[
         Path | None,
