@@ -43,7 +43,7 @@ class _Commands(TyperGroup):
     Ctrl-C.
     """
 
-    def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
         """Run the command, and exit with its status; without ``standalone_mode``, raise the errors of typer."""
         given = list(sys.argv[1:] if args is None else args)
         try:

@@ -57,6 +57,74 @@ def test_a_summary_and_an_output_beside_the_input(folder):
     assert [row["score"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("reward.py:compute_score", "rollouts.jsonl"),
+        ("rollouts.jsonl", "reward.py:compute_score"),
+        ("rollouts.jsonl", "reward.py"),
+        ("rollouts.jsonl", "--fn", "reward.py:compute_score"),
+    ],
+)
+def test_score_takes_function_and_file_in_any_order(folder, arguments):
+    shown = run("score", *arguments, "-f", "solution_str=output", "-f", "ground_truth=gts")
+    assert "1 failed, 5 scored" in shown
+    assert (folder / "rollouts.scored.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("none.py:Judge", "rollouts.jsonl"),
+        ("rollouts.jsonl", "none.py:Judge"),
+        ("none.py:Judge", "--data", "rollouts.jsonl"),
+        ("--data", "rollouts.jsonl", "--fn", "none.py:Judge"),
+    ],
+)
+def test_check_takes_function_and_file_in_any_order(folder, arguments):
+    shown = run("check", *arguments, "-f", "solution_str=output", code=2)
+    assert shown.startswith("error: no such file: none.py")
+
+
+def test_check_still_takes_a_module_without_a_function(folder):
+    shown = run("check", "json.decoder", "--data", "rollouts.jsonl", "-f", "solution_str=output", code=2)
+    assert "json.decoder has no 'compute_score'" in shown
+
+
+def test_a_file_with_a_colon_in_its_name_is_not_a_function(folder):
+    (folder / "step:1.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert "rows 1" in run("score", "reward.py:Judge", "step:1.jsonl", "-f", "solution_str=output")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("score", "a.py:f", "b.py:g", "rollouts.jsonl"), "--fn: several functions are given: a.py:f, b.py:g"),
+        (("score", "a.py:f", "rollouts.jsonl", "--fn", "b.py"), "--fn: several functions are given: a.py:f, b.py"),
+        (("score", "reward.py:Judge"), "name the rollouts, too: reward-loop score reward.py:Judge FILE"),
+        (("score", "--fn", "reward.py:Judge"), "missing argument"),
+        (("check", "reward.py:Judge"), "name the rollouts, too: reward-loop check FUNCTION FILE"),
+        (("score", "reward.py", "s3://bucket/rollouts.jsonl"), "no such file: s3:"),
+        (("score", "reward.py", "rollouts.jsonl", "rollouts.jsonl"), "2 inputs are scored: name their output"),
+    ],
+)
+def test_a_missing_or_second_function_or_file_is_an_error(folder, arguments, message):
+    assert message in run(*arguments, code=2)
+
+
+def test_rollouts_are_read_from_stdin_and_written_to_stdout(folder):
+    arguments = ["score", "reward.py:compute_score", "-", "-f", "solution_str=output", "-f", "ground_truth=gts"]
+    result = CliRunner().invoke(cli.app, arguments, input=(folder / "rollouts.jsonl").read_text())
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
+    assert "1 failed, 5 scored" in result.stderr
+    assert sorted(path.name for path in folder.iterdir() if "stdin" in path.name) == []
+    result = CliRunner().invoke(
+        cli.app, [*arguments, "-o", "out.jsonl.gz"], input=(folder / "rollouts.jsonl").read_text()
+    )
+    assert (folder / "out.jsonl.gz").exists(), result.output
+
+
 def test_functions_run_in_processes(folder):
     shown = run(*MAPPED, "--isolation", "process", "--max-processes", "1", "--max-memory-mb", "500")
     assert "mean score 0.6 over 5 rows" in shown
@@ -341,7 +409,7 @@ def test_characters_that_a_terminal_cannot_encode_are_escaped(folder):
 def test_help_and_version():
     shown = run("score", "--help")
     assert "Example" in shown
-    assert "reward-loop score rollouts.jsonl --fn reward.py:compute_score" in shown
+    assert "reward-loop score reward.py:compute_score rollouts.jsonl" in shown
     assert run("--version") == f"reward-loop {__version__}"
     assert run("-h") == run("--help")
     assert run("score", "-h") == run("score", "--help")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "RouterAddress",
     "Timeout",
     "check_not_repeated",
+    "function_and_files",
     "json_or_text",
     "nested",
     "pairs",
@@ -73,6 +75,34 @@ MoreOptions = Annotated[
         "[cyan]retry.max_attempts=1[/]; the value is JSON or plain text. Repeatable.",
     ),
 ]
+
+
+def function_and_files(arguments: Sequence[str], fn: str | None, option: str) -> tuple[str | None, list[str]]:
+    """Separate the reward function from the files in the arguments of a command; their order does not matter.
+
+    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL.
+
+    Args:
+        arguments: the arguments.
+        fn: the value of the option that also names the function.
+        option: that option's name, for error messages.
+
+    Raises:
+        typer.BadParameter: several functions are given.
+    """
+    functions = [one for one in arguments if _is_function(one)]
+    files = [one for one in arguments if not _is_function(one)]
+    if fn is not None:
+        functions.append(fn)
+    if len(functions) > 1:
+        raise typer.BadParameter(f"several functions are given: {', '.join(functions)}", param_hint=option)
+    return (functions[0] if functions else None), files
+
+
+def _is_function(argument: str) -> bool:
+    if argument.endswith(".py") or argument.startswith("pkg://"):
+        return True
+    return ":" in argument and "://" not in argument and not os.path.exists(argument)
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:

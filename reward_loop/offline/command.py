@@ -16,7 +16,7 @@ from reward_loop._util import cli_options
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
+from reward_loop.offline import Fields, Inputs, Summary, score_file
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
 from reward_loop.records.show import outcomes_of, show_details, slowest_of
@@ -38,29 +38,26 @@ _err = Console(stderr=True, soft_wrap=True)
 
 def score(
     context: typer.Context,
-    file: Annotated[
-        Path,
+    arguments: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE",
-            help="Rollouts: JSONL, parquet by its suffix, or a folder: records, or verl's rollout dumps.",
+            metavar="[FUNCTION] FILE",
+            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out where each "
+            "component of a composite has a path), and the rollouts: JSONL or a JSON array, also compressed (gzip, "
+            "Zstandard), parquet by its suffix, a folder (records, or verl's rollout dumps), a pattern such as "
+            "[cyan]'dumps/*.jsonl'[/], or - for stdin.",
             show_default=False,
         ),
     ],
-    fn: Annotated[
-        str | None,
-        typer.Option(
-            help="The reward function: [cyan]file.py:name[/] or [cyan]package.module:name[/]. Left out where each "
-            "component of a composite has a path.",
-            show_default=False,
-        ),
-    ] = None,
+    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="JSONL, or parquet by its suffix; - is stdout (JSONL, when all rows are scored). Default: FILE with "
-            ".scored before its suffix; for a folder, DIR.scored.jsonl.",
+            help="JSONL, compressed if it ends in .gz or .zst, or parquet by its suffix; - is stdout (JSONL, when all "
+            "rows are scored). Default: FILE with .scored before its suffix; for a folder, DIR.scored.jsonl; for "
+            "stdin, stdout.",
         ),
     ] = None,
     field: cli_options.FieldPaths = None,
@@ -112,7 +109,7 @@ def score(
 
     [bold]Example[/]
 
-      reward-loop score rollouts.jsonl --fn reward.py:compute_score -f solution_str=output -f ground_truth=gts
+      reward-loop score reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
     The output holds every row of the input, in order, with [cyan]row[/],
     [cyan]score[/], [cyan]outcome[/] (scored, unscored or failed),
@@ -123,9 +120,12 @@ def score(
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
     """
+    fn, files = cli_options.function_and_files(arguments, fn, "--fn")
+    if not files:
+        raise ConfigError(f"name the rollouts, too: reward-loop score {fn} FILE")
     paths = cli_options.pairs(field, "--field")
-    arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in arguments.items()}
+    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
     more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
     cli_options.check_not_repeated(context, more)
     options = {
@@ -145,11 +145,10 @@ def score(
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.managers.scorer import load_scorer
 
-    check_input(file)
-    if file.is_dir() and log_dir is not None and log_dir.resolve() == file.resolve():
-        raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
     config = parse(RewardLoopConfig, options, "reward_loop")
-    with reserve_stdout() as stdout:
+    with Inputs.open(files) as source, reserve_stdout() as stdout:
+        if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
+            raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         if getattr(scorer.manager, "needs_group", False):
             raise ConfigError(
@@ -158,14 +157,14 @@ def score(
             )
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-        target = None if output == _STDOUT else output or _scored(file)
+        target = None if output == _STDOUT else output or source.default_output()
         destination: Path | IO[bytes] = target or stdout.buffer
-        total = count_rows(file)
+        total = source.count()
         with _progress() as progress:
             task = progress.add_task("scoring", total=total)
             try:
                 summary = score_file(
-                    file,
+                    source,
                     destination,
                     scorer.manager,
                     fields=Fields(paths, data_source=data_source, requires=scorer.requires),
@@ -176,7 +175,7 @@ def score(
                     on_row=lambda done: progress.update(task, completed=done),
                 )
             except (KeyboardInterrupt, RewardLoopError, OSError) as error:
-                partial = partial_of(file, destination)
+                partial = partial_of(source, destination)
                 if not isinstance(error, ConfigError) and partial.exists():
                     error.add_note(
                         f"Completed rows are in {partial}: rerun the command to resume. Add --retry-failed to also "
@@ -188,20 +187,13 @@ def score(
         _show(summary, target, config.log_dir, _err if target is None else Console(file=stdout, soft_wrap=True))
     failed = summary.outcomes["failed"]
     if not summary.rows:
-        _err.print(f"note: {escape(str(file))} has no rows", highlight=False)
+        _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
     elif not summary.outcomes["scored"]:
         _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}", highlight=False)
     if failed and target is not None:
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
-
-
-def _scored(file: Path) -> Path:
-    """Return the default output."""
-    if file.is_dir():
-        return file.resolve().with_name(f"{file.resolve().name}.scored.jsonl")
-    return file.with_name(f"{file.stem}.scored{file.suffix}")
 
 
 def _progress() -> Progress:
