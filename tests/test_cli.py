@@ -50,7 +50,7 @@ MAPPED = (*SCORE, "-f", "ground_truth=gts")
 
 def test_a_summary_and_an_output_beside_the_input(folder):
     shown = run(*MAPPED)
-    for part in ("rows 6", "mean score 0.6 over 5 rows", "1 failed, 5 scored", "rows/s", "rollouts.scored.jsonl"):
+    for part in ("rows 6", "score mean 0.6", "1 failed, 5 scored", "rows/s", "rollouts.scored.jsonl"):
         assert part in shown
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
     scored = [json.loads(line) for line in (folder / "rollouts.scored.jsonl").read_text().splitlines()]
@@ -125,9 +125,31 @@ def test_rollouts_are_read_from_stdin_and_written_to_stdout(folder):
     assert (folder / "out.jsonl.gz").exists(), result.output
 
 
+def test_the_summary_of_score_is_that_of_report(folder):
+    scored = run(*MAPPED, "--log-dir", "rewards")
+    reported = run("report", "rewards")
+    for part in ("outcomes 1 failed, 5 scored", "score mean 0.6, std 0.4899, min 0, p50 1,", "masked 1"):
+        assert part in scored
+        assert part in reported
+
+
+def test_the_summary_of_score_as_json(folder):
+    result = CliRunner().invoke(cli.app, [*MAPPED, "--json"])
+    shown = json.loads(result.stdout)
+    assert shown["outcomes"] == {"scored": 5, "unscored": 0, "failed": 1}
+    assert (shown["rows"], shown["resumed"], shown["mean_score"], shown["output"]) == (
+        6,
+        0,
+        pytest.approx(0.6),
+        "rollouts.scored.jsonl",
+    )
+    assert shown["causes"][0]["count"] == 1
+    assert "--json: the rows go to stdout, too" in run(*MAPPED, "--json", "-o", "-", code=2)
+
+
 def test_functions_run_in_processes(folder):
     shown = run(*MAPPED, "--isolation", "process", "--max-processes", "1", "--max-memory-mb", "500")
-    assert "mean score 0.6 over 5 rows" in shown
+    assert "score mean 0.6" in shown
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
 
 
@@ -224,7 +246,7 @@ def test_extra_info_from_single_fields(folder):
         "def compute_score(solution_str, extra_info): return float(extra_info['question'] == solution_str)\n"
     )
     mapped = ("-f", "solution_str=output", "-f", "extra_info.question=gts")
-    assert "mean score 0.5 over 6 rows" in run("score", "rollouts.jsonl", "--fn", "meta.py", *mapped)
+    assert "score mean 0.5" in run("score", "rollouts.jsonl", "--fn", "meta.py", *mapped)
     run("check", "meta.py", "--data", "rollouts.jsonl", *mapped)
 
 
@@ -364,7 +386,7 @@ RIGHT = ("-O", "components.right.path=reward.py", "-O", "components.right.on_fai
 
 def test_a_composite_needs_no_other_function(folder):
     weight = ("-O", "components.right.weight=2")
-    assert "mean score 1 over 6 rows" in run(*COMPOSITE, *RIGHT, *weight)
+    assert "score mean 1," in run(*COMPOSITE, *RIGHT, *weight)
     message = "reward.py has no effect: each component has a path of its own"
     assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 

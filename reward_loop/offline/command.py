@@ -9,17 +9,18 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
-from reward_loop._util.text import duration
+from reward_loop._util.text import duration, rounded
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline import Fields, Inputs, Summary, score_file
+from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
-from reward_loop.records.show import outcomes_of, show_details, slowest_of
+from reward_loop.records.show import outcomes_of, show_report
 from reward_loop.types import Policy
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def score(
         typer.Option("--retry-failed", help="Score the failed rows of an interrupted or a finished run again."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score stored rollouts with a reward function.
 
@@ -159,9 +161,9 @@ def score(
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
         target = None if output == _STDOUT else output or source.default_output()
         destination: Path | IO[bytes] = target or stdout.buffer
-        total = source.count()
-        with _progress() as progress:
-            task = progress.add_task("scoring", total=total)
+        if as_json and target is None:
+            raise ConfigError("--json: the rows go to stdout, too: name a file for them with --output")
+        with ScoringProgress(source.count(), scorer.manager, _err) as progress:
             try:
                 summary = score_file(
                     source,
@@ -172,7 +174,8 @@ def score(
                     concurrency=concurrency,
                     restart=restart,
                     retry_failed=retry_failed,
-                    on_row=lambda done: progress.update(task, completed=done),
+                    on_row=progress.completed,
+                    on_record=progress.add,
                 )
             except (KeyboardInterrupt, RewardLoopError, OSError) as error:
                 partial = partial_of(source, destination)
@@ -184,7 +187,12 @@ def score(
                 raise
         if config.log_dir is not None:
             records(config.log_dir).flush()
-        _show(summary, target, config.log_dir, _err if target is None else Console(file=stdout, soft_wrap=True))
+        usage = usage_of(scorer.manager)
+        if as_json:
+            stdout.write(encode(_summary(summary, usage, target, config.log_dir)).decode() + "\n")
+        else:
+            out = _err if target is None else Console(file=stdout, soft_wrap=True)
+            _show(summary, usage, target, config.log_dir, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:
         _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
@@ -194,17 +202,6 @@ def score(
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("scoring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=_err,
-        disable=not _err.is_terminal,
-    )
 
 
 def _identity(
@@ -244,17 +241,32 @@ def _identity(
     return identity
 
 
-def _show(summary: Summary, output: Path | None, log_dir: str | None, out: Console) -> None:
+def _summary(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None) -> dict[str, Any]:
+    """Return the summary for ``--json``."""
+    return {
+        **summary.report.to_dict(),
+        "rows": summary.rows,
+        "resumed": summary.resumed,
+        "mean_score": summary.mean,
+        "seconds": summary.seconds,
+        "rows_per_second": summary.rows_per_second,
+        "tokens": usage.tokens,
+        "cost": usage.cost,
+        "output": None if output is None else str(output),
+        "log_dir": log_dir,
+    }
+
+
+def _show(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, out: Console) -> None:
+    show_report(summary.report, out)
+    out.print()
     table = Table.grid(padding=(0, 2))
-    mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
     resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
     table.add_row("rows", f"{summary.rows}{resumed}")
-    table.add_row("mean score", mean)
-    table.add_row("outcomes", outcomes_of(summary.report))
-    table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {duration(summary.seconds)} in all")
-    table.add_row("slowest", slowest_of(summary.report))
+    table.add_row("throughput", f"{rounded(summary.rows_per_second)} rows/s, {duration(summary.seconds)} in all")
+    if str(usage):
+        table.add_row("used", f"{usage}, by this run")
     table.add_row("output", "stdout" if output is None else escape(str(output)))
     if log_dir is not None:
         table.add_row("records", f"{escape(str(log_dir))}; summary: reward-loop report {escape(str(log_dir))}")
     out.print(table, highlight=False)
-    show_details(summary.report, out)

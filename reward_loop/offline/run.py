@@ -117,6 +117,7 @@ def score_file(
     restart: bool = False,
     retry_failed: bool = False,
     on_row: Callable[[int], None] = lambda done: None,
+    on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
@@ -137,6 +138,7 @@ def score_file(
         restart: discard an interrupted run, and overwrite an existing output.
         retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
         on_row: called with the number of completed rows, at the start and after each row.
+        on_record: called with the result of each row that is scored, before `on_row`.
 
     Returns:
         The summary of the run.
@@ -175,7 +177,7 @@ def score_file(
         resumed = len(results)
         on_row(resumed)
         todo = (row for row in source.rows() if row.index not in results)
-        run(_score_rows(todo, manager, fields, results, concurrency, on_row))
+        run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
@@ -229,11 +231,14 @@ async def _score_rows(
     results: PartialResults,
     concurrency: int,
     on_row: Callable[[int], None],
+    on_record: Callable[[Mapping[str, Any]], None],
 ) -> None:
     async def worker() -> None:
         # The workers share one iterator, so that only the rows in flight are in memory.
         for row in rows:
-            results.append(row.index, _record(await _run_single(manager, row, fields)))
+            record = _record(await _run_single(manager, row, fields))
+            results.append(row.index, record)
+            on_record(record)
             on_row(len(results))
 
     try:
