@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,13 +15,14 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
-from reward_loop._util import signals
+from reward_loop._util import cli_options, signals
 from reward_loop._util.output import open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
 from reward_loop.check.command import command as check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
+from reward_loop.managers import registry
 from reward_loop.offline.command import score
 from reward_loop.offline.compare_command import compare
 from reward_loop.records.command import stuck
@@ -41,6 +44,20 @@ class _Commands(TyperGroup):
     Ctrl-C.
     """
 
+    def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
+        """Run the command, and exit with its status; without ``standalone_mode``, raise the errors of typer."""
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            status = super().main(given, standalone_mode=False, obj=given, **options)
+        except Exception as error:
+            # The classes of typer's errors are public only in part, and their module depends on the release of typer.
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise
+            _exit_with_usage(error, given)
+        if not standalone_mode:
+            return status
+        sys.exit(status if isinstance(status, int) else 0)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -50,7 +67,11 @@ class _Commands(TyperGroup):
         except (RewardLoopError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # the reader closed the pipe, as `| head` does
-            _report(f"[bold red]error:[/] {escape(str(error))}", error)
+            text = str(error)
+            if (option := re.match(r"--[\w-]+", text)) is not None:
+                command = self.commands.get(ctx.invoked_subcommand or "")
+                text = _as_typed([option[0]], command, ctx.obj) + text.removeprefix(option[0])
+            _report(f"[bold red]error:[/] {escape(text)}", error)
             raise typer.Exit(2 if isinstance(error, ConfigError | FunctionLoadError) else 1) from None
 
 
@@ -59,7 +80,47 @@ def _report(text: str, error: BaseException) -> None:
         _err.print(line, highlight=False)
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
+    """Print an error of typer in the style of all other errors, and exit with its status."""
+    message = error.format_message()
+    message = message[:1].lower() + message[1:]
+    if message:  # empty without arguments: typer has printed the help
+        hint = getattr(error, "param_hint", None)
+        options = [hint] if isinstance(hint, str) else getattr(getattr(error, "param", None), "opts", None)
+        context = getattr(error, "ctx", None)
+        if options and error.message:
+            command = None if context is None else context.command
+            message = f"{_as_typed(options, command, arguments)}: {error.message.removeprefix('Value error, ')}"
+        _err.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+        if context is not None:
+            _err.print(f"Help: {escape(context.command_path)} --help", highlight=False)
+    sys.exit(error.exit_code)
+
+
+def _as_typed(options: Sequence[str], command: Any, arguments: Sequence[str]) -> str:
+    """Return an option as it was typed, such as ``-f`` for ``--field``; for an argument, its name in the help."""
+    for parameter in () if command is None else command.params:
+        if set(options) & set(parameter.opts):
+            options = parameter.opts
+            if parameter.param_type_name == "argument":
+                return str(parameter.metavar or options[0].upper())
+    for argument in arguments:
+        for option in options:
+            is_short = option.startswith("-") and not option.startswith("--")
+            if argument.partition("=")[0] == option or (is_short and argument.startswith(option)):
+                return option
+    return options[0]
+
+
+cli_options.manager_names = registry.names
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
+from reward_loop.managers import registry
 
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
 FUNCTION = """
@@ -49,16 +50,106 @@ MAPPED = (*SCORE, "-f", "ground_truth=gts")
 
 def test_a_summary_and_an_output_beside_the_input(folder):
     shown = run(*MAPPED)
-    for part in ("rows 6", "mean score 0.6 over 5 rows", "1 failed, 5 scored", "rows/s", "rollouts.scored.jsonl"):
+    for part in ("rows 6", "score mean 0.6", "1 failed, 5 scored", "rows/s", "rollouts.scored.jsonl"):
         assert part in shown
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
     scored = [json.loads(line) for line in (folder / "rollouts.scored.jsonl").read_text().splitlines()]
     assert [row["score"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("reward.py:compute_score", "rollouts.jsonl"),
+        ("rollouts.jsonl", "reward.py:compute_score"),
+        ("rollouts.jsonl", "reward.py"),
+        ("rollouts.jsonl", "--fn", "reward.py:compute_score"),
+    ],
+)
+def test_score_takes_function_and_file_in_any_order(folder, arguments):
+    shown = run("score", *arguments, "-f", "solution_str=output", "-f", "ground_truth=gts")
+    assert "1 failed, 5 scored" in shown
+    assert (folder / "rollouts.scored.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("none.py:Judge", "rollouts.jsonl"),
+        ("rollouts.jsonl", "none.py:Judge"),
+        ("none.py:Judge", "--data", "rollouts.jsonl"),
+        ("--data", "rollouts.jsonl", "--fn", "none.py:Judge"),
+    ],
+)
+def test_check_takes_function_and_file_in_any_order(folder, arguments):
+    shown = run("check", *arguments, "-f", "solution_str=output", code=2)
+    assert shown.startswith("error: no such file: none.py")
+
+
+def test_check_still_takes_a_module_without_a_function(folder):
+    shown = run("check", "json.decoder", "--data", "rollouts.jsonl", "-f", "solution_str=output", code=2)
+    assert "json.decoder has no 'compute_score'" in shown
+
+
+def test_a_file_with_a_colon_in_its_name_is_not_a_function(folder):
+    (folder / "step:1.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert "rows 1" in run("score", "reward.py:Judge", "step:1.jsonl", "-f", "solution_str=output")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("score", "a.py:f", "b.py:g", "rollouts.jsonl"), "--fn: several functions are given: a.py:f, b.py:g"),
+        (("score", "a.py:f", "rollouts.jsonl", "--fn", "b.py"), "--fn: several functions are given: a.py:f, b.py"),
+        (("score", "reward.py:Judge"), "name the rollouts, too: reward-loop score reward.py:Judge FILE"),
+        (("score", "--fn", "reward.py:Judge"), "missing argument"),
+        (("check", "reward.py:Judge"), "name the rollouts, too: reward-loop check FUNCTION FILE"),
+        (("score", "reward.py", "s3://bucket/rollouts.jsonl"), "no such file: s3:"),
+        (("score", "reward.py", "rollouts.jsonl", "rollouts.jsonl"), "2 inputs are scored: name their output"),
+    ],
+)
+def test_a_missing_or_second_function_or_file_is_an_error(folder, arguments, message):
+    assert message in run(*arguments, code=2)
+
+
+def test_rollouts_are_read_from_stdin_and_written_to_stdout(folder):
+    arguments = ["score", "reward.py:compute_score", "-", "-f", "solution_str=output", "-f", "ground_truth=gts"]
+    result = CliRunner().invoke(cli.app, arguments, input=(folder / "rollouts.jsonl").read_text())
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, 0.0, 1.0, 0.0, 1.0, None]
+    assert "1 failed, 5 scored" in result.stderr
+    assert sorted(path.name for path in folder.iterdir() if "stdin" in path.name) == []
+    result = CliRunner().invoke(
+        cli.app, [*arguments, "-o", "out.jsonl.gz"], input=(folder / "rollouts.jsonl").read_text()
+    )
+    assert (folder / "out.jsonl.gz").exists(), result.output
+
+
+def test_the_summary_of_score_is_that_of_report(folder):
+    scored = run(*MAPPED, "--log-dir", "rewards")
+    reported = run("report", "rewards")
+    for part in ("outcomes 1 failed, 5 scored", "score mean 0.6, std 0.4899, min 0, p50 1,", "masked 1"):
+        assert part in scored
+        assert part in reported
+
+
+def test_the_summary_of_score_as_json(folder):
+    result = CliRunner().invoke(cli.app, [*MAPPED, "--json"])
+    shown = json.loads(result.stdout)
+    assert shown["outcomes"] == {"scored": 5, "unscored": 0, "failed": 1}
+    assert (shown["rows"], shown["resumed"], shown["mean_score"], shown["output"]) == (
+        6,
+        0,
+        pytest.approx(0.6),
+        "rollouts.scored.jsonl",
+    )
+    assert shown["causes"][0]["count"] == 1
+    assert "--json: the rows go to stdout, too" in run(*MAPPED, "--json", "-o", "-", code=2)
+
+
 def test_functions_run_in_processes(folder):
     shown = run(*MAPPED, "--isolation", "process", "--max-processes", "1", "--max-memory-mb", "500")
-    assert "mean score 0.6 over 5 rows" in shown
+    assert "score mean 0.6" in shown
     assert "sample line 6: compute_score (reward.py) raised ValueError: five" in shown
 
 
@@ -103,8 +194,8 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*SCORE[:2], "--fn", "rewrad.py:compute_score"), "no such file: rewrad.py"),
         ((*SCORE[:2], "--fn", "reward.py:Judge", "--reward-kwarg", "x=1"), "reward_kwargs x"),
         ((*MAPPED, "--manager", "niave"), "did you mean 'naive'?"),
-        ((*MAPPED, "--on-failed", "crash"), "'raise', 'default' or 'mask'"),
-        ((*MAPPED, "--isolation", "fork"), "'thread' or 'process'"),
+        ((*MAPPED, "--on-failed", "crash"), "--on-failed: 'crash' is not one of 'raise', 'default', 'mask'"),
+        ((*MAPPED, "--isolation", "fork"), "--isolation: 'fork' is not one of 'thread', 'process'"),
         ((*SCORE[:2], "--fn", "lists.py", "--manager", "group"), "try such a function with `reward-loop check"),
         ((*MAPPED, "-f", "solution=x"), "did you mean 'solution_str'?"),
         (("score", "none.jsonl", "--fn", "reward.py"), "no such file: none.jsonl"),
@@ -155,7 +246,7 @@ def test_extra_info_from_single_fields(folder):
         "def compute_score(solution_str, extra_info): return float(extra_info['question'] == solution_str)\n"
     )
     mapped = ("-f", "solution_str=output", "-f", "extra_info.question=gts")
-    assert "mean score 0.5 over 6 rows" in run("score", "rollouts.jsonl", "--fn", "meta.py", *mapped)
+    assert "score mean 0.5" in run("score", "rollouts.jsonl", "--fn", "meta.py", *mapped)
     run("check", "meta.py", "--data", "rollouts.jsonl", *mapped)
 
 
@@ -295,7 +386,7 @@ RIGHT = ("-O", "components.right.path=reward.py", "-O", "components.right.on_fai
 
 def test_a_composite_needs_no_other_function(folder):
     weight = ("-O", "components.right.weight=2")
-    assert "mean score 1 over 6 rows" in run(*COMPOSITE, *RIGHT, *weight)
+    assert "score mean 1," in run(*COMPOSITE, *RIGHT, *weight)
     message = "reward.py has no effect: each component has a path of its own"
     assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 
@@ -340,8 +431,83 @@ def test_characters_that_a_terminal_cannot_encode_are_escaped(folder):
 def test_help_and_version():
     shown = run("score", "--help")
     assert "Example" in shown
-    assert "reward-loop score rollouts.jsonl --fn reward.py:compute_score" in shown
+    assert "reward-loop score reward.py:compute_score rollouts.jsonl" in shown
     assert run("--version") == f"reward-loop {__version__}"
+    assert run("-h") == run("--help")
+    assert run("score", "-h") == run("score", "--help")
+    assert "Usage: reward-loop [OPTIONS] COMMAND" in run(code=2).replace("root", "reward-loop")
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop", "--version"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == f"reward-loop {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("score", "x", "-f", "nonsense"), "error: -f: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "-fnonsense"), "error: -f: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "--field=nonsense"), "error: --field: expected NAME=VALUE, got 'nonsense'"),
+        (("score", "x", "-O", "limits=1", "-O", "limits.judge=2"), "error: -O: limits=1 contradicts"),
+        (("score", "x", "--concurrency", "many"), "error: --concurrency: "),
+        (("score", "x", "--conc", "2"), "error: no such option: --conc"),
+        (("report",), "error: missing argument 'DIR'."),
+        (("scor",), "error: no such command 'scor'"),
+        (("route", "-w", "nowhere"), "error: -w nowhere.url: expected http://host:port"),
+        (("route", "--worker", "nowhere"), "error: --worker nowhere.url: expected http://host:port"),
+        (("route", "-w", "http://a:1", "--policy", "any"), "error: --policy: 'any' is not one of 'round_robin', "),
+        (("limits", "max_concurrent=2"), "error: NAME: name the limit first"),
+    ],
+)
+def test_errors_have_one_style_and_name_the_option_as_it_was_typed(args, message):
+    shown = run(*args, code=2)
+    assert shown.startswith(message)
+    assert "Traceback" not in shown
+
+
+def test_the_help_shows_the_choices():
+    shown = run("score", "--help")
+    for choices in ("raise|default|mask", "thread|process"):
+        assert choices in shown.replace("│ │ ", "")
+    assert [name for name in registry.names() if name not in shown] == []
+    assert "round_robin" in run("route", "--help")
+
+
+def completed(*words):
+    """Return what the shell offers for the last word."""
+    script = {"_REWARD_LOOP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["reward-loop", *words])}
+    environment = {**script, "COMP_CWORD": str(len(words)), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    return CliRunner().invoke(cli.app, env=environment, prog_name="reward-loop").output.split()
+
+
+def test_shell_completion_offers_commands_managers_policies_and_engines():
+    assert completed("sc") == ["score"]
+    assert completed("score", "--manager", "d") == ["dapo"]
+    assert completed("check", "--manager", "g") == ["gdpo", "group"]
+    assert completed("score", "--on-failed", "") == ["raise", "default", "mask"]
+    assert completed("route", "--policy", "c") == ["content"]
+    assert "http://a:1,engine=sglang" in completed("route", "-w", "http://a:1,engine=")
+    assert completed("simulate", "--mode", "b") == ["baseline", "both"]
+
+
+@pytest.mark.parametrize("variable", [{}, {"NO_COLOR": "1"}])
+def test_no_color_turns_off_colours(folder, variable):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variable}
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop", "score", "none.jsonl", "--fn", "reward.py"],
+        capture_output=True,
+        env={**environment, "FORCE_COLOR": "1", "TERM": "xterm-256color"},
+        text=True,
+        timeout=300,
+    )
+    assert ("\x1b[1;31m" in done.stderr) is not bool(variable)
 
 
 BLOCKS = """
@@ -539,8 +705,8 @@ def test_simulate_the_size_of_a_run_as_json(tmp_path):
     ("arguments", "message"),
     [
         (("--judge", "normal:1"), "invalid judge latency"),
-        (("--mode", "bot"), "did you mean 'both'"),
-        (("--arrival", "late"), "end or during"),
+        (("--mode", "bot"), "--mode: 'bot' is not one of 'baseline', 'mini-batch', 'off-policy', 'both', 'all'"),
+        (("--arrival", "late"), "--arrival: 'late' is not one of 'end', 'during'"),
         (("--mini-batches", "9"), "would be empty"),
         (("--workers", "3"), "--workers needs --nodes"),
         (("--nodes", "3"), "--batch has no effect with --nodes"),

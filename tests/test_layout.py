@@ -31,6 +31,7 @@ HOMES = {
     "transformers": MODELS,
     "numpy": ["verl", "health", "agent/ray_agent.py"],
     "pyarrow": ["offline/parquet.py"],
+    "zstandard": ["offline/compression.py"],
     "duckdb": ["view"],
     "trl": ["adapters/trl"],
     "greenlet": ["adapters/trl"],

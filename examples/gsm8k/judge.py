@@ -2,7 +2,7 @@
 
 With verl, see `examples/genrm_1x8.sh`. To try it on stored solutions with any OpenAI-compatible service:
 
-    reward-loop score rollouts.jsonl --fn examples/gsm8k/judge.py:compute_score --router-address HOST:PORT
+    reward-loop score examples/gsm8k/judge.py:compute_score rollouts.jsonl --router-address HOST:PORT
 """
 
 from reward_loop.client import Choice, Judge

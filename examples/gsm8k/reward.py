@@ -2,7 +2,7 @@
 
 Score stored solutions with it:
 
-    reward-loop score rollouts.jsonl --fn examples/gsm8k/reward.py:compute_score
+    reward-loop score examples/gsm8k/reward.py:compute_score rollouts.jsonl
 """
 
 import re

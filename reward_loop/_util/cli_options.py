@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,10 +18,19 @@ __all__ = [
     "RouterAddress",
     "Timeout",
     "check_not_repeated",
+    "function_and_files",
     "json_or_text",
     "nested",
     "pairs",
 ]
+
+manager_names: Callable[[], Iterable[str]] = tuple
+"""Returns the names of the reward managers, for shell completion. `reward_loop.cli` sets it."""
+
+
+def _complete_manager(incomplete: str) -> list[str]:
+    return [name for name in manager_names() if name.startswith(incomplete)]
+
 
 FieldPaths = Annotated[
     list[str] | None,
@@ -40,7 +50,15 @@ RewardKwargs = Annotated[
         metavar="NAME=VALUE", help="An argument of the function; the value is JSON or plain text. Repeatable."
     ),
 ]
-Manager = Annotated[str, typer.Option(help="The reward manager: a name or an import path.")]
+Manager = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="The reward manager: batch, composite, dapo, gdpo, group, limited, naive, prime, rate_limited, remote, or "
+        "an import path.",
+        autocompletion=_complete_manager,
+    ),
+]
 RouterAddress = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Passed to the function as [cyan]reward_router_address[/].")
 ]
@@ -57,6 +75,34 @@ MoreOptions = Annotated[
         "[cyan]retry.max_attempts=1[/]; the value is JSON or plain text. Repeatable.",
     ),
 ]
+
+
+def function_and_files(arguments: Sequence[str], fn: str | None, option: str) -> tuple[str | None, list[str]]:
+    """Separate the reward function from the files in the arguments of a command; their order does not matter.
+
+    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL.
+
+    Args:
+        arguments: the arguments.
+        fn: the value of the option that also names the function.
+        option: that option's name, for error messages.
+
+    Raises:
+        typer.BadParameter: several functions are given.
+    """
+    functions = [one for one in arguments if _is_function(one)]
+    files = [one for one in arguments if not _is_function(one)]
+    if fn is not None:
+        functions.append(fn)
+    if len(functions) > 1:
+        raise typer.BadParameter(f"several functions are given: {', '.join(functions)}", param_hint=option)
+    return (functions[0] if functions else None), files
+
+
+def _is_function(argument: str) -> bool:
+    if argument.endswith(".py") or argument.startswith("pkg://"):
+        return True
+    return ":" in argument and "://" not in argument and not os.path.exists(argument)
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:

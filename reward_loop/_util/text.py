@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["cut", "did_you_mean", "duration", "listing", "shorten"]
+__all__ = ["cut", "did_you_mean", "duration", "listing", "rounded", "shorten"]
 
 
 def cut(text: str, limit: int) -> str:
@@ -21,12 +21,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def duration(seconds: float) -> str:
     """Returns ``1.5 s``, or ``1.5 ms`` for less than a second."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def listing(names: Iterable[str]) -> str:
     """Returns the names, sorted and separated by commas, or ``none``."""
     return ", ".join(sorted(names)) or "none"
+
+
+def rounded(value: float) -> str:
+    """Returns a number for people: four significant digits, or all digits before the point: ``0.4286``, ``12,345``."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def shorten(value: object, limit: int = 120) -> str:

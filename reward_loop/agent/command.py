@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -46,9 +46,12 @@ def simulate(
     ] = 0,
     mini_batches: Annotated[int, typer.Option(min=1, help="Updates per step.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the simulated run.")] = 100,
-    mode: Annotated[str, typer.Option(help="Mode: baseline, mini-batch, off-policy, both, or all.")] = "all",
+    mode: Annotated[
+        Literal["baseline", "mini-batch", "off-policy", "both", "all"], typer.Option(help="The simulated mode.")
+    ] = "all",
     arrival: Annotated[
-        str, typer.Option(help="Samples reach the judge at the end of generation (end), or during it (during).")
+        Literal["end", "during"],
+        typer.Option(help="Samples reach the judge at the end of generation (end), or during it (during)."),
     ] = "end",
     one_batch_at_a_time: Annotated[
         bool, typer.Option("--one-batch-at-a-time", help="Judge a batch only after the previous one is complete.")
@@ -138,8 +141,6 @@ def simulate(
         )
         _print_size(size, as_json=as_json)
         return
-    if arrival not in ("end", "during"):
-        raise ConfigError(f"--arrival: expected end or during, got {arrival!r}")
     load = simulation.Workload(
         batch=batch,
         responses=responses,
@@ -151,7 +152,7 @@ def simulate(
         mini_batches=mini_batches,
         steps=steps,
         seed=seed,
-        arrival="end" if arrival == "end" else "during",
+        arrival=arrival,
         one_batch_at_a_time=one_batch_at_a_time,
     )
     runs = [simulation.simulate(load, name) for name in (MODES if mode == "all" else [mode])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,8 +18,8 @@ from reward_loop._util.json import encode
 from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
-from reward_loop.errors import FunctionLoadError
-from reward_loop.offline import Fields, check_input, read_rows
+from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.offline import Fields, Inputs
 
 if TYPE_CHECKING:
     from reward_loop.check.report import Report
@@ -34,18 +33,17 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "d
 
 def command(
     context: typer.Context,
-    data: Annotated[
-        Path, typer.Option(help="File of rollouts: JSONL, or parquet if it ends in .parquet.", show_default=False)
-    ],
-    fn: Annotated[
-        str | None,
+    arguments: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="FUNCTION",
-            help="[cyan]file.py:name[/] or [cyan]package.module:name[/]. Omit it if all components of a composite have "
-            "paths.",
+            metavar="[FUNCTION] FILE",
+            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out if all "
+            "components of a composite have paths), and the rollouts, in any format of [cyan]reward-loop score[/].",
             show_default=False,
         ),
     ] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="The rollouts.", show_default=False)] = None,
+    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
@@ -70,9 +68,9 @@ def command(
 
     [bold]Examples[/]
 
-      reward-loop check reward.py:compute_score --data rollouts.jsonl -f solution_str=output -f ground_truth=gts
+      reward-loop check reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
-      reward-loop check --manager composite --data rollouts.jsonl -O components.form.path=rewards.py:form
+      reward-loop check --manager composite rollouts.jsonl -O components.form.path=rewards.py:form
       -O components.form.weight=0.1 -O components.accuracy.path=rewards.py:accuracy
 
     With 8 rows, the function is called about 40 times; requests to a paid judge
@@ -81,6 +79,12 @@ def command(
     Exit status: 0 no problems, 1 a problem was found, or the function cannot be
     called with the arguments that a run passes, 2 wrong usage, 130 Ctrl-C.
     """
+    if data is not None and fn is None and arguments is not None and len(arguments) == 1:
+        fn, arguments = arguments[0], None  # the only argument is the function, in any form
+    fn, files = cli_options.function_and_files(arguments or (), fn, "--fn")
+    files += [] if data is None else [data]
+    if not files:
+        raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
     more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
@@ -88,7 +92,7 @@ def command(
     options = {"timeout": timeout or None, **more}
     paths = cli_options.pairs(field, "--field")
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
-        report = _try(fn, data, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
+        report = _try(fn, files, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:
@@ -99,7 +103,7 @@ def command(
 
 def _try(
     fn: str | None,
-    data: Path,
+    files: list[str],
     rows: int,
     paths: dict[str, str],
     data_source: str | None,
@@ -126,9 +130,9 @@ def _try(
     except FunctionLoadError as error:
         err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
-    check_input(data)
     fields = Fields(paths, data_source=data_source, requires=scorer.requires)
-    samples = [fields.to_sample(row) for row in islice(read_rows(data), rows)]
+    with Inputs.open(files) as inputs:
+        samples = [fields.to_sample(row) for row in islice(inputs.rows(), rows)]
     spinner = Spinner("dots", "loading")
     # stdout is already redirected to stderr. Live must not redirect it again.
     with Live(spinner, console=err, transient=True, redirect_stdout=False):

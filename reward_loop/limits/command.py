@@ -87,6 +87,7 @@ def limits(
         if len(matching) > 1:
             described = "; ".join(f"{job.name} (--pid {job.pids[0]})" for job in matching)
             raise ConfigError(f"several jobs have this limit; choose one with --pid: {described}")
+        _announce(matching[0], name, wanted, err)
         _change(matching[0], name, wanted, timeout)
     if as_json:
         print(encode([{"job": job.name, "processes": job.pids, "states": job.states} for job in matching]).decode())
@@ -122,6 +123,22 @@ class _Job:
     def limits(self) -> dict[str, dict[str, Any]]:
         """All limits of the job by name."""
         return {name: limit for state in self.states for name, limit in state.get("limits", {}).items()}
+
+
+def _announce(job: _Job, name: str, changes: dict[str, Any], err: Console) -> None:
+    """Print which job a change applies to, and the old and new value of each option, before it is made."""
+    old = job.limits.get(name, {})
+    values = ", ".join(f"{option} {_shown(old.get(option))} -> {_shown(value)}" for option, value in changes.items())
+    pids = ", ".join(map(str, job.pids))
+    err.print(
+        f"Changing {escape(name)} of job {escape(job.name)} (process{'' if len(job.pids) == 1 else 'es'} {pids}): "
+        f"{escape(values)}",
+        highlight=False,
+    )
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _change(job: _Job, name: str, changes: dict[str, Any], timeout: float) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
-from reward_loop._util.text import duration
+from reward_loop._util.text import duration, rounded
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.offline import Fields, Summary, check_input, count_rows, score_file
+from reward_loop.offline import Fields, Inputs, Summary, score_file
+from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
-from reward_loop.records.show import outcomes_of, show_details, slowest_of
+from reward_loop.records.show import outcomes_of, show_report
+from reward_loop.types import Policy
 
 if TYPE_CHECKING:
     from reward_loop.config import RewardLoopConfig
@@ -37,29 +39,26 @@ _err = Console(stderr=True, soft_wrap=True)
 
 def score(
     context: typer.Context,
-    file: Annotated[
-        Path,
+    arguments: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE",
-            help="Rollouts: JSONL, parquet by its suffix, or a folder: records, or verl's rollout dumps.",
+            metavar="[FUNCTION] FILE",
+            help="The reward function, [cyan]file.py:name[/] or [cyan]package.module:name[/] (left out where each "
+            "component of a composite has a path), and the rollouts: JSONL or a JSON array, also compressed (gzip, "
+            "Zstandard), parquet by its suffix, a folder (records, or verl's rollout dumps), a pattern such as "
+            "[cyan]'dumps/*.jsonl'[/], or - for stdin.",
             show_default=False,
         ),
     ],
-    fn: Annotated[
-        str | None,
-        typer.Option(
-            help="The reward function: [cyan]file.py:name[/] or [cyan]package.module:name[/]. Left out where each "
-            "component of a composite has a path.",
-            show_default=False,
-        ),
-    ] = None,
+    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="JSONL, or parquet by its suffix; - is stdout (JSONL, when all rows are scored). Default: FILE with "
-            ".scored before its suffix; for a folder, DIR.scored.jsonl.",
+            help="JSONL, compressed if it ends in .gz or .zst, or parquet by its suffix; - is stdout (JSONL, when all "
+            "rows are scored). Default: FILE with .scored before its suffix; for a folder, DIR.scored.jsonl; for "
+            "stdin, stdout.",
         ),
     ] = None,
     field: cli_options.FieldPaths = None,
@@ -70,7 +69,8 @@ def score(
     concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
     isolation: Annotated[
-        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+        Literal["thread", "process"],
+        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
     ] = "thread",
     max_processes: Annotated[
         int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
@@ -79,12 +79,14 @@ def score(
         int | None, typer.Option(min=16, help="With processes: the megabytes that one may use. Default: any.")
     ] = None,
     on_failed: Annotated[
-        str, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
+        Policy, typer.Option(help="For rows that fail: mask (no score), default (a score), raise (stop).")
     ] = "mask",
-    on_unscored: Annotated[str, typer.Option(help="The same for rows for which the function returns None.")] = "mask",
+    on_unscored: Annotated[
+        Policy, typer.Option(help="The same for rows for which the function returns None.")
+    ] = "mask",
     default_score: Annotated[float, typer.Option(help="The score under the policy default.")] = 0.0,
     max_failed_share: Annotated[
-        float, typer.Option(help="Stop when more than this share of the latest rows failed; 1: never.")
+        float, typer.Option(min=0, max=1, help="Stop when more than this share of the latest rows failed; 1: never.")
     ] = 0.5,
     log_dir: Annotated[
         Path | None,
@@ -99,6 +101,7 @@ def score(
         typer.Option("--retry-failed", help="Score the failed rows of an interrupted or a finished run again."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score stored rollouts with a reward function.
 
@@ -108,7 +111,7 @@ def score(
 
     [bold]Example[/]
 
-      reward-loop score rollouts.jsonl --fn reward.py:compute_score -f solution_str=output -f ground_truth=gts
+      reward-loop score reward.py:compute_score rollouts.jsonl -f solution_str=output -f ground_truth=gts
 
     The output holds every row of the input, in order, with [cyan]row[/],
     [cyan]score[/], [cyan]outcome[/] (scored, unscored or failed),
@@ -119,9 +122,12 @@ def score(
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
     """
+    fn, files = cli_options.function_and_files(arguments, fn, "--fn")
+    if not files:
+        raise ConfigError(f"name the rollouts, too: reward-loop score {fn} FILE")
     paths = cli_options.pairs(field, "--field")
-    arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in arguments.items()}
+    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
+    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
     more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
     cli_options.check_not_repeated(context, more)
     options = {
@@ -141,11 +147,10 @@ def score(
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.managers.scorer import load_scorer
 
-    check_input(file)
-    if file.is_dir() and log_dir is not None and log_dir.resolve() == file.resolve():
-        raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
     config = parse(RewardLoopConfig, options, "reward_loop")
-    with reserve_stdout() as stdout:
+    with Inputs.open(files) as source, reserve_stdout() as stdout:
+        if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
+            raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
         scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
         if getattr(scorer.manager, "needs_group", False):
             raise ConfigError(
@@ -154,14 +159,14 @@ def score(
             )
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
-        target = None if output == _STDOUT else output or _scored(file)
+        target = None if output == _STDOUT else output or source.default_output()
         destination: Path | IO[bytes] = target or stdout.buffer
-        total = count_rows(file)
-        with _progress() as progress:
-            task = progress.add_task("scoring", total=total)
+        if as_json and target is None:
+            raise ConfigError("--json: the rows go to stdout, too: name a file for them with --output")
+        with ScoringProgress(source.count(), scorer.manager, _err) as progress:
             try:
                 summary = score_file(
-                    file,
+                    source,
                     destination,
                     scorer.manager,
                     fields=Fields(paths, data_source=data_source, requires=scorer.requires),
@@ -169,10 +174,11 @@ def score(
                     concurrency=concurrency,
                     restart=restart,
                     retry_failed=retry_failed,
-                    on_row=lambda done: progress.update(task, completed=done),
+                    on_row=progress.completed,
+                    on_record=progress.add,
                 )
             except (KeyboardInterrupt, RewardLoopError, OSError) as error:
-                partial = partial_of(file, destination)
+                partial = partial_of(source, destination)
                 if not isinstance(error, ConfigError) and partial.exists():
                     error.add_note(
                         f"Completed rows are in {partial}: rerun the command to resume. Add --retry-failed to also "
@@ -181,34 +187,21 @@ def score(
                 raise
         if config.log_dir is not None:
             records(config.log_dir).flush()
-        _show(summary, target, config.log_dir, _err if target is None else Console(file=stdout, soft_wrap=True))
+        usage = usage_of(scorer.manager)
+        if as_json:
+            stdout.write(encode(_summary(summary, usage, target, config.log_dir)).decode() + "\n")
+        else:
+            out = _err if target is None else Console(file=stdout, soft_wrap=True)
+            _show(summary, usage, target, config.log_dir, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:
-        _err.print(f"note: {escape(str(file))} has no rows", highlight=False)
+        _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
     elif not summary.outcomes["scored"]:
         _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}", highlight=False)
     if failed and target is not None:
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
-
-
-def _scored(file: Path) -> Path:
-    """Return the default output."""
-    if file.is_dir():
-        return file.resolve().with_name(f"{file.resolve().name}.scored.jsonl")
-    return file.with_name(f"{file.stem}.scored{file.suffix}")
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("scoring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=_err,
-        disable=not _err.is_terminal,
-    )
 
 
 def _identity(
@@ -248,17 +241,32 @@ def _identity(
     return identity
 
 
-def _show(summary: Summary, output: Path | None, log_dir: str | None, out: Console) -> None:
+def _summary(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None) -> dict[str, Any]:
+    """Return the summary for ``--json``."""
+    return {
+        **summary.report.to_dict(),
+        "rows": summary.rows,
+        "resumed": summary.resumed,
+        "mean_score": summary.mean,
+        "seconds": summary.seconds,
+        "rows_per_second": summary.rows_per_second,
+        "tokens": usage.tokens,
+        "cost": usage.cost,
+        "output": None if output is None else str(output),
+        "log_dir": log_dir,
+    }
+
+
+def _show(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, out: Console) -> None:
+    show_report(summary.report, out)
+    out.print()
     table = Table.grid(padding=(0, 2))
-    mean = "none" if summary.mean is None else f"{summary.mean:.6g} over {summary.scores} rows with a score"
     resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
     table.add_row("rows", f"{summary.rows}{resumed}")
-    table.add_row("mean score", mean)
-    table.add_row("outcomes", outcomes_of(summary.report))
-    table.add_row("throughput", f"{summary.rows_per_second:.4g} rows/s, {duration(summary.seconds)} in all")
-    table.add_row("slowest", slowest_of(summary.report))
+    table.add_row("throughput", f"{rounded(summary.rows_per_second)} rows/s, {duration(summary.seconds)} in all")
+    if str(usage):
+        table.add_row("used", f"{usage}, by this run")
     table.add_row("output", "stdout" if output is None else escape(str(output)))
     if log_dir is not None:
         table.add_row("records", f"{escape(str(log_dir))}; summary: reward-loop report {escape(str(log_dir))}")
     out.print(table, highlight=False)
-    show_details(summary.report, out)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.json import encode
-from reward_loop._util.text import cut
+from reward_loop._util.text import cut, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.offline.agreement import MAX_CATEGORIES, Agreement
 from reward_loop.offline.compare import Comparison, Scoring, read_scoring
@@ -109,7 +109,7 @@ def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else rounded(value)
 
 
 def _note_duplicates(scoring: Scoring) -> None:

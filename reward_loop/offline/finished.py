@@ -10,9 +10,10 @@ from typing import Any
 
 from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.output import RESULT_COLUMNS
 from reward_loop.offline.partial import PartialResults, differences
-from reward_loop.offline.rows import count_rows, is_parquet, read_rows
+from reward_loop.offline.rows import is_parquet, read_rows
 from reward_loop.types import Outcome
 
 __all__ = ["FinishedOutput"]
@@ -57,11 +58,11 @@ class FinishedOutput:
             )
         return ": choose another output, or replace it: --restart"
 
-    def check(self, source: Path, header: Mapping[str, Any]) -> None:
+    def check(self, source: Inputs, header: Mapping[str, Any]) -> None:
         """Check that the output belongs to this run.
 
         Args:
-            source: the input file.
+            source: the input.
             header: the header of the partial results of this run.
 
         Raises:
@@ -72,10 +73,11 @@ class FinishedOutput:
         for _, record in self._records():
             rows += 1
             has_results = has_results or record["outcome"] != Outcome.FAILED
-        expected = count_rows(source)
+        expected = source.count()
         if rows != expected:
             raise ConfigError(
-                f"{self.output} has {rows} rows, and {source} has {expected} rows: it is the output of another input"
+                f"{self.output} has {rows} rows, and {source.name} has {expected} rows: it is the output of another "
+                "input"
             )
         changed = differences(header, json.loads(self._identity.read_bytes())) if self.is_identified else ""
         if has_results and changed:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from reward_loop._util.json import to_json
+from reward_loop.offline.compression import create
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.parquet import import_parquet, read_batches
-from reward_loop.offline.rows import Row, is_parquet, read_rows
+from reward_loop.offline.rows import Row, is_parquet
 
 __all__ = ["RESULT_COLUMNS", "write_output", "write_rows"]
 
@@ -20,14 +22,15 @@ RESULT_COLUMNS = ("row", "score", "outcome", "error", "reward_extra_info")
 ResultOf = Callable[[Row], Mapping[str, Any]]
 
 
-def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
+def write_output(source: Inputs, output: Path, result_of: ResultOf) -> None:
     """Write the rows of ``source`` with their results to ``output``. The file is replaced when all rows are written."""
     temporary = output.with_name(output.name + ".tmp")
     try:
         if is_parquet(output):
             _write_parquet(source, temporary, result_of)
         else:
-            _write_jsonl(source, temporary, result_of)
+            with create(temporary, output.suffix) as lines:
+                write_rows(source, lines, result_of)
         os.replace(temporary, output)
     except OSError as error:
         if error.filename is None:
@@ -37,20 +40,14 @@ def write_output(source: Path, output: Path, result_of: ResultOf) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_rows(source: Path, stream: IO[bytes], result_of: ResultOf) -> None:
+def write_rows(source: Inputs, stream: IO[bytes], result_of: ResultOf) -> None:
     """Write the rows of ``source`` with their results to a stream, as JSONL."""
-    for row in read_rows(source):
+    for row in source.rows():
         stream.write(to_json({**_renamed(row.columns), **_results(row, result_of)}) + b"\n")
     stream.flush()
 
 
-def _write_jsonl(source: Path, output: Path, result_of: ResultOf) -> None:
-    with output.open("wb") as lines:
-        write_rows(source, lines, result_of)
-        os.fsync(lines.fileno())
-
-
-def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
+def _write_parquet(source: Inputs, output: Path, result_of: ResultOf) -> None:
     pa, pq = import_parquet()
     types = {
         "row": pa.int64(),
@@ -59,7 +56,7 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
         "error": pa.string(),
         "reward_extra_info": pa.string(),
     }
-    rows = read_rows(source)
+    rows = source.rows()
     writer = None
     try:
         for columns, count in _tables(source, pa):
@@ -79,13 +76,13 @@ def _write_parquet(source: Path, output: Path, result_of: ResultOf) -> None:
             writer.close()
 
 
-def _tables(source: Path, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the input columns as arrow arrays, with the number of rows: parquet in batches, JSONL all at once."""
-    if is_parquet(source):
-        for batch in read_batches(source):
+def _tables(source: Inputs, pa: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the input columns as arrow arrays, with the number of rows: one parquet file in batches, others whole."""
+    if source.parquet is not None:
+        for batch in read_batches(source.parquet):
             yield dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows
         return
-    rows = [row.columns for row in read_rows(source)]
+    rows = [row.columns for row in source.rows()]
     names = dict.fromkeys(name for columns in rows for name in columns)
     if rows:
         yield {_encodable(name): _array(pa, [columns.get(name) for columns in rows]) for name in names}, len(rows)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
+from reward_loop.offline.compression import SUFFIXES
+from reward_loop.offline.contents import read_contents
 from reward_loop.offline.folders import count_folder, read_folder, renamed
 from reward_loop.offline.parquet import parquet_rows, read_batches
 from reward_loop.types import RewardSample
 
 __all__ = ["Fields", "Row", "check_fields", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
 
-_OTHER_FORMATS = frozenset(
-    {".arrow", ".bz2", ".csv", ".feather", ".gz", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"}
-)
+_OTHER_FORMATS = frozenset({".arrow", ".bz2", ".csv", ".feather", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip"})
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
 _MISSING = object()
 
@@ -30,8 +30,8 @@ class Row:
     index: int
     """Index of the row, from 0; blank lines are not counted."""
     name: str
-    """Name in messages: ``line 7`` in a JSONL file, ``row 6`` in a parquet file, in a folder the ``uid`` if there is
-    one."""
+    """Name in messages: ``line 7`` in a JSONL file, ``row 6`` in a JSON array or a parquet file, in a folder the
+    ``uid`` if there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     sample: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the `RewardSample` that are not parts for the function: in a folder, group, step and prompt."""
@@ -40,7 +40,7 @@ class Row:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file has a parquet suffix; all other files are read as JSONL."""
+    """Whether the file has a parquet suffix; all other files are read as JSONL or as a JSON array."""
     return path.suffix.lower() in (".parquet", ".pq")
 
 
@@ -50,7 +50,12 @@ def check_format(path: Path) -> None:
     Raises:
         ConfigError: the format is not supported.
     """
-    if path.suffix.lower() in _OTHER_FORMATS:
+    suffix = path.suffix.lower()
+    if suffix in SUFFIXES:
+        plain = path.with_suffix("")
+        if is_parquet(plain) or plain.suffix.lower() in _OTHER_FORMATS:
+            raise ConfigError(f"{path}: only JSONL and JSON arrays can be compressed, and not {plain.suffix}")
+    elif suffix in _OTHER_FORMATS:
         raise ConfigError(f"{path}: rollouts are JSONL, or parquet by the suffix .parquet, and not {path.suffix}")
 
 
@@ -75,21 +80,21 @@ def count_rows(path: Path) -> int:
     """Return the number of rows that `read_rows` yields.
 
     Raises:
-        ConfigError: the parquet file cannot be read.
+        ConfigError: the file cannot be decompressed, or read as parquet or as a JSON array.
     """
     if is_parquet(path):
         return parquet_rows(path)
     if path.is_dir():
         return count_folder(path)
-    with path.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    return sum(1 for _ in read_contents(path))
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a folder. A malformed line becomes a row with an error.
 
     Raises:
-        ConfigError: the parquet file or the folder cannot be read.
+        ConfigError: the folder cannot be read, or the file cannot be decompressed, or read as parquet or as a JSON
+            array.
     """
     if path.is_dir():
         for index, (content, error) in enumerate(read_folder(path)):
@@ -102,17 +107,17 @@ def read_rows(path: Path) -> Iterator[Row]:
                 yield Row(index, f"row {index}", columns)
                 index += 1
         return
-    with path.open("rb") as lines:
-        filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        for index, (number, line) in enumerate(filled):
-            yield _parse(index, f"line {number}", line)
+    for index, (name, content) in enumerate(read_contents(path)):
+        yield _parse(index, name, content)
 
 
-def _parse(index: int, name: str, line: bytes) -> Row:
-    try:
-        columns = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Row(index, name, error=f"not JSON: {error}")
+def _parse(index: int, name: str, content: Any) -> Row:
+    columns = content
+    if isinstance(content, bytes):
+        try:
+            columns = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            return Row(index, name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
         return Row(index, name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
     return Row(index, name, columns)
@@ -223,21 +228,26 @@ class _FieldError(Exception):
     """A row lacks a required field, or the field has the wrong type."""
 
 
-def check_fields(path: Path, fields: Fields) -> None:
+def check_fields(rows: Iterable[Row], source: str, fields: Fields) -> None:
     """Check that the field mapping fits at least one row. Reading stops at the first row that fits.
 
+    Args:
+        rows: all rows of the input.
+        source: the name of the input, for the message.
+        fields: the field mapping.
+
     Raises:
-        ConfigError: the mapping fits no row of the file; the message contains the error of the first row.
+        ConfigError: the mapping fits no row; the message contains the error of the first row.
     """
     first, count = "", 0
-    for row in read_rows(path):
+    for row in rows:
         error = fields.to_sample(row).error
         if error is None:
             return
         first = first or f"{row.name}: {error}"
         count += 1
     if count:
-        raise ConfigError(f"{path}: none of the {count} rows can be scored. {first}")
+        raise ConfigError(f"{source}: none of the {count} rows can be scored. {first}")
 
 
 def _look_up(columns: Any, path: str) -> Any:

@@ -21,12 +21,13 @@ from typing import IO, Any
 from reward_loop._util.causes import Causes
 from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.offline.compression import import_zstandard, is_zstandard
 from reward_loop.offline.finished import FinishedOutput
-from reward_loop.offline.folders import files_of
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
-from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet, read_rows
+from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet
 from reward_loop.records.report import Report
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward
 
@@ -98,15 +99,15 @@ class Summary:
         )
 
 
-def partial_of(source: Path, output: Path | IO[bytes]) -> Path:
+def partial_of(source: Inputs, output: Path | IO[bytes]) -> Path:
     """Return the path of the partial results, which contain the completed rows until the output is complete."""
     if isinstance(output, Path):
         return output.with_name(output.name + ".partial")
-    return source.with_name(source.stem + ".stdout.partial")
+    return source.partial_for_stdout()
 
 
 def score_file(
-    source: Path,
+    source: Path | Inputs,
     output: Path | IO[bytes],
     manager: Any,
     *,
@@ -116,6 +117,7 @@ def score_file(
     restart: bool = False,
     retry_failed: bool = False,
     on_row: Callable[[int], None] = lambda done: None,
+    on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
@@ -124,9 +126,10 @@ def score_file(
     identifies the run, so that ``retry_failed`` can check that it is the same run.
 
     Args:
-        source: the input: JSONL, parquet if it has a parquet suffix, or a folder of records or of verl's rollout dumps.
-        output: the output file: JSONL, or parquet if it has a parquet suffix. Or a binary stream, to which JSONL is
-            written when all rows are scored. The partial results of a stream are in
+        source: the input: JSONL or a JSON array, also compressed, parquet if it has a parquet suffix, or a folder of
+            records or of verl's rollout dumps. Or several inputs.
+        output: the output file: JSONL, compressed if it ends in ``.gz`` or ``.zst``, or parquet by its suffix. Or a
+            binary stream, to which JSONL is written when all rows are scored. The partial results of a stream are in
             ``<source without suffix>.stdout.partial``.
         manager: a reward manager; its ``run_single`` receives a `RewardSample` for each row.
         fields: the field mapping.
@@ -135,6 +138,7 @@ def score_file(
         restart: discard an interrupted run, and overwrite an existing output.
         retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
         on_row: called with the number of completed rows, at the start and after each row.
+        on_record: called with the result of each row that is scored, before `on_row`.
 
     Returns:
         The summary of the run.
@@ -144,18 +148,11 @@ def score_file(
             run; or ``fields`` fits no row.
         RewardLoopError: a policy or the bound on failures stopped the run. The completed rows are kept.
     """
-    check_input(source)
+    source = Inputs.of(source)
+    for path in source.paths:
+        check_input(path)
     partial = partial_of(source, output)
-    stats = [path.stat() for path in (files_of(source) if source.is_dir() else [source])]
-    header = {
-        "journal": 1,
-        "input": {
-            "path": str(source.resolve()),
-            "size": sum(stat.st_size for stat in stats),
-            "mtime_ns": max(stat.st_mtime_ns for stat in stats),
-        },
-        **(identity or {}),
-    }
+    header = {"journal": 1, "input": source.identity(), **(identity or {})}
     finished = None
     if isinstance(output, Path):
         _check_output(source, output)
@@ -165,7 +162,7 @@ def score_file(
             if not retry_failed and not partial.exists():
                 raise ConfigError(f"{output} exists{finished.advice()}")
             finished.check(source, header)
-    check_fields(source, fields)
+    check_fields(source.rows(), source.name, fields)
     if isinstance(output, Path):
         _make_folder(output)
     started = time.perf_counter()
@@ -179,8 +176,8 @@ def score_file(
                 finished.forget()
         resumed = len(results)
         on_row(resumed)
-        todo = (row for row in read_rows(source) if row.index not in results)
-        run(_score_rows(todo, manager, fields, results, concurrency, on_row))
+        todo = (row for row in source.rows() if row.index not in results)
+        run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
@@ -201,20 +198,23 @@ def score_file(
     return summary
 
 
-def _check_output(source: Path, output: Path) -> None:
+def _check_output(source: Inputs, output: Path) -> None:
     check_format(output)
+    if is_zstandard(output):
+        import_zstandard()  # reports that it is missing before the first row is scored
     if is_parquet(output):
         import_parquet()  # reports a missing pyarrow before the first row is scored
     if output.exists() and not output.is_file():
         raise ConfigError(
             f"the output must be a file of its own, and {output} is a folder or a device: -o - writes to stdout"
         )
-    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(
-            f"the output {output} must not be in the folder that is scored, {source}: name it by --output"
-        )
-    if output.exists() and output.samefile(source):
-        raise ConfigError(f"the output would overwrite the input: {source}")
+    for path in source.paths:
+        if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(
+                f"the output {output} must not be in the folder that is scored, {path}: name it by --output"
+            )
+        if output.exists() and output.samefile(path):
+            raise ConfigError(f"the output would overwrite the input: {path}")
 
 
 def _make_folder(output: Path) -> None:
@@ -231,11 +231,14 @@ async def _score_rows(
     results: PartialResults,
     concurrency: int,
     on_row: Callable[[int], None],
+    on_record: Callable[[Mapping[str, Any]], None],
 ) -> None:
     async def worker() -> None:
         # The workers share one iterator, so that only the rows in flight are in memory.
         for row in rows:
-            results.append(row.index, _record(await _run_single(manager, row, fields)))
+            record = _record(await _run_single(manager, row, fields))
+            results.append(row.index, record)
+            on_record(record)
             on_row(len(results))
 
     try:

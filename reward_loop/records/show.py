@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util.text import cut, duration
+from reward_loop._util.text import cut, duration, rounded
 from reward_loop.records.report import SHOWN, Report
 
 __all__ = ["counted", "outcomes_of", "show_details", "show_report", "show_warnings", "slowest_of"]
@@ -45,7 +45,7 @@ def show_details(report: Report, out: Console) -> None:
         )
     _show_judges(report, out)
     if report.costliest:
-        shown = ", ".join(f"{cut(name, _NAME)} {tokens:.0f}" for tokens, name in report.costliest)
+        shown = ", ".join(f"{cut(name, _NAME)} {tokens:,.0f}" for tokens, name in report.costliest)
         out.print(f"most tokens: {escape(shown)}", highlight=False)
     if report.group_by is not None:
         _show_parts(report, out)
@@ -83,7 +83,7 @@ def _spread(values: Mapping[str, Any]) -> str:
     if not values["count"]:
         return "none"
     names = ("mean", "std", "min", "p50", "p95", "max")
-    return ", ".join(f"{name} {values[name]:.4g}" for name in names) + f", of {values['count']}"
+    return ", ".join(f"{name} {rounded(values[name])}" for name in names) + f", of {values['count']}"
 
 
 def _show_causes(report: Report, out: Console) -> None:
@@ -117,7 +117,7 @@ def _show_judges(report: Report, out: Console) -> None:
         tokens = judge.prompt_tokens + judge.completion_tokens
         counts = (str(value) for value in (judge.requests, judge.errors, judge.no_verdict))
         table.add_row(
-            escape(cut(name, _NAME)), *counts, *(_number(seconds[key]) for key in ("p50", "p95", "max")), str(tokens)
+            escape(cut(name, _NAME)), *counts, *(_number(seconds[key]) for key in ("p50", "p95", "max")), f"{tokens:,}"
         )
     out.print(table, highlight=False)
 
@@ -144,4 +144,4 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else rounded(value) if isinstance(value, float) else str(value)

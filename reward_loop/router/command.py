@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
+from reward_loop.router.config import Engine, Kind, PolicyName
 
 __all__ = ["parse_worker", "route"]
+
+
+def _complete_worker(incomplete: str) -> list[str]:
+    """Complete ``engine=`` and ``kind=`` in ``URL,KEY=VALUE,...``."""
+    before, comma, _ = incomplete.rpartition(",")
+    values = [f"engine={engine}" for engine in get_args(Engine)] + [f"kind={kind}" for kind in get_args(Kind)]
+    return [f"{before},{value}" for value in values] if comma else []
 
 
 def route(
@@ -23,6 +31,7 @@ def route(
             "(generative, discriminative), [cyan]engine[/] (vllm, sglang, transformers, external), "
             "[cyan]health_path[/]. Repeatable.",
             show_default=False,
+            autocompletion=_complete_worker,
         ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")] = (
@@ -30,11 +39,8 @@ def route(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080,
     policy: Annotated[
-        str,
-        typer.Option(
-            help="How to choose a server: round_robin, least_in_flight, two_choices, or content (always the same one "
-            "for the same content)."
-        ),
+        PolicyName,
+        typer.Option(help="How to choose a server; content: always the same one for the same content."),
     ] = "round_robin",
     content_header: Annotated[
         str | None, typer.Option(metavar="NAME", help="With content: the header to hash, instead of the body.")
@@ -116,21 +122,17 @@ def route(
         "api_key": api_key or None,
         "worker_api_key": worker_api_key or None,
     }
+    config = parse(RouterConfig, options, "options")
+    workers = [parse_worker(spec) for spec in worker]
+    for number, one in enumerate(workers):
+        if one.url in [other.url for other in workers[:number]]:
+            raise ConfigError(f"--worker {one.url}: this server is given twice; list all its models in one option")
     try:
-        config = parse(RouterConfig, options, "options")
-        workers = [parse_worker(spec) for spec in worker]
-        for number, one in enumerate(workers):
-            if one.url in [other.url for other in workers[:number]]:
-                raise ConfigError(f"--worker {one.url}: this server is given twice; list all its models in one option")
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
-        with listener:
-            run_router(workers, config, listener, grace_s=grace)
-    except ConfigError as error:
-        typer.secho(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        listener = listen(host, port)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    with listener:
+        run_router(workers, config, listener, grace_s=grace)
 
 
 def parse_worker(spec: str) -> Any:

@@ -97,7 +97,7 @@ def test_a_function_of_lists_is_called_with_all_rows(manager: str) -> None:
         (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
         (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 2, "did you mean 'max_attempts'"),
         (["reward.py:fine", "--data", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
-        (["reward.py:fine"], 2, "--data"),
+        (["reward.py:fine"], 2, "name the rollouts, too: reward-loop check FUNCTION FILE"),
         (["--data", "rows.jsonl"], 2, "name the function"),
         (["reward.py:fine", "--data", "."], 2, ". is not a file of rollouts: it is a folder"),
         (["reward.py:fine", *FIELDS, "--manager", "composite"], 2, "-O components.form.path=rewards.py:form"),

@@ -99,7 +99,10 @@ def test_a_process_of_its_own_is_shown_and_changed(jobs: Jobs) -> None:
     text = jobs.limits()
     assert f"job process {process.pid}" in text
     assert "judge 1 of 1 2 1 of 600 0 3600 s" in text
-    assert "resumed job: reward_loop.limits.judge.max_concurrent=2" in jobs.limits("judge", "max_concurrent=2")
+    text = jobs.limits("judge", "max_concurrent=2")
+    pid = process.pid
+    assert text.startswith(f"Changing judge of job process {pid} (process {pid}): max_concurrent 1 -> 2 job process")
+    assert "resumed job: reward_loop.limits.judge.max_concurrent=2" in text
     asked(process)  # a second one, at once
     assert "judge 2 of 2 1 2 of 600" in jobs.limits("judge")
     jobs.limits("judge", "max_concurrent=null", "requests_per_minute=2")

@@ -1,0 +1,96 @@
+"""The progress of ``reward-loop score``, and what its calls have used."""
+
+import io
+import json
+
+from rich.console import Console
+
+import reward_loop
+from reward_loop import NaiveRewardLoopManager
+from reward_loop.managers import CompositeRewardLoopManager
+from reward_loop.offline import Fields, score_file
+from reward_loop.offline.progress import LINE_S, ScoringProgress, Usage, usage_of
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+LIMITS = {"limits": {"judge": {"max_concurrent": 4}}}
+
+
+async def judged(solution_str):
+    async with reward_loop.limit("judge") as lease:
+        lease.used(tokens=1000, cost=0.25)
+    if solution_str == "1":
+        raise ValueError("one")
+    return 0.5
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps({"solution_str": str(i)}) + "\n" for i in range(rows)))
+    return path
+
+
+def score(folder, manager, console, clock):
+    source = write(folder / "in.jsonl", 5)
+    with ScoringProgress(5, manager, console, clock) as progress:
+
+        def completed(rows):
+            clock.now += LINE_S / 2
+            progress.completed(rows)
+
+        score_file(
+            source,
+            folder / "out.jsonl",
+            manager,
+            fields=Fields(),
+            concurrency=1,
+            on_row=completed,
+            on_record=progress.add,
+        )
+    return progress
+
+
+def test_without_a_terminal_a_line_now_and_then_shows_failures_mean_tokens_and_cost(tmp_path):
+    out = io.StringIO()
+    manager = NaiveRewardLoopManager(LIMITS, compute_score=judged)
+    score(tmp_path, manager, Console(file=out, width=200), Clock())
+    # The clock advances by half of the interval with each row, and at the start.
+    assert out.getvalue().splitlines() == [
+        "scoring: 1 of 5 rows, 0 failed, mean 0.5, 1,000 tokens, cost 0.25",
+        "scoring: 3 of 5 rows, 1 failed, mean 0.5, 3,000 tokens, cost 0.75",
+        "scoring: 5 of 5 rows, 1 failed, mean 0.5, 5,000 tokens, cost 1.25",
+    ]
+
+
+def test_a_terminal_shows_a_bar_with_the_same_details(tmp_path):
+    out = io.StringIO()
+    manager = NaiveRewardLoopManager(LIMITS, compute_score=judged)
+    score(tmp_path, manager, Console(file=out, width=200, force_terminal=True), Clock())
+    last = out.getvalue().split("scoring")[-1]
+    assert "5/5" in last
+    assert "1 failed, mean 0.5, 5,000 tokens, cost 1.25" in last
+
+
+def test_tokens_and_cost_are_left_out_if_no_call_has_reported_them(tmp_path):
+    out = io.StringIO()
+    manager = NaiveRewardLoopManager(compute_score=lambda solution_str: None)
+    assert score(tmp_path, manager, Console(file=out), Clock()).detail() == "0 failed"
+
+
+async def test_the_usage_of_a_composite_counts_each_call_once(tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "import reward_loop\n"
+        "async def compute_score(solution_str):\n"
+        "    async with reward_loop.limit('judge') as lease:\n"
+        "        lease.used(tokens=1000, cost=0.25)\n"
+        "    return 1\n"
+    )
+    path = f"{tmp_path}/judge.py"
+    manager = CompositeRewardLoopManager({**LIMITS, "components": {"a": {"path": path}, "b": {"path": path}}})
+    await manager.run_single(reward_loop.RewardSample("x"))
+    assert usage_of(manager) == Usage(2000, 0.5)
