@@ -207,7 +207,7 @@ class AuditConfig(Config):
 
     reask: float = Field(default=0.0, ge=0, le=1)
     """In a verl run: the share of scored training samples for which the function is called a second time. Rewards do
-    not wait for these calls and do not depend on them. Functions pay for them: calls, tokens and cost."""
+    not wait for these calls and do not depend on them. They cost as much as other calls: limits, tokens, budget."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Two scores agree if they differ by at most this."""
@@ -350,7 +350,7 @@ class RewardLoopConfig(Config):
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 
     audit: AuditConfig = Field(default_factory=AuditConfig)
-    """Asking judges a second time, see docs/health.md."""
+    """Asking judges a second time, see docs/judge-agreement.md."""
 
     batch: BatchConfig = Field(default_factory=BatchConfig)
     """For the manager ``batch``."""
