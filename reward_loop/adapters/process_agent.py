@@ -163,7 +163,7 @@ async def process_agent(source: Source = None) -> ProcessAgent:
         ConfigError: there are no options, an option is invalid, or the agent was started with other options.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
-    # In a thread, because loading the function may take seconds, in which the trainer's event loop must not stand.
+    # In a thread: loading the function may take seconds, which must not block the event loop of the trainer.
     started = _started
     used, agent = await asyncio.to_thread(_start, source) if started is None else started
     if used != source:
