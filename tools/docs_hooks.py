@@ -16,11 +16,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace(MARK, commands()) if MARK in markdown else markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Remove the roles of Sphinx in docstrings, such as ``:class:``, which Markdown does not have."""
-    return re.sub(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)", "", html)
-
-
 def commands() -> str:
     """Return a section for each command: its help, its usage and its options."""
     from reward_loop.cli import app

@@ -37,6 +37,7 @@ __all__ = [
     "Source",
     "close_agent",
     "components",
+    "info_of",
     "load_config",
     "missing_field",
     "process_agent",
@@ -162,7 +163,7 @@ async def process_agent(source: Source = None) -> ProcessAgent:
         ConfigError: there are no options, an option is invalid, or the agent was started with other options.
         FunctionLoadError: the function cannot be found, or cannot be called with the arguments of the reward loop.
     """
-    # In a thread, because loading the function may take seconds, in which the trainer's event loop must not stand.
+    # In a thread: loading the function may take seconds, which must not block the event loop of the trainer.
     started = _started
     used, agent = await asyncio.to_thread(_start, source) if started is None else started
     if used != source:
@@ -235,11 +236,17 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
+def info_of(reward: Reward) -> dict[str, Any]:
+    """Return the extra info of a reward, also of a manager that was written for verl and sets no outcome."""
+    defaults = {"reward_outcome": "scored", "reward_masked": False, "reward_error": ""}
+    return {**defaults, **(reward.get("reward_extra_info") or {})}
+
+
 def components(reward: Reward) -> dict[str, float]:
     """Return the numbers in a reward that its function returned: the components, without texts and measurements."""
     return {
         name: float(value)
-        for name, value in reward["reward_extra_info"].items()
+        for name, value in info_of(reward).items()
         if isinstance(value, int | float) and not name.startswith("reward_") and not name.endswith(_MEASURED)
     }
 

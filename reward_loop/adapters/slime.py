@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from reward_loop._util.text import listing
-from reward_loop.adapters.process_agent import ProcessAgent, components, process_agent
+from reward_loop.adapters.process_agent import ProcessAgent, components, info_of, process_agent
 from reward_loop.errors import ConfigError
 from reward_loop.types import Reward, RewardSample
 
@@ -77,7 +77,7 @@ def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample
 
 def _apply(args: Any, sample: Any, reward: Reward) -> Any:
     """Mark the sample, and return its reward in the form that slime expects."""
-    info = reward["reward_extra_info"]
+    info = info_of(reward)
     parts = components(reward)
     if info["reward_masked"]:
         sample.remove_sample = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_loop.adapters.process_agent import AdapterConfig, Source, missing_field, process_agent
+from reward_loop.adapters.process_agent import AdapterConfig, Source, info_of, missing_field, process_agent
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
 
@@ -69,7 +69,7 @@ async def score_completions(
     rewards = await agent.score([samples[i] for i in order], groups)
     scores: list[float | None] = [None] * len(samples)
     for i, reward in zip(order, rewards, strict=True):
-        if not reward["reward_extra_info"]["reward_masked"]:
+        if not info_of(reward)["reward_masked"]:
             scores[i] = reward["reward_score"]
     return scores
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reward_loop.adapters.process_agent import components, missing_field, process_agent
+from reward_loop.adapters.process_agent import components, info_of, missing_field, process_agent
 from reward_loop.errors import ConfigError, ScoringError
 from reward_loop.types import RewardSample
 
@@ -52,7 +52,7 @@ async def reward(task: Any, trace: Any) -> float:
         prompt=task.prompt,
     )
     [found] = await agent.score([sample])
-    info = found["reward_extra_info"]
+    info = info_of(found)
     trace.record_metrics(components(found))
     if info["reward_masked"]:
         # The error of a failure names the sample already.

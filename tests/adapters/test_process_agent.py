@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from reward_loop import RewardSample
-from reward_loop.adapters.process_agent import ENVIRONMENT, close_agent, components, load_config, process_agent
+from reward_loop.adapters.process_agent import (
+    ENVIRONMENT,
+    AdapterConfig,
+    close_agent,
+    components,
+    load_config,
+    process_agent,
+)
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from tests.adapters.rewards import FUNCTION
 from tests.gsm8k import ROOT
@@ -141,3 +149,8 @@ def test_a_program_that_exits_closes_the_agent_and_its_worker_processes(tmp_path
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stdout) == (0, "['failed', 'scored']\n")
     assert done.stderr == ""
+
+
+def test_the_options_on_the_page_are_those_of_the_code() -> None:
+    section = (ROOT / "docs" / "trainers.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == list(AdapterConfig.model_fields)

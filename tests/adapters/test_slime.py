@@ -69,6 +69,12 @@ async def test_a_sample_without_a_score_is_removed_from_the_loss(response: str, 
     assert error in masked.metadata["reward_loop"]["reward_error"]
 
 
+async def test_a_manager_written_for_verl_needs_no_outcome() -> None:
+    each = sample("abc")
+    assert await custom_rm(arguments(options={"manager": "tests.adapters.rewards:VerlManager"}), each) == 3.0
+    assert not each.remove_sample
+
+
 async def test_a_default_score_is_trained_on() -> None:
     options = {"reward_loop": {"on_failed": "default", "default_score": -1.0}}
     failed = sample("fail")
