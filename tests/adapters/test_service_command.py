@@ -186,7 +186,7 @@ def test_the_printed_command_scores_a_sample(folder: Path, arguments: list[str])
         (["reward.py:compute_score", "--dialect", "trl"], "--dialect trl: unknown"),
         (["reward.py:ranks", "--manager", "group", "--dialect", "slime"], "--dialect slime: ranks"),
         (["reward.py:Judge", "--dialect", "openrlhf"], "compares the samples of a group"),
-        (["reward.py:Judge", "-f", "ground_truth=answer"], "--field ground_truth has no effect"),
+        (["reward.py:Judge", "-f", "ground_truth=answer"], "-f ground_truth has no effect"),
         (["reward.py:compute_score", "-f", "answer=x"], "a sample has no part 'answer'"),
         (["reward.py:compute_score", "-f", "data_source=x", "--data-source", "y"], "contradict"),
         (["reward.py:compute_score", "--host", "0.0.0.0"], "--api-key-env"),
