@@ -263,10 +263,10 @@ def test_the_service_answers_the_requests_of_the_page_as_shown() -> None:
     command = [sys.executable, "-c", MAIN, *words(start)[1:], "--port", "0"]
     shown_at = "http://127.0.0.1:8090"
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as service:
-        assert service.stdout
-        printed = [service.stdout.readline().rstrip("\n") for _ in announced]
-        at = re.findall(r"is served at (http://[\d.:]+);", printed[0])[0]
         try:
+            assert service.stdout
+            printed = [service.stdout.readline().rstrip("\n") for _ in announced]
+            at = re.findall(r"is served at (http://[\d.:]+);", printed[0])[0]
             assert printed == [line.replace(shown_at, at) for line in announced]
             for request, replies in asked:
                 arguments = words(request.replace(shown_at, at))
