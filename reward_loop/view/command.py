@@ -30,7 +30,7 @@ PORT = 8765
 SAME_S = 1.0
 """After the first signal, further signals are ignored for this time in seconds: launchers may send several at once."""
 
-_err = Console(stderr=True, soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True, emoji=False)
 
 
 def view(
