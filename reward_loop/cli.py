@@ -33,8 +33,8 @@ from reward_loop.view.trace_command import trace
 
 __all__ = ["app", "main"]
 
-_out = Console(soft_wrap=True)
-_err = Console(stderr=True, soft_wrap=True)
+_out = Console(soft_wrap=True, emoji=False)
+_err = Console(stderr=True, soft_wrap=True, emoji=False)
 
 
 class _Commands(TyperGroup):

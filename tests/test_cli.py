@@ -438,6 +438,10 @@ def test_help_and_version():
     assert "Usage: reward-loop [OPTIONS] COMMAND" in run(code=2).replace("root", "reward-loop")
 
 
+def test_colons_in_messages_are_not_turned_into_emoji(folder):
+    assert "no such file: a:sun:b.jsonl" in run("compare", "a:sun:b.jsonl", "b.jsonl", code=2)
+
+
 def test_the_module_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "reward_loop", "--version"],

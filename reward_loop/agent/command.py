@@ -158,7 +158,7 @@ def simulate(
     runs = [simulation.simulate(load, name) for name in (MODES if mode == "all" else [mode])]
     if timeline is not None:
         simulation.draw_timeline(runs, timeline)
-    out = Console(soft_wrap=True)
+    out = Console(soft_wrap=True, emoji=False)
     if as_json:
         print_line(json.dumps([_run_json(run) for run in runs]))
         return
@@ -248,7 +248,7 @@ def _print_size(size: RunSize, *, as_json: bool) -> None:
         run = {"samples_per_s": size.rate, "in_flight": size.in_flight, "seconds_in_flight": size.seconds_in_flight}
         print_line(json.dumps({**run, "parts": parts, "costs": capacity.SOURCE}))
         return
-    out = Console(soft_wrap=True)
+    out = Console(soft_wrap=True, emoji=False)
     out.print(
         f"{size.nodes} nodes x {size.node_rate:g} samples/s = {size.rate:,.0f} samples/s. {size.in_flight:,} samples "
         f"in flight, {size.seconds_in_flight:.1f} s each.\n",

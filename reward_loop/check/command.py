@@ -96,7 +96,7 @@ def command(
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:
-            _show(report, Console(file=stdout, soft_wrap=True))
+            _show(report, Console(file=stdout, soft_wrap=True, emoji=False))
     if report.problems:
         raise typer.Exit(1)
 
@@ -119,7 +119,7 @@ def _try(
     from reward_loop.managers.scorer import load_scorer
     from reward_loop.scoring import load_function
 
-    err = Console(stderr=True, soft_wrap=True)
+    err = Console(stderr=True, soft_wrap=True, emoji=False)
     options = parse(RewardLoopConfig, given, "reward_loop")
     if fn is not None:
         load_function(

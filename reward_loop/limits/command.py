@@ -59,7 +59,7 @@ def limits(
     Exit status: 0 done, 1 no process responds, 2 wrong usage, or the change
     is rejected.
     """
-    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
     if name is not None and "=" in name:
         raise typer.BadParameter(f"name the limit first: reward-loop limits NAME {name}", param_hint="NAME")
     wanted = {option: json_or_text(value) for option, value in pairs(changes, "OPTION=VALUE").items()}

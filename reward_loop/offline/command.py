@@ -34,7 +34,7 @@ _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_
 
 _STDOUT = Path("-")
 
-_err = Console(stderr=True, soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True, emoji=False)
 
 
 def score(
@@ -102,6 +102,18 @@ def score(
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any row failed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Send no request: print an estimate of requests, tokens and cost instead."),
+    ] = False,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT:REPLY",
+            help="With --dry-run: the prices of a million tokens of requests and of replies, e.g. [cyan]0.15:0.6[/].",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Score stored rollouts with a reward function.
 
@@ -118,6 +130,11 @@ def score(
     [cyan]error[/] and [cyan]reward_extra_info[/]. Run the same command again to
     resume an interrupted run; add --retry-failed to score its failed rows
     again, or those of a finished run. What the function prints goes to stderr.
+
+    With --dry-run, the function is called for at most 100 rows, chosen at
+    random, and each of its requests fails instead of being sent. The estimate
+    is what these requests contain: a token for 4 characters, and max_tokens for
+    each reply.
 
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
@@ -146,8 +163,16 @@ def score(
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.managers.scorer import load_scorer
+    from reward_loop.offline.estimate import dry_run_options, estimate
+    from reward_loop.offline.rows import check_fields
+    from reward_loop.offline.show_estimate import estimate_as_json, parse_prices, show_estimate
 
     config = parse(RewardLoopConfig, options, "reward_loop")
+    if dry_run:
+        config = dry_run_options(config)
+    elif price is not None:
+        raise ConfigError("--price has an effect with --dry-run only")
+    prices = None if price is None else parse_prices(price)
     with Inputs.open(files) as source, reserve_stdout() as stdout:
         if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
             raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
@@ -157,6 +182,15 @@ def score(
                 f"--manager {manager} compares the responses to a prompt, and a file of rollouts has no groups: try "
                 f"such a function with `reward-loop check --manager {manager}`"
             )
+        mapping = Fields(paths, data_source=data_source, requires=scorer.requires)
+        if dry_run:
+            check_fields(source.rows(), source.name, mapping)
+            found = estimate(source, scorer.manager, mapping, concurrency)
+            if as_json:
+                stdout.write(encode(estimate_as_json(found, prices)).decode() + "\n")
+            else:
+                show_estimate(found, prices, Console(file=stdout, soft_wrap=True, emoji=False))
+            return
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
         target = None if output == _STDOUT else output or source.default_output()
@@ -169,7 +203,7 @@ def score(
                     source,
                     destination,
                     scorer.manager,
-                    fields=Fields(paths, data_source=data_source, requires=scorer.requires),
+                    fields=mapping,
                     identity=_identity(scorer, config, paths, data_source, fn, manager, reward_kwargs),
                     concurrency=concurrency,
                     restart=restart,
@@ -191,7 +225,7 @@ def score(
         if as_json:
             stdout.write(encode(_summary(summary, usage, target, config.log_dir)).decode() + "\n")
         else:
-            out = _err if target is None else Console(file=stdout, soft_wrap=True)
+            out = _err if target is None else Console(file=stdout, soft_wrap=True, emoji=False)
             _show(summary, usage, target, config.log_dir, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:

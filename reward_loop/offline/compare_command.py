@@ -64,7 +64,7 @@ def compare(
     if as_json:
         print(encode(found.to_dict()).decode())
     else:
-        _show(found, label, Console(soft_wrap=True))
+        _show(found, label, Console(soft_wrap=True, emoji=False))
     for scoring in (first, second):
         _note_duplicates(scoring)
 
@@ -114,7 +114,7 @@ def _number(value: float | None) -> str:
 
 def _note_duplicates(scoring: Scoring) -> None:
     if scoring.duplicates:
-        Console(stderr=True, soft_wrap=True).print(
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
             f"note: {escape(str(scoring.path))} has {counted(scoring.duplicates, 'row')} with the {scoring.key} of an "
             "earlier row: the last one counts",
             highlight=False,

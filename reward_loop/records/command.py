@@ -35,7 +35,7 @@ def stuck(
 
     Exit status: 0 all processes answered, 1 one did not, or there is none.
     """
-    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
     answers, silent = [], 0
     for process in pid or processes():
         try:

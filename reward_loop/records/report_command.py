@@ -42,7 +42,7 @@ def report(
     of the health monitors of a verl run.
     docs/reports.md describes the summary.
     """
-    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
     reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
     for row in reader.rows():
         found.add(row)

@@ -24,7 +24,7 @@ __all__ = ["view"]
 
 PORT = 8765
 
-_err = Console(stderr=True, soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True, emoji=False)
 
 
 def view(

@@ -8,7 +8,7 @@ from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 
-__all__ = ["BadRequestError", "Order", "SampleFilter", "component", "number_of"]
+__all__ = ["BadRequestError", "Order", "SampleFilter", "check_parameters", "component", "number_of"]
 
 NUMBERS = (
     "step",
@@ -27,6 +27,12 @@ TEXTS = ("id", "uid", "group", "outcome", "error", "data_source", "function")
 FLAGS = ("validate", "masked")
 
 _COMPONENT = "components."
+
+_EQUAL = ("step", "validate", "group", "outcome", "data_source")
+"""The parameters that compare a field with a value."""
+
+_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", "sort", "order", "offset", "limit")
+"""All parameters of a page of samples, in addition to ``where.FIELD``."""
 
 
 class BadRequestError(Exception):
@@ -47,6 +53,20 @@ def number_of(value: str) -> str:
 
 def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
+
+
+def check_parameters(query: Mapping[str, str]) -> None:
+    """Check that a request for samples has known parameters only.
+
+    Raises:
+        BadRequestError: it has another one.
+    """
+    for name in query:
+        if name not in _PARAMETERS and not name.startswith("where."):
+            raise BadRequestError(
+                f"There is no parameter {name!r}{did_you_mean(name, _PARAMETERS) or '.'} "
+                f"Parameters: {listing(_PARAMETERS)}, where.FIELD"
+            )
 
 
 def _check_field(name: str) -> None:
@@ -84,7 +104,7 @@ class SampleFilter:
         for name, value in query.items():
             if name.startswith("where."):
                 found = found._equal(name.removeprefix("where."), value)
-            elif value and name in ("step", "validate", "group", "outcome", "data_source"):
+            elif value and name in _EQUAL:
                 found = found._equal(name, value)
             elif value and name in ("min_reward", "max_reward"):
                 found = found.also(f"reward {'>=' if name == 'min_reward' else '<='} ?", _number(name, value))

@@ -46,7 +46,7 @@ def trace(
             count += event["ph"] == "X"
             file.write(b",\n" + encode(event))
         file.write(b"\n]\n")
-    Console(soft_wrap=True).print(
+    Console(soft_wrap=True, emoji=False).print(
         f"{count} spans in {escape(str(output))}: open it in https://ui.perfetto.dev", highlight=False
     )
 

@@ -280,6 +280,14 @@ def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: 
     assert answer.json()["error"]
 
 
+def test_an_unknown_parameter_of_samples_is_an_error_that_lists_the_valid_ones(client: TestClient) -> None:
+    answer = client.get("/api/samples?min_rewrad=1")
+    assert answer.status_code == 400
+    message = answer.json()["error"]
+    assert "no parameter 'min_rewrad'; did you mean 'min_reward'? Parameters: data_source, group, limit, " in message
+    assert message.endswith("where.FIELD")
+
+
 @pytest.mark.parametrize("value", ["'", '"', "\\", "%", "x'--", "\x00", "a/b~c", "1e999", "nan", "\ud800"])
 def test_names_and_values_of_filters_cannot_inject_sql(client: TestClient, value: str) -> None:
     text = value.encode("utf-8", "surrogatepass")
