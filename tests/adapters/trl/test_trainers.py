@@ -38,6 +38,9 @@ pytest.importorskip("trl")
 
 STEPS = 6
 BATCH = PER_UPDATE * UPDATES
+BATCHES = 3
+"""Steps of the shared overlapped run. Each accumulates the gradients of a whole batch, as by default: TRL assumes then
+that the weights have not changed since the generation."""
 
 
 def test_masked_samples_have_advantage_zero_and_outcomes_are_counted(
@@ -120,17 +123,19 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
             found.weights.append({name: value.clone() for name, value in model.state_dict().items()})
 
     output = tmp_path_factory.mktemp("overlapped")
-    judge = Judge(UntilTheNext(STEPS // UPDATES))
+    judge = Judge(UntilTheNext(BATCHES))
     made = trainer(
         Watched,
         tiny_generative_model,
         output,
         judge,
         [Weights()],
+        max_steps=BATCHES,
+        gradient_accumulation_steps=UPDATES,
         eval_strategy="steps",
-        eval_steps=UPDATES,
+        eval_steps=1,
         save_strategy="steps",
-        save_steps=UPDATES,
+        save_steps=1,
     )
     found = Run(made, judge, output)
     made.train()
@@ -150,27 +155,27 @@ def trained_on(updates: list[dict[str, Any]]) -> Counter[tuple[int, ...]]:
 
 
 def test_each_completion_is_scored_once_and_trained_on_once(run: Run) -> None:
-    assert run.trainer.state.global_step == STEPS
-    assert [len(call.prompts) for call in run.judge.calls] == [BATCH] * (STEPS // UPDATES)
+    assert run.trainer.state.global_step == BATCHES
+    assert [len(call.prompts) for call in run.judge.calls] == [BATCH] * BATCHES
     assert scored(run.judge.calls) == trained_on(run.trained)
 
 
 def test_judges_receive_the_step_in_which_the_batch_is_trained_on(run: Run) -> None:
-    assert [call.step for call in run.judge.calls] == [0, 2, 4]
+    assert [call.step for call in run.judge.calls] == [0, 1, 2]
 
 
 def test_old_log_probabilities_are_those_of_the_weights_that_generated(run: Run) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(run.output / f"checkpoint-{STEPS}").eval()
-    assert len(run.trained) == STEPS
+    model = AutoModelForCausalLM.from_pretrained(run.output / f"checkpoint-{BATCHES}").eval()
+    assert len(run.trained) == BATCHES * UPDATES
     moved = 0.0
     for index, update in enumerate(run.trained):
         # A batch is generated while the batch before it is trained on; the first two have the first weights.
-        generated_at = max(0, index // UPDATES - 1) * UPDATES
+        step = index // UPDATES
         values = []
-        for weights in (run.weights[generated_at], run.weights[index]):
+        for weights in (run.weights[max(0, step - 1)], run.weights[step]):
             model.load_state_dict(weights)
             with torch.no_grad():
                 output = model(
@@ -198,12 +203,12 @@ def test_what_judges_log_belongs_to_their_own_batch(run: Run) -> None:
     numbers = {
         entry["step"]: entry["judge/number"] for entry in run.trainer.state.log_history if "judge/number" in entry
     }
-    assert numbers == {1: 0.0, 3: 1.0, 5: 2.0}
+    assert numbers == {1: 0.0, 2: 1.0, 3: 2.0}
 
 
 def test_waiting_and_the_hidden_share_are_logged(run: Run) -> None:
     logged = [entry for entry in run.trainer.state.log_history if "overlap/hidden_share" in entry]
-    assert len(logged) == STEPS // UPDATES
+    assert len(logged) == BATCHES
     for entry in logged:
         assert entry["overlap/waiting_seconds"] >= 0
         assert 0 <= entry["overlap/hidden_share"] <= 1
@@ -214,10 +219,11 @@ def test_a_resumed_training_judges_the_batch_in_flight_again(run: Run, tiny_gene
     from reward_loop.adapters.trl import OverlappedGRPOTrainer
 
     judge = Judge(UntilTheNext(2))
-    resumed = trainer(OverlappedGRPOTrainer, tiny_generative_model, run.output, judge)
-    resumed.train(resume_from_checkpoint=str(run.output / f"checkpoint-{UPDATES}"))
-    assert resumed.state.global_step == STEPS
-    assert [call.step for call in judge.calls] == [2, 4]
+    options = {"max_steps": BATCHES, "gradient_accumulation_steps": UPDATES}
+    resumed = trainer(OverlappedGRPOTrainer, tiny_generative_model, run.output, judge, **options)
+    resumed.train(resume_from_checkpoint=str(run.output / "checkpoint-1"))
+    assert resumed.state.global_step == BATCHES
+    assert [call.step for call in judge.calls] == [1, 2]
     assert [call.prompts for call in judge.calls] == [call.prompts for call in run.judge.calls[1:]]
 
 
