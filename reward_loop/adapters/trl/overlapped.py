@@ -77,7 +77,8 @@ class OverlappedGRPOTrainer(GRPOTrainer):
             generation = self._generation(inputs)
             generation.start()
             return generation.finish()
-        generation = self._take_pending(inputs) or self._started(inputs)
+        pending = self._take_pending(inputs)
+        generation = self._started(inputs) if pending is None else pending
         try:
             if inputs.following is not None:
                 self._pending = self._started(inputs.following)
