@@ -7,8 +7,9 @@ BIN := .venv/bin
 ARGS ?=
 VERL ?=
 OLDEST_VERL := 0.9.0
+TRL := trl==1.16.0
 
-.PHONY: help demo test lint setup sglang docs docs-serve clean
+.PHONY: help demo test lint setup sglang trl docs docs-serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -21,7 +22,7 @@ help:  ## show this list
 demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL))  ## run all checks and tests
+test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL)) .venv/trl  ## run all checks and tests
 	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.')
 	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(MAKE) --no-print-directory .venv-docs/reward-loop.stamp || echo 'The site is not built.')
 	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
@@ -30,6 +31,12 @@ test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL))  ## run all checks and tests
 # Another release of verl, for the same environment: its folder comes first on the path of modules.
 .venv/verl-%: | setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ verl==$*
+
+# TRL for the same environment, in a folder that only its own tests have on the path: verl cannot train beside it.
+.venv/trl: | setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(TRL)
+
+trl: .venv/trl  ## install TRL into .venv/trl; use it with PYTHONPATH=.venv/trl
 
 lint: setup  ## check style and types
 	@$(BIN)/ruff check --quiet

@@ -38,7 +38,13 @@ class Cascade:
         """Create the judges: the small one is served in the run, the large one is a service."""
         self._small = Judge(PROMPT, UNSURE, model=small_model, max_tokens=256)
         self._large = Judge(
-            PROMPT, SURE, address=large_address, model=large_model, api_key_env=large_key_env, limit="large"
+            PROMPT,
+            SURE,
+            address=large_address,
+            model=large_model,
+            api_key_env=large_key_env,
+            limit="large",
+            temperature=None,  # GPT-5 models accept no temperature of 0
         )
 
     async def compute_score(

@@ -65,7 +65,7 @@ class Judge:
     Address, model, API key and limit can all be given here, for a judge on a service:
 
         judge = Judge(PROMPT, verdict, address="https://api.openai.com/v1", model="gpt-5-mini",
-                      api_key_env="OPENAI_API_KEY", limit="judge")
+                      api_key_env="OPENAI_API_KEY", limit="judge", temperature=None)
 
     Prompts, replies and verdicts are also stored in the sample's record (``reward_loop.log_dir``).
     """
@@ -97,7 +97,8 @@ class Judge:
             timeout: seconds until the reply is received; ``None`` for no limit but the deadline of the reward function.
             api_key_env: the name of the environment variable with the service's API key.
             max_reply_bytes: the longest answer of the server, in bytes after decompression; a longer one is an error.
-            request: other fields of the request; ``temperature`` is 0 by default.
+            request: other fields of the request; a field that is ``None`` is left out. ``temperature`` is 0 by default;
+                some models, such as those of GPT-5, accept no 0 and need ``temperature=None``.
         """
         self._template = _Template(template)
         self._fields = set(self._template.get_identifiers())
@@ -107,7 +108,8 @@ class Judge:
         self._model = model
         self._limit = limit
         self._options = {"timeout": timeout, "api_key_env": api_key_env, "max_reply_bytes": max_reply_bytes}
-        self._request: dict[str, Any] = {"temperature": 0.0, **verdict.request, **request}
+        given = {"temperature": 0.0, **verdict.request, **request}
+        self._request = {name: value for name, value in given.items() if value is not None}
 
     def render(self, **fields: Any) -> str:
         """Returns the prompt: the template with its placeholders replaced.

@@ -33,6 +33,14 @@ async def test_a_judgement_and_the_reward_of_it() -> None:
     }
 
 
+async def test_a_field_of_the_request_that_is_none_is_left_out() -> None:
+    with FakeJudge("Score: 7") as server:
+        await Judge("{{answer}}", Number(1, 10), temperature=None, seed=3)(server.address, answer="4")
+    body = server.requests[-1].body
+    assert "temperature" not in body
+    assert body["seed"] == 3
+
+
 async def test_the_text_of_a_field_is_no_template() -> None:
     rendered = Judge(TEMPLATE, Number(1, 10)).render(question="{{answer}}", answer="{{question}} $x {y}")
     assert rendered.startswith("Rate {{question}} $x {y} to {{answer}} like")

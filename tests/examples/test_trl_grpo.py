@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,16 @@ import pytest
 
 from examples import trl_grpo
 from reward_loop.records.reader import RecordsReader
+from tests.trl_folder import needs_trl, trl_on_path
 
-pytest.importorskip("trl")
+
+@pytest.fixture(scope="module", autouse=True)
+def trl() -> Iterator[None]:
+    with trl_on_path():
+        yield
 
 
+@needs_trl
 @pytest.mark.integration
 @pytest.mark.parametrize("option", ["--quick", "--overlapped"])
 def test_the_example_trains_and_reports(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +33,21 @@ from tests.adapters.trl.trainers import (
     trainer,
 )
 from tests.gsm8k import ROOT
+from tests.trl_folder import needs_trl, trl_on_path
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("trl")
+pytestmark = [pytest.mark.integration, needs_trl]
 
 STEPS = 6
 BATCH = PER_UPDATE * UPDATES
 BATCHES = 3
 """Steps of the shared overlapped run. Each accumulates the gradients of a whole batch, as by default: TRL assumes then
 that the weights have not changed since the generation."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trl() -> Iterator[None]:
+    with trl_on_path():
+        yield
 
 
 def test_masked_samples_have_advantage_zero_and_outcomes_are_counted(
