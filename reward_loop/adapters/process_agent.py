@@ -27,8 +27,8 @@ from reward_loop._util.text import listing, shorten
 from reward_loop.agent import RewardAgent
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers.scorer import Scorer, load_scorer
-from reward_loop.types import Reward, RewardSample
+from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
+from reward_loop.types import RESERVED_KEYS, Reward, RewardSample
 
 __all__ = [
     "ENVIRONMENT",
@@ -96,6 +96,7 @@ class ProcessAgent:
 
     def __init__(self, config: AdapterConfig) -> None:
         self.config = config
+        self.pid = os.getpid()
         self._scorer: Scorer = load_scorer(
             config.function,
             config.manager,
@@ -113,8 +114,8 @@ class ProcessAgent:
 
     @property
     def needs_group(self) -> bool:
-        """Whether the manager compares the samples of a group."""
-        return bool(getattr(self._scorer.manager, "needs_group", False))
+        """Whether the manager, or ``post_process_scores`` of the function, compares the samples of a group."""
+        return scores_groups(self._scorer.manager)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -165,7 +166,9 @@ async def process_agent(source: Source = None) -> ProcessAgent:
     """
     # In a thread: loading the function may take seconds, which must not block the event loop of the trainer.
     started = _started
-    used, agent = await asyncio.to_thread(_start, source) if started is None else started
+    if started is None or started[1].pid != os.getpid():  # a fork has the agent, but not its thread
+        started = await asyncio.to_thread(_start, source)
+    used, agent = started
     if used != source:
         raise ConfigError(
             f"this process scores with the options {shorten(used)}, so {shorten(source)} has no effect: a process has "
@@ -177,7 +180,7 @@ async def process_agent(source: Source = None) -> ProcessAgent:
 def _start(source: Source) -> tuple[Source, ProcessAgent]:
     global _started
     with _lock:
-        if _started is None:
+        if _started is None or _started[1].pid != os.getpid():
             _started = source, ProcessAgent(load_config(source))
         return _started
 
@@ -247,7 +250,7 @@ def components(reward: Reward) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in info_of(reward).items()
-        if isinstance(value, int | float) and not name.startswith("reward_") and not name.endswith(_MEASURED)
+        if isinstance(value, int | float) and name not in RESERVED_KEYS and not name.endswith(_MEASURED)
     }
 
 

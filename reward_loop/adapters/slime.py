@@ -43,7 +43,10 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> Any:
     agent = await process_agent(getattr(args, "reward_loop_config", None))
     is_group = bool(getattr(args, "group_rm", False))
     if agent.needs_group and not is_group:
-        raise ConfigError(f"the manager {agent.config.manager!r} compares the samples of a group: set --group-rm")
+        raise ConfigError(
+            f"the manager {agent.config.manager!r}, or post_process_scores, compares the samples of a group: "
+            "set --group-rm"
+        )
     samples = sample if isinstance(sample, list) else [sample]
     if not samples:
         return []

@@ -104,7 +104,8 @@ def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) ->
     """Return the order in which the completions of a prompt are neighbours, and the size of each group."""
     if prompts is None:
         raise ConfigError(
-            f"the manager {config.manager!r} compares the completions of a prompt, and ms-swift passed no prompt_id"
+            f"the manager {config.manager!r}, or post_process_scores of the function, compares the completions of a "
+            "prompt, and ms-swift passed no prompt_id"
         )
     members: dict[Any, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -114,7 +115,8 @@ def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) ->
     for size in sizes:
         if expected and all(size % whole for whole in expected):
             raise ConfigError(
-                f"the manager {config.manager!r} compares the completions of a prompt, but this process has {size} of "
-                f"{expected[0]}: make the batch size of a process a multiple of num_generations"
+                f"the manager {config.manager!r}, or post_process_scores, compares the completions of a prompt, but "
+                f"this process has {size} of {expected[0]}: make the batch size of a process a multiple of "
+                "num_generations"
             )
     return [i for group in members.values() for i in group], sizes

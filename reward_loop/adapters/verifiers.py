@@ -35,8 +35,8 @@ async def reward(task: Any, trace: Any) -> float:
     agent = await process_agent()
     if agent.needs_group:
         raise ConfigError(
-            f"the manager {agent.config.manager!r} compares the samples of a group, but verifiers scores each trace "
-            "alone: use a manager that scores single samples"
+            f"the manager {agent.config.manager!r}, or post_process_scores, compares the samples of a group, but "
+            "verifiers scores each trace alone: use a manager that scores single samples"
         )
     data = task.model_dump()
     field = agent.config.ground_truth or "answer"

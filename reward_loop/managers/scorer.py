@@ -11,7 +11,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring import load_function
 
-__all__ = ["Scorer", "load_scorer"]
+__all__ = ["Scorer", "load_scorer", "scores_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +75,9 @@ def load_scorer(
     )
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
     return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))
+
+
+def scores_groups(manager: Any) -> bool:
+    """Return whether the manager, or ``post_process_scores`` of its function, needs all samples of a group."""
+    function = getattr(manager, "function", None)
+    return bool(getattr(manager, "needs_group", False) or getattr(function, "has_post_process", False))

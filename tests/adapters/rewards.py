@@ -48,3 +48,13 @@ class VerlManager:
 
     async def run_single(self, data: Any) -> dict[str, Any]:
         return {"reward_score": float(len(data.solution_str)), "reward_extra_info": {"length": 1}}
+
+
+class Centred:
+    """The length of a response, minus the mean of its group."""
+
+    def compute_score(self, solution_str: str) -> float:
+        return float(len(solution_str))
+
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return [score - sum(scores) / len(scores) for score in scores]

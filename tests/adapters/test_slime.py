@@ -173,3 +173,9 @@ def test_normalisation_needs_one_sample_for_each_rollout_and_the_index_of_the_gr
     samples[0].group_index = None
     with pytest.raises(ConfigError, match="no group_index"):
         normalise(normalisation(), samples)
+
+
+async def test_post_process_scores_without_group_rm_is_an_error() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "Centred")}
+    with pytest.raises(ConfigError, match="set --group-rm"):
+        await custom_rm(SimpleNamespace(reward_loop_config=options, group_rm=False), Sample(0, 0, "a"))

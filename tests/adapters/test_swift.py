@@ -92,3 +92,12 @@ async def test_a_part_of_a_group_is_not_compared() -> None:
     given = {name: column for name, column in columns(4).items() if name != "prompt_id"}
     with pytest.raises(ConfigError, match="no prompt_id"):
         await score_completions(["a"] * 4, given, options, args)
+
+
+async def test_post_process_scores_receives_whole_groups() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "Centred")}
+    args = SimpleNamespace(num_generations=2)
+    # Columns 0 and 2 have one prompt, 1 and 3 the other.
+    assert await score_completions(["a", "b", "aaa", "bbbbb"], columns(4), options, args) == [-1, -2, 1, 2]
+    with pytest.raises(ConfigError, match="post_process_scores"):
+        await score_completions(["a", "b"], columns(2), options, args)

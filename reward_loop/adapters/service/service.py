@@ -30,7 +30,7 @@ from reward_loop.errors import (
     ScoringError,
     UnscoredError,
 )
-from reward_loop.managers.scorer import Scorer
+from reward_loop.managers.scorer import Scorer, scores_groups
 from reward_loop.types import Outcome, Reward, RewardSample
 
 __all__ = ["RewardService"]
@@ -89,7 +89,7 @@ class RewardService:
     @property
     def needs_groups(self) -> bool:
         """Whether samples can be scored only together with the other samples of their group."""
-        return bool(getattr(self.scorer.manager, "needs_group", False) or self.scorer.has_post_process)
+        return scores_groups(self.scorer.manager)
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()

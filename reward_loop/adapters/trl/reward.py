@@ -14,6 +14,7 @@ from reward_loop.adapters.trl.reward_log import RewardLog
 from reward_loop.agent import RewardAgent
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.scorer import scores_groups
 from reward_loop.types import Reward
 
 __all__ = ["TRLReward", "reward_function"]
@@ -146,7 +147,7 @@ class TRLReward:
         agent = await self._open()
         self._columns.check(columns, len(prompts), getattr(agent.manager, "requires", frozenset()))
         self._batches += 1
-        groups = self._groups(prompts, getattr(agent.manager, "needs_group", False))
+        groups = self._groups(prompts, scores_groups(agent.manager))
         samples = self._columns.samples(
             prompts, completions, completion_ids, columns, groups, name=f"{self._prefix}.{self._batches}", step=step
         )
@@ -162,8 +163,8 @@ class TRLReward:
     def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:
         if needs_group and self._group_size is None and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise ConfigError(
-                "several processes train, and the reward manager needs whole groups: set group_size=num_generations, "
-                "so that incomplete groups are found"
+                "several processes train, and the reward manager or post_process_scores needs whole groups: set "
+                "group_size=num_generations, so that incomplete groups are found"
             )
         return group_sizes(prompts, self._group_size, exact=needs_group)
 
