@@ -171,7 +171,9 @@ def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path):
         assert inputs.count() == 12
 
 
-@pytest.mark.parametrize("data", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()])
+@pytest.mark.parametrize(
+    "data", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
+)
 def test_standard_input_is_read_and_known_by_its_content(stdin, data):
     identities = []
     for given in (data, data):
