@@ -9,7 +9,17 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from reward_loop.errors import ScoringError
 
-__all__ = ["PART_KEYS", "RESERVED_KEYS", "ComputeScore", "Outcome", "Policy", "Reward", "RewardResult", "RewardSample"]
+__all__ = [
+    "PART_KEYS",
+    "RESERVED_KEYS",
+    "ComputeScore",
+    "Outcome",
+    "Policy",
+    "Reward",
+    "RewardResult",
+    "RewardSample",
+    "is_returned",
+]
 
 Policy = Literal["raise", "default", "mask"]
 """What happens to a sample without a score: ``raise`` an error, use the ``default`` score, or ``mask`` the sample
@@ -31,6 +41,14 @@ RESERVED_KEYS = frozenset(
 PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
 """Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
 number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
+
+_MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
+"""The ends of the keys under which the manager `composite` reports its measurements."""
+
+
+def is_returned(key: str) -> bool:
+    """Return whether a key of ``reward_extra_info`` comes from the function, and not from the reward loop."""
+    return key not in RESERVED_KEYS and not key.endswith(_MEASURED)
 
 
 class Outcome(StrEnum):

@@ -28,7 +28,7 @@ from reward_loop.agent import RewardAgent
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
-from reward_loop.types import RESERVED_KEYS, Reward, RewardSample
+from reward_loop.types import Reward, RewardSample, is_returned
 
 __all__ = [
     "ENVIRONMENT",
@@ -49,9 +49,6 @@ ENVIRONMENT = "REWARD_LOOP_CONFIG"
 
 Source = str | Mapping[str, Any] | None
 """Options, or the path of their file; ``None`` for the file in `ENVIRONMENT`."""
-
-_MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
-"""The ends of the names under which `composite` logs its measurements."""
 
 
 class AdapterConfig(Config):
@@ -250,7 +247,7 @@ def components(reward: Reward) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in info_of(reward).items()
-        if isinstance(value, int | float) and name not in RESERVED_KEYS and not name.endswith(_MEASURED)
+        if isinstance(value, int | float) and is_returned(name)
     }
 
 

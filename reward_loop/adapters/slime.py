@@ -84,6 +84,8 @@ def _apply(args: Any, sample: Any, reward: Reward) -> Any:
     parts = components(reward)
     if info["reward_masked"]:
         sample.remove_sample = True
+    elif isinstance(sample.metadata, dict) and sample.metadata.get("reward_loop", {}).get("reward_masked"):
+        sample.remove_sample = False  # an earlier call removed it
     if isinstance(sample.metadata, dict):
         sample.metadata["reward_loop"] = {
             **parts,

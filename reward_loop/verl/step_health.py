@@ -13,7 +13,7 @@ import transfer_queue as tq
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, JudgeCalls, Observation
 from reward_loop.records.health import open_health, values_row, warning_row
-from reward_loop.types import RESERVED_KEYS, Outcome
+from reward_loop.types import Outcome, is_returned
 from reward_loop.verl.reward_metrics import Info, StepRewards, final_outputs, is_number, is_scored
 from reward_loop.verl.step_batch import uid_of
 from reward_loop.verl.workers import RewardWorkers
@@ -124,12 +124,8 @@ def _components(infos: Sequence[Info]) -> Mapping[str, np.ndarray]:
     return {
         name: np.array([_number(info.get(name)) for info in infos])
         for name in names
-        if name not in RESERVED_KEYS and name != "score" and not name.endswith(_MEASURED)
+        if is_returned(name) and name != "score"
     }
-
-
-_MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
-"""The suffixes of the names under which the manager `composite` reports its measurements."""
 
 
 def _number(value: Any) -> float:

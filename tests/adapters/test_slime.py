@@ -69,6 +69,15 @@ async def test_a_sample_without_a_score_is_removed_from_the_loss(response: str, 
     assert error in masked.metadata["reward_loop"]["reward_error"]
 
 
+async def test_a_removed_sample_that_is_scored_again_is_trained_on() -> None:
+    again = sample("fail", metadata={})
+    await custom_rm(arguments(), again)
+    assert again.remove_sample
+    again.response = "4"
+    assert await custom_rm(arguments(), again) == 1.0
+    assert not again.remove_sample
+
+
 async def test_a_manager_written_for_verl_needs_no_outcome() -> None:
     each = sample("abc")
     assert await custom_rm(arguments(options={"manager": "tests.adapters.rewards:VerlManager"}), each) == 3.0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward
+from reward_loop.types import Outcome, Reward, is_returned
 
 __all__ = ["Scored", "ServiceError", "numbers_of"]
 
@@ -64,7 +64,7 @@ class Scored:
         return {
             str(key): float(value)
             for key, value in self.extra_info.items()
-            if key not in RESERVED_KEYS and key != "score" and _is_number(value)
+            if is_returned(key) and key != "score" and _is_number(value)
         }
 
 

@@ -8,12 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reward_loop._util.json import encode
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward
+from reward_loop.types import Outcome, Reward, is_returned
 
 __all__ = ["RewardLog"]
-
-_OTHERS = RESERVED_KEYS | {"score"}
-"""Keys that are not components: TRL logs the score itself."""
 
 
 class RewardLog:
@@ -78,8 +75,8 @@ class RewardLog:
 
 
 def _components(infos: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys that functions have set, in order of their first appearance."""
-    return [key for key in dict.fromkeys(key for info in infos for key in info) if key not in _OTHERS]
+    """Return the keys that functions have set, in order of their first appearance, without the score: TRL logs it."""
+    return [key for key in dict.fromkeys(key for info in infos for key in info) if is_returned(key) and key != "score"]
 
 
 def _is_number(value: Any) -> bool:
