@@ -19,6 +19,7 @@ from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
+from reward_loop.managers import registry
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
@@ -128,7 +129,10 @@ async def test_its_failures_count_towards_the_bound(policy: str) -> None:
         await worker.compute_score(rollout("four"))
 
 
-async def test_a_manager_that_the_functions_file_registers_is_found(policy: str, tmp_path: Path) -> None:
+async def test_a_manager_that_the_functions_file_registers_is_found(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_managers", dict(registry._managers))
     function = tmp_path / "f.py"
     function.write_text(REGISTERS)
     overrides = (f"custom_reward_function.path={function}", "reward_model.reward_manager=doubling")
