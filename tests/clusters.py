@@ -14,24 +14,33 @@ from reward_loop.verl.ray_start import with_ray
 
 @contextmanager
 def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[None]:
-    """Starts a node for each mapping of node arguments, the first one as the head, and connects to it.
+    """Starts a cluster, as `started_cluster` does, and connects to it."""
+    import ray
+
+    with started_cluster(*nodes) as address:
+        try:
+            ray.init(address=address, log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def started_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
+    """Starts a node for each mapping of node arguments, the first one as the head, and yields its address.
 
     `Cluster` would publish its address in a file of the machine, and every ``ray.init()`` of tests that run at the same
     time would join it.
     """
-    import ray
     from ray.cluster_utils import Cluster
 
+    head = {**nodes[0], "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
-        cluster = with_ray(
-            lambda: Cluster(initialize_head=True, head_node_args={**nodes[0], "include_dashboard": False})
-        )
-        try:
-            for node in nodes[1:]:
-                with_ray(functools.partial(cluster.add_node, **node))
-            ray.init(address=cluster.address, log_to_driver=False)
-            yield
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+        cluster = with_ray(lambda: Cluster(initialize_head=True, head_node_args=head))
+    try:
+        for node in nodes[1:]:
+            with_ray(functools.partial(cluster.add_node, **node))
+        yield cluster.address
+    finally:
+        cluster.shutdown()

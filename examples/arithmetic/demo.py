@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from examples.arithmetic.models import Models, make_models
+from examples.arithmetic.models import Models, Recipe, make_models
 from examples.arithmetic.report import Report, plot, read_report
 from examples.training import TrainingProcess
 
@@ -55,9 +55,11 @@ class Settings:
     seed: int = 0
     engine: str = "transformers"
     """The inference engine that serves the reward model."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The parameters of the models."""
 
 
-QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0)
+QUICK = Settings(steps=4, test_every=4, validate=128, judge_latency=2.0, recipe=Recipe(steps=120))
 
 
 def training_command(models: Models, output: Path, settings: Settings) -> list[str]:
@@ -102,14 +104,14 @@ def training_command(models: Models, output: Path, settings: Settings) -> list[s
     ]
 
 
-def make(console: Console) -> Models:
+def make(console: Console, recipe: Recipe) -> Models:
     """Create the models, or load them from the cache."""
     with console.status("Making the models") as status:
 
         def progress(share: float, detail: str) -> None:
             status.update(f"Making the models: {share:.0%}, {detail}")
 
-        models = make_models(CACHE, report=progress)
+        models = make_models(CACHE, recipe, report=progress)
     figures = models.figures
     how = "cached" if models.cached else f"made in {figures['seconds']:.0f} s"
     console.print(
@@ -162,7 +164,7 @@ def run(console: Console, output: Path, settings: Settings) -> int:
     """Create the models, train and report. Returns the exit status."""
     clear(output)
     started = time.monotonic()
-    models = make(console)
+    models = make(console, settings.recipe)
     made = time.monotonic()
     status = train(console, training_command(models, output, settings), output)
     report, log = read_report(output / "metrics.jsonl"), output / "train.log"
@@ -192,7 +194,7 @@ def clear(output: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser("python -m examples.arithmetic.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller steps, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="smaller steps and weaker models, to see that it works")
     parser.add_argument(
         "--steps", type=int, metavar="N", help=f"training steps ({Settings.steps}; quick: {QUICK.steps})"
     )

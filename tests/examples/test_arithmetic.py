@@ -256,7 +256,7 @@ def test_a_failed_training_shows_the_end_of_its_log(
 ) -> None:
     command = [sys.executable, "-c", "print('[no markup]'); print('ConfigError: it is [/wrong]'); raise SystemExit(3)"]
     monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(demo, "make", lambda console: None)
+    monkeypatch.setattr(demo, "make", lambda console, recipe: None)
     monkeypatch.setattr(demo, "training_command", lambda *_: command)
     assert demo.run(demo.Console(width=200), tmp_path / "out", demo.QUICK) == 1
     shown = capsys.readouterr().out

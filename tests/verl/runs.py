@@ -25,8 +25,12 @@ import pytest
 from reward_loop.verl.cpu.preload import MODULES, preloaded, set_environment
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.nodes import Node
+from tests.verl.shared_ray import shared_ray, stop_shared_ray
 
 REPOSITORY = Path(__file__).parents[2]
+
+RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
+"""Workers that Ray starts before it receives a task have no environment of the run, so they are not used."""
 
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
@@ -116,6 +120,7 @@ def train(
     environment: Mapping[str, str] | None = None,
     node: Node | None = None,
     python: str | None = None,
+    own_ray: bool = False,
     returncode: int = 0,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
@@ -128,8 +133,9 @@ def train(
         entry: the module of the command that trains, and its first arguments.
         verl: a folder with another release of verl.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
-        node: the node of a running Ray cluster on which the command runs. By default, it starts a Ray of its own here.
+        node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
+        own_ray: whether the command starts a Ray of its own. By default, it joins the one of `shared_ray`.
         returncode: the exit status that is expected.
 
     Raises:
@@ -159,19 +165,28 @@ def train(
         f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
         *overrides,
     ]
-    files = {"REWARD_LOG": str(directory / "calls.jsonl"), "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl")}
-    # Workers that Ray starts before it receives a task have no environment of the run, so they are not used.
-    ray = {"RAY_prestart_worker_first_driver": "0"}
-    environment = {**os.environ, **ray, **files, **module_environment(verl), **(environment or {})}
-    log = directory / "output.log"
-    if node is None:
-        status = _fork(command[2:], environment, directory, log)
-    else:
+    given = {
+        "REWARD_LOG": str(directory / "calls.jsonl"),
+        "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+        **module_environment(verl),
+        **(environment or {}),
+    }
+    environment = {**os.environ, **RAY_ENVIRONMENT, **given}
+    if node is not None or not own_ray:
         # A running Ray does not have the environment of the command.
-        command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={value}" for name, value in files.items()]
+        command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
+    log = directory / "output.log"
+    if node is not None:
         status = _spawn(node.command(*command, directory=directory), environment, directory, log)
+    else:
+        if not own_ray:
+            platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
+            environment["RAY_ADDRESS"] = shared_ray({**platform, **module_environment(), **RAY_ENVIRONMENT})
+        status = _fork(command[2:], environment, directory, log)
     output = _text(log)
-    assert status == returncode, f"the exit status is {status}:\n{output[-8000:]}"
+    if status != returncode:
+        stop_shared_ray()
+        raise AssertionError(f"the exit status is {status}:\n{output[-8000:]}")
     return Run(status, output, directory)
 
 

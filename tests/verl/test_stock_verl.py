@@ -75,6 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         function="ignored",
         entry=("verl.trainer.main_ppo",),
         environment=CPU_ENVIRONMENT,
+        own_ray=True,
     )
 
 

@@ -249,6 +249,7 @@ def harried_run(
         f"+custom_reward_function.reward_kwargs.model={tiny_discriminative_model}",
         "reward_loop.audit={reask: 0.25, tolerance: 0.001}",
         function="judged",
+        own_ray=True,
         returncode=130,
     )
 

@@ -23,15 +23,25 @@ MODULES = (
     "aiohttp",
     "datasets",
     "fastapi",
+    "google.protobuf.json_format",
+    "hydra",
+    "jsonschema",
+    "msgspec",
     "peft",
+    "requests",
+    "reward_loop.agent",
+    "reward_loop.managers.scorer",
     "tensordict",
     "torch._inductor.lowering",
     "torchdata.stateful_dataloader",
     "transformers.modeling_utils",
     "transformers.processing_utils",
+    "uvicorn",
+    "uvloop",
     "vllm.distributed",
 )
-"""Modules that verl imports and that take long. None may import Ray: it reads the worker's environment at import."""
+"""Modules that Ray and verl import and that take long, and the reward loop. None may import Ray: it reads the worker's
+environment at import."""
 
 _FDS = 3
 """The number of file descriptors that a request passes: the worker's standard input, output and error."""
