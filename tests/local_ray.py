@@ -1,24 +1,78 @@
-"""Starts Ray for tests."""
+"""One Ray on this machine for the tests of a process: each start of Ray takes some 15 s of CPU time."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from reward_loop.verl.ray_start import with_ray
+import pytest
+
+from tests.clusters import started_cluster
+
+REPOSITORY = Path(__file__).parents[1]
+
+NODE = {
+    "num_cpus": 64,
+    "num_gpus": 8,
+    "object_store_memory": 2**28,
+    "setup_worker_path": str(Path(__file__).with_name("setup_worker.py")),
+}
+"""More CPUs and GPUs than any test asks for. Tests take turns."""
+
+RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
+"""Workers that Ray starts before it receives a task have no environment of the run, so they are not used."""
+
+_open = ExitStack()
+atexit.register(_open.close)
+
+
+def module_environment(verl: Path | None = None) -> dict[str, str]:
+    """The environment variables of a run that are read when modules are imported.
+
+    Args:
+        verl: a folder with another release of verl, which comes before the installed one.
+    """
+    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
+    path = (REPOSITORY, verl, os.environ.get("PYTHONPATH"))
+    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
+
+
+@functools.cache
+def ray_address() -> str:
+    """Starts Ray if no test has yet, and returns its address. It stops with this process.
+
+    Its workers have the environment of a run on a CPU, as far as it is read when verl is imported.
+    """
+    from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+
+    platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (platform | module_environment() | RAY_ENVIRONMENT).items():
+            patch.setenv(name, value)
+        return _open.enter_context(started_cluster(NODE))
+
+
+def stop_ray() -> None:
+    """Stops it, so that the next test gets a new one."""
+    _open.close()
+    ray_address.cache_clear()
 
 
 @contextmanager
 def local_ray(**options: Any) -> Iterator[None]:
-    """Starts a Ray of this machine, and connects to it.
+    """Connects to Ray, and stops everything that was started in it at the end.
 
     Args:
         **options: of ``ray.init``.
     """
     import ray
 
-    with_ray(lambda: ray.init("local", include_dashboard=False, **options))
+    ray.init(ray_address(), **options)
     try:
         yield
     finally:

@@ -359,9 +359,7 @@ def test_an_agent_whose_process_keeps_dying_is_not_started_for_ever(monkeypatch)
 def cluster():
     import ray
 
-    folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    runtime_env = {"env_vars": {"PYTHONPATH": folder}}
-    with local_ray(num_cpus=2, object_store_memory=100 * 2**20, log_to_driver=False, runtime_env=runtime_env):
+    with local_ray(log_to_driver=False):
         yield ray
 
 

@@ -101,7 +101,7 @@ async def test_remote_gives_what_verls_remote_gives():
 
     config = OmegaConf.create({"reward": {"num_workers": 1}})
     ours = RemoteRewardLoopManager(config, Tokenizer(), compute_score)
-    with local_ray(num_cpus=2):
+    with local_ray():
         theirs = RemoteRewardManager(config, Tokenizer(), compute_score)
         for text in ("yes", "no"):
             expected = await theirs.run_single(row(text, 2))

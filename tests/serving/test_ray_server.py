@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=2, num_gpus=0, object_store_memory=2**27, log_to_driver=False):
+    with local_ray(log_to_driver=False):
         yield
 
 
@@ -92,10 +92,11 @@ async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> No
 async def test_resources_that_there_are_not(config: Any) -> None:
     from reward_loop.serving.reservation import Demand, GpuReservation
 
-    with pytest.raises(ConfigError, match=r"too few GPUs .* 2 of them on one node, and there are 0"):
-        await GpuReservation().places([Demand(1, 2, 1)])
-    with pytest.raises(ConfigError, match=r"too few CPUs .* 3 of them on one node, and there are 2"):
-        await RewardModelManager(config(threads=3)).__aenter__()
+    gpus, cpus = (int(ray.cluster_resources()[name]) for name in ("GPU", "CPU"))
+    with pytest.raises(ConfigError, match=rf"too few GPUs .* {gpus + 1} of them on one node, and there are {gpus}"):
+        await GpuReservation().places([Demand(1, gpus + 1, 1)])
+    with pytest.raises(ConfigError, match=rf"too few CPUs .* {cpus + 1} of them on one node, and there are {cpus}"):
+        await RewardModelManager(config(threads=cpus + 1)).__aenter__()
 
 
 async def test_without_ray_it_is_refused(config: Any) -> None:

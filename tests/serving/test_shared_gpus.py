@@ -36,8 +36,7 @@ def groups() -> Iterator[list[Any]]:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    options = {"object_store_memory": 2**27, "log_to_driver": False}
-    with local_ray(num_cpus=4 * NODES * GPUS, num_gpus=NODES * GPUS, **options):
+    with local_ray(log_to_driver=False):
 
         @ray.remote(num_cpus=1, num_gpus=1 / 3)
         class Trainer:

@@ -6,45 +6,28 @@ import atexit
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
-import runpy
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from reward_loop.verl.cpu.preload import MODULES, preloaded, set_environment
+from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from tests.local_ray import RAY_ENVIRONMENT, module_environment, ray_address, stop_ray
 from tests.nodes import Node
-from tests.verl.shared_ray import shared_ray, stop_shared_ray
 
-REPOSITORY = Path(__file__).parents[2]
-
-RAY_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
-"""Workers that Ray starts before it receives a task have no environment of the run, so they are not used."""
+FORKED = Path(__file__).with_name("forked_trainer.py")
 
 TIMEOUT_S = 600
 """A run takes less than a minute on two quiet cores. Two runs fit into the time limit of an integration test."""
-
-
-def module_environment(verl: Path | None = None) -> dict[str, str]:
-    """The environment variables of a run that are read when modules are imported.
-
-    Args:
-        verl: a folder with another release of verl, which comes before the installed one.
-    """
-    # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
-    path = (REPOSITORY, verl, os.environ.get("PYTHONPATH"))
-    return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 
 def agent_loop(name: str) -> tuple[str, ...]:
@@ -135,7 +118,7 @@ def train(
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
-        own_ray: whether the command starts a Ray of its own. By default, it joins the one of `shared_ray`.
+        own_ray: whether the command starts a Ray of its own. By default, it joins the one of `tests.local_ray`.
         returncode: the exit status that is expected.
 
     Raises:
@@ -177,20 +160,21 @@ def train(
         command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
     log = directory / "output.log"
     if node is not None:
-        status = _spawn(node.command(*command, directory=directory), environment, directory, log)
+        status: int | None = _wait(node.command(*command, directory=directory), environment, directory, log)
     else:
         if not own_ray:
-            platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
-            environment["RAY_ADDRESS"] = shared_ray({**platform, **module_environment(), **RAY_ENVIRONMENT})
-        status = _fork(command[2:], environment, directory, log)
+            environment["RAY_ADDRESS"] = ray_address()
+        _wait([*shlex.split(worker_python()), str(FORKED), *command[2:]], environment, directory, log)
+        ended = directory / "status"
+        status = int(ended.read_text()) if ended.exists() else None
     output = _text(log)
     if status != returncode:
-        stop_shared_ray()
+        stop_ray()
         raise AssertionError(f"the exit status is {status}:\n{output[-8000:]}")
-    return Run(status, output, directory)
+    return Run(returncode, output, directory)
 
 
-def _spawn(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
+def _wait(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
@@ -201,46 +185,11 @@ def _spawn(command: list[str], environment: Mapping[str, str], directory: Path, 
         raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}") from None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            trainer = directory / "trainer"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(trainer.read_text()) if trainer.exists() else process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
-
-
-def _fork(arguments: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
-    """Runs ``python -m`` with these arguments. The file ``trainer`` in the directory has the id of the process."""
-    process = _trainers().Process(target=_main, args=(arguments, environment, directory, log))
-    process.start()
-    (directory / "trainer").write_text(str(process.pid))
-    try:
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
-            raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{_text(log)[-5000:]}")
-        return process.exitcode
-    finally:
-        if process.exitcode is None and process.pid is not None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-
-
-@functools.cache
-def _trainers() -> ForkServerContext:
-    """Forks trainers from a process with preloaded modules: importing them takes a trainer some 10 s of CPU time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(MODULES))
-    with _modules_environment():
-        ensure_running()
-    return context
-
-
-def _main(arguments: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> None:
-    """Runs ``python -m`` with these arguments as the leader of a session, with its output in a file."""
-    os.setsid()
-    with log.open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    set_environment(environment)
-    os.chdir(directory)
-    module, *sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextlib.contextmanager
@@ -261,7 +210,7 @@ atexit.register(_open.close)
 
 @functools.cache
 def worker_python() -> str:
-    """Ray's ``py_executable`` for all runs and clusters of this process: it forks workers from a fork server.
+    """The Python of all trainers, and of Ray's workers: it forks them from a process with preloaded modules.
 
     By default, each run starts a fork server of its own, which takes some 10 s of CPU time.
     """

@@ -19,7 +19,7 @@ TWO_LAYERS = 2 * 4 * 8 * 4
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=1, logging_level="error", object_store_memory=100 * 2**20):
+    with local_ray(logging_level="error"):
         yield
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from tests.local_ray import REPOSITORY, module_environment
 from tests.nodes import INTERFACE, Node, two_nodes, why_no_nodes
 from tests.verl.checks import texts
-from tests.verl.runs import REPOSITORY, Run, json_lines, module_environment, train
+from tests.verl.runs import Run, json_lines, train
 
 pytestmark = pytest.mark.integration
 

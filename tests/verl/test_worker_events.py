@@ -54,7 +54,7 @@ class Worker:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_worker_niceness": "0"}
-    with local_ray(num_cpus=4, object_store_memory=10**8, runtime_env={"env_vars": environment}):
+    with local_ray(runtime_env={"env_vars": environment}):
         yield
 
 

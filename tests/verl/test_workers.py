@@ -23,9 +23,9 @@ from reward_loop.managers import registry
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
-from tests.local_ray import local_ray
+from tests.local_ray import REPOSITORY, local_ray
 from tests.verl.configs import resolved as settled
-from tests.verl.runs import REPOSITORY, worker_python
+from tests.verl.runs import worker_python
 
 pytestmark = pytest.mark.integration
 
@@ -372,7 +372,7 @@ def test_the_sandbox_bound_is_shared_among_the_workers(policy: str) -> None:
 def cluster() -> Iterator[None]:
     environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
     runtime_env = {"env_vars": environment, "py_executable": worker_python()}
-    with local_ray(num_cpus=4, object_store_memory=10**8, runtime_env=runtime_env):
+    with local_ray(runtime_env=runtime_env):
         yield
 
 
