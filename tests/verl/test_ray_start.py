@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from reward_loop.verl.ray_start import START_TIMED_OUT as TIMED_OUT
@@ -23,6 +27,26 @@ def test_ray_is_started_again_if_its_start_timed_out(failures: int, capfd: pytes
     assert with_ray(lambda: failing(calls, [Exception(TIMED_OUT)] * failures)) == "trained"
     assert len(calls) == failures + 1
     assert capfd.readouterr().out.count("Starting it again") == failures
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_processes_of_a_start_that_timed_out_are_killed() -> None:
+    command = ["sleep", "600"]
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start() -> str:
+        nodes.append(subprocess.Popen(command))
+        return failing([0] * (len(nodes) - 1), [Exception(TIMED_OUT)])
+
+    with subprocess.Popen(command) as other:
+        try:
+            assert with_ray(start) == "trained"
+            assert nodes[0].wait(30) == -signal.SIGKILL
+            assert [process.poll() for process in (other, nodes[1])] == [None, None]
+        finally:
+            for process in (other, *nodes):
+                process.kill()
+                process.wait()
 
 
 def test_the_last_timeout_is_raised() -> None:
