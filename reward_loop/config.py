@@ -346,6 +346,10 @@ class RewardLoopConfig(Config):
     record: RecordConfig = Field(default_factory=RecordConfig)
     """What the records contain."""
 
+    otel: bool = False
+    """Send the scores of samples to OpenTelemetry, see docs/opentelemetry.md. The variables ``OTEL_*`` of the
+    environment choose the exporter."""
+
     health: HealthConfig = Field(default_factory=HealthConfig)
     """In a verl run: the monitors of the rewards of each step, see docs/health.md."""
 

@@ -33,6 +33,7 @@ HOMES = {
     "pyarrow": ["offline/parquet.py"],
     "zstandard": ["offline/compression.py"],
     "duckdb": ["view"],
+    "opentelemetry": ["records/evaluation_events.py"],
     "trl": ["adapters/trl"],
     "greenlet": ["adapters/trl"],
 }
