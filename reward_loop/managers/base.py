@@ -88,7 +88,7 @@ class RewardLoopManagerBase:
         if compute_score is not None:
             self.function = scoring_function(type(self), compute_score, self.options, limits=self.limits)
         self.records = open_records(self.options)
-        self.events = open_events(self.options)
+        self.evaluation_events = open_events(self.options)
         self.failures = failure_bound(self.options, self.limits)
 
     @classmethod
@@ -179,14 +179,14 @@ class RewardLoopManagerBase:
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample: track it as active, call `score_one`, validate the result, and report it."""
         watch()
-        is_recorded = self.records is not None or self.events is not None
+        is_recorded = self.records is not None or self.evaluation_events is not None
         with ActiveSample(sample, self.name, self.options.watchdog_s, is_recorded) as active:
             result = check_result(sample, await self.score_one(sample))
             if self.records is not None:
                 reward, masked = reward_after_policy(result, self.options)
                 record_sample(self.records, active, result, reward, masked, self.options.record.full)
-            if self.events is not None:
-                self.events.send(active, result)
+            if self.evaluation_events is not None:
+                self.evaluation_events.send(active, result)
         if self.audit is not None:
             self.audit.ask_again(sample, result)
         return result

@@ -6,6 +6,7 @@ This is the only module that imports OpenTelemetry. It is imported only with ``r
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -15,7 +16,6 @@ from importlib.metadata import entry_points
 from numbers import Real
 from typing import Any
 
-import orjson
 from opentelemetry._logs import Logger
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExporter
@@ -28,7 +28,7 @@ from opentelemetry.sdk.environment_variables import (
 from reward_loop._util.text import cut, listing
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.records.active import ActiveSample
-from reward_loop.records.encoding import encode_record
+from reward_loop.records.encoding import cleaned
 from reward_loop.types import Outcome, RewardResult, is_returned
 
 __all__ = ["EVENT", "EvaluationEvents", "evaluation_events"]
@@ -139,7 +139,7 @@ def _otlp_exporter() -> str:
 
 def _evaluations(active: ActiveSample, result: RewardResult) -> Iterator[dict[str, Any]]:
     """Yield the attributes of each event of a sample, first those of the score."""
-    shared = _cleaned(_shared(active, result))
+    shared = cleaned(_shared(active, result))
     score: dict[str, Any] = {"gen_ai.evaluation.name": SCORE}
     if result.score is not None:
         score["gen_ai.evaluation.score.value"] = float(result.score)
@@ -147,9 +147,9 @@ def _evaluations(active: ActiveSample, result: RewardResult) -> Iterator[dict[st
         score["gen_ai.evaluation.score.label"] = str(result.outcome)
     if isinstance(explanation := result.extra_info.get("explanation"), str):
         score["gen_ai.evaluation.explanation"] = cut(explanation, MAX_TEXT)
-    yield {**shared, **_cleaned(score)}
+    yield {**shared, **cleaned(score)}
     for name, value in _components(result.extra_info):
-        component = _cleaned({"gen_ai.evaluation.name": cut(name, MAX_TEXT)})
+        component = cleaned({"gen_ai.evaluation.name": cut(name, MAX_TEXT)})
         yield {**shared, **component, "gen_ai.evaluation.score.value": value}
 
 
@@ -189,18 +189,18 @@ def _error_type(result: RewardResult) -> str:
 
 
 def _components(extra_info: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    count = 0
-    for name, value in extra_info.items():
-        if not (isinstance(name, str) and isinstance(value, Real)) or name == "score" or not is_returned(name):
-            continue
-        if count == MAX_COMPONENTS:
-            return
-        if math.isfinite(value):
-            count += 1
-            yield name, float(value)
+    numbers = (
+        (name, _number(value))
+        for name, value in extra_info.items()
+        if isinstance(name, str) and name != "score" and is_returned(name)
+    )
+    return itertools.islice(((name, value) for name, value in numbers if value is not None), MAX_COMPONENTS)
 
 
-def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes without API keys and lone surrogates, as in records."""
-    cleaned: dict[str, Any] = orjson.loads(encode_record(attributes))
-    return cleaned
+def _number(value: Any) -> float | None:
+    """Return a finite number as a float; ``None`` for other values."""
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # 10**400
+        return None
+    return number if math.isfinite(number) else None

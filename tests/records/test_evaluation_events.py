@@ -54,7 +54,7 @@ def events_to(exporter: LogRecordExporter, **batch: Any) -> EvaluationEvents:
 
 def manager_with(events: EvaluationEvents, function: Any, **options: Any) -> NaiveRewardLoopManager:
     manager = NaiveRewardLoopManager(RewardLoopConfig(**options), compute_score=function)
-    manager.events = events
+    manager.evaluation_events = events
     return manager
 
 
@@ -141,7 +141,7 @@ async def test_the_score_has_the_ids_of_the_answers_of_judges_without_records() 
 
 async def test_values_that_are_not_finite_numbers_have_no_event_and_the_number_of_components_is_bounded() -> None:
     many = {f"part{i}": i for i in range(200)}
-    returned = {"score": 1.0, "nan": math.nan, "list": [1], 3: 4.0, **many}
+    returned = {"score": 1.0, "nan": math.nan, "huge": 10**400, "list": [1], 3: 4.0, **many}
     events = await sent(lambda solution_str: returned)
     assert list(events) == ["score", *(f"part{i}" for i in range(MAX_COMPONENTS))]
 
