@@ -33,6 +33,9 @@ HOMES = {
     "pyarrow": ["offline/parquet.py"],
     "zstandard": ["offline/compression.py"],
     "duckdb": ["view"],
+    "wandb": ["verl/sample_table.py"],
+    "mlflow": ["verl/sample_table.py"],
+    "opentelemetry": ["records/evaluation_events.py"],
     "trl": ["adapters/trl"],
     "greenlet": ["adapters/trl"],
 }

@@ -1,10 +1,12 @@
-"""Records of the samples that managers score, in the folder ``reward_loop.log_dir``."""
+"""What managers report about each sample: its record in ``reward_loop.log_dir``, and its OpenTelemetry events."""
 
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError
 from reward_loop.records import (
     ActiveSample,
     Records,
@@ -17,12 +19,34 @@ from reward_loop.records import (
 )
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["open_records", "record_revision", "record_sample"]
+if TYPE_CHECKING:
+    from reward_loop.records.evaluation_events import EvaluationEvents
+
+__all__ = ["open_events", "open_records", "record_revision", "record_sample"]
 
 
 def open_records(options: RewardLoopConfig) -> Records | None:
     """Return this process's writer for ``log_dir``; ``None`` if there is no such folder."""
     return records(options.log_dir, options.record.max_bytes) if options.log_dir else None
+
+
+def open_events(options: RewardLoopConfig) -> EvaluationEvents | None:
+    """Return this process's sender of OpenTelemetry events; ``None`` without the option ``otel``.
+
+    Raises:
+        ConfigError: OpenTelemetry or the exporter is not installed, or the environment configures it wrongly.
+    """
+    if not options.otel:
+        return None
+    try:
+        from reward_loop.records.evaluation_events import evaluation_events
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise ConfigError(
+            "reward_loop.otel=true needs the SDK of OpenTelemetry: pip install 'reward-loop[otel]'"
+        ) from error
+    return evaluation_events()
 
 
 def record_sample(

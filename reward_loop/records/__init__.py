@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
-from reward_loop.records.encoding import encode_record, hide
+from reward_loop.records.encoding import cleaned, encode_record, hide
 from reward_loop.records.rows import TEXT_FIELDS, exchanges_of, large_components, revision_row, sample_row, text_row
 from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, records
@@ -15,6 +15,7 @@ __all__ = [
     "Records",
     "active_samples",
     "answers",
+    "cleaned",
     "current",
     "encode_record",
     "exchanges_of",

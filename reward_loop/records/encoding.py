@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from reward_loop._util.json import encode
 
-__all__ = ["encode_record", "hide"]
+__all__ = ["cleaned", "encode_record", "hide"]
 
 MIN_LENGTH = 8
 """Shorter keys are not hidden: they are words such as ``EMPTY``, which occur in ordinary texts."""
@@ -47,3 +49,9 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     for pattern in tuple(_secrets.values()):  # other threads may add keys
         line = pattern.sub(_HIDDEN, line)
     return line
+
+
+def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as a reader of its line gets it: without API keys and lone surrogates."""
+    read: dict[str, Any] = orjson.loads(encode_record(record))
+    return read

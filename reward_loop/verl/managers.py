@@ -12,7 +12,7 @@ from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import last_row, step_of, uid_of
 from reward_loop.managers.policy import apply_policy, reward_after_policy
-from reward_loop.managers.recording import open_records, record_sample
+from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.processes.pool import usable_cores
 from reward_loop.records import ActiveSample
 from reward_loop.scoring import ScoringFunction
@@ -99,6 +99,7 @@ class VerlManager:
         self._options = options
         self._name = f"reward manager {type(manager).__name__}"
         self._records = open_records(options)
+        self._events = open_events(options)
         self._failures = failure_bound(options, limits)
         self.needs_group: bool = getattr(manager, "needs_group", False)
 
@@ -113,11 +114,14 @@ class VerlManager:
             prompt=row.get("raw_prompt"),
             step=step_of(row),
         )
-        with ActiveSample(sample, self._name, self._options.watchdog_s, self._records is not None) as active:
+        is_recorded = self._records is not None or self._events is not None
+        with ActiveSample(sample, self._name, self._options.watchdog_s, is_recorded) as active:
             result = check_result(sample, await self._score(data))
             if self._records is not None:
                 reward, masked = reward_after_policy(result, self._options)
                 record_sample(self._records, active, result, reward, masked, self._options.record.full)
+            if self._events is not None:
+                self._events.send(active, result)
         self._failures.count(result)
         return apply_policy(result, self._options)
 

@@ -1,10 +1,11 @@
-"""Records the phases of each training step, and the advantages."""
+"""Records the phases of each training step and the advantages, and logs samples as tables."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import transfer_queue as tq
@@ -14,7 +15,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from reward_loop.managers.recording import open_records
 from reward_loop.records import Records
 from reward_loop.records.events import WaitsFor, advantage_row, phase_event
+from reward_loop.verl.compat.adapters import running_loggers
 from reward_loop.verl.reward_metrics import StepRewards, final_outputs, session_of
+from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]
@@ -41,7 +44,8 @@ class RecordedSeconds(dict[str, float]):
 
 
 class RecordingTrainer(PPOTrainer):
-    """The part of `RewardLoopTrainer` that records events and advantages, in the folder ``reward_loop.log_dir``.
+    """The part of `RewardLoopTrainer` that records events and advantages, in the folder ``reward_loop.log_dir``, and
+    logs tables of samples.
 
     All timings of verl and of the trainer modes go through ``timing_raw``, so their sums equal verl's ``timing_s/*``.
     """
@@ -52,6 +56,8 @@ class RecordingTrainer(PPOTrainer):
     _records: Records | None = None
     """``None`` if nothing is recorded."""
     _timing_raw: dict[str, float]
+    _table: SampleTable | None = None
+    """``None`` before `fit`, and if no samples are logged."""
 
     def __init__(self, config: DictConfig) -> None:
         self._records = open_records(self._settings.options)
@@ -72,6 +78,7 @@ class RecordingTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Trains, and then writes the remaining events."""
+        self._table = SampleTable.of(self._settings.options, self.config.trainer.logger)
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -100,6 +107,17 @@ class RecordingTrainer(PPOTrainer):
                 self._record_advantages(self._records, batch.partition_id)
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
+        if self._table is not None:
+            read = partial(self._read_samples, batch.partition_id)
+            self._table.log(self.global_steps, self._rewards, read, running_loggers(self.logger))
+
+    def _read_samples(self, partition_id: str, keys: list[str]) -> Iterator[tuple[str, str, float]]:
+        """Yields the prompt, the response and the reward of each key."""
+        fields = ["prompts", "responses", "rm_scores"]
+        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
+        for prompt, response, rewards in zip(*(data[field].unbind() for field in fields), strict=True):
+            texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, response)]
+            yield texts[0], texts[1], float(rewards.sum())
 
     def _record_advantages(self, records: Records, partition_id: str) -> None:
         """Records the advantage of each sample of the step: the mean over the tokens that are trained on."""

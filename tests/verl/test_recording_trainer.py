@@ -12,10 +12,11 @@ import torch
 from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.debug import marked_timer
+from verl.utils.tracking import Tracking
 
 from reward_loop.records import Records
 from reward_loop.records.events import read_events
-from reward_loop.verl import recording_trainer
+from reward_loop.verl import recording_trainer, sample_table
 from reward_loop.verl.recording_trainer import RecordedSeconds
 from reward_loop.verl.reward_metrics import StepRewards, added_seconds
 from reward_loop.verl.trainer import with_reward_loop
@@ -133,3 +134,40 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     assert "the advantages of step 7 are not recorded" in caplog.text
     assert trainer._records.flush()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
+        assert (keys, partition_id) == (["q_0_0"], "train")
+        values = {"prompts": [8, 9], "responses": [1, 2, 0], "rm_scores": [0.0, 0.25, 0.5]}
+        return {
+            field: torch.nested.as_nested_tensor([torch.tensor(values[field])], layout=torch.jagged)
+            for field in select_fields
+        }
+
+    def decode(ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return str(ids.tolist())
+
+    def fit(self: Any, agent_loop_manager: Any) -> None:
+        self.logger = Tracking("project", "run", ["console"])
+        self.logger.logger["wandb"] = None
+        self._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
+        del self.logger.logger["wandb"]
+
+    written: list[Any] = []
+    monkeypatch.setattr(sample_table, "_WRITERS", {"wandb": lambda step, rows: written.append((step, rows))})
+    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
+    monkeypatch.setattr(PPOTrainer, "fit", fit)
+    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    trainer._settings, trainer._records = resolved("reward_loop.log_samples=3"), None
+    trainer._health.flush = lambda: None
+    trainer._rewards.add({"q_0_0": {"reward_outcome": "scored", "format": 1.0}}, {"q_0_0": 0.5})
+    trainer.config = SimpleNamespace(trainer=SimpleNamespace(logger=["console", "wandb"]))
+    trainer.tokenizer = SimpleNamespace(decode=decode)
+    trainer.fit(SimpleNamespace(agent_loop_workers=[]))
+    row = [7, "lowest", "q_0", "[8, 9]", "[1, 2, 0]", 0.5, 0.75, "scored", '{"format": 1.0}', ""]
+    assert written == [(7, [row])]

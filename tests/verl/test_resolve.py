@@ -48,6 +48,10 @@ def test_the_yaml_defaults_are_those_of_the_options() -> None:
     assert settings.options == RewardLoopConfig(log_dir=str(Path.cwd() / "checkpoints/a/rewards"))
 
 
+def test_the_yaml_file_has_all_options_so_that_the_command_line_accepts_them() -> None:
+    assert resolved().config.reward_loop.keys() == RewardLoopConfig.model_fields.keys()
+
+
 def test_records_are_off_without_log_dir() -> None:
     assert resolved("reward_loop.log_dir=null").options == RewardLoopConfig()
 

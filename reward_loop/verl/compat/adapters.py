@@ -1,4 +1,4 @@
-"""Functions of verl that differ between its releases, with the interface of the newest one."""
+"""Private parts of verl, and functions that differ between its releases, with the interface of the newest one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-__all__ = ["with_missing_values"]
+__all__ = ["running_loggers", "with_missing_values"]
 
 ValidationMetrics = Callable[..., dict[str, float]]
 """verl's ``_val_metrics_update(data_sources, uids, columns, turns, expected_acc_counts)``."""
+
+
+def running_loggers(tracking: Any) -> frozenset[str]:
+    """Returns the names of the loggers that verl has started. It continues without MLflow if that does not start.
+
+    Args:
+        tracking: verl's ``Tracking``.
+    """
+    return frozenset(tracking.logger)
 
 
 def with_missing_values(verls: ValidationMetrics) -> ValidationMetrics:

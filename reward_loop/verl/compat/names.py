@@ -92,6 +92,8 @@ TRAINING: Names = {
         "val_dataloader": "gets the column `group_size`",
         "timing_raw": "the time of the advantage without waiting for rewards",
         "global_steps": "for messages and staleness",
+        "logger": "the loggers that are running",
+        "tokenizer": "decodes the samples that are logged",
         "local_trigger_step": "the update within a step",
         "parameter_sync_step": "updates in a step",
         # pipeline
@@ -123,6 +125,7 @@ TRAINING: Names = {
     "verl.trainer.ppo.v1.trainer_separate_async": {
         "PPOTrainerSeparateAsync": "base class of the mode separate_async with a queue",
     },
+    "verl.utils.tracking:Tracking": {"logger": "the names of the loggers that are running"},
     "verl.single_controller.ray:RayWorkerGroup": {"_dispatch_info": "the number of data-parallel ranks"},
     "verl.single_controller.ray:ResourcePoolManager": {
         "max_colocate_count": "the CPUs that verl reserves for each GPU",
