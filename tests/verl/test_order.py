@@ -369,7 +369,7 @@ class Failing(RewardPipelineTrainer):
             self.submitted += 1
             self._progress.record(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
 
-    def _poll_fatal_error(self) -> None:
+    def _poll_fatal_errors(self) -> None:
         pass
 
     def on_sample_end(self) -> None:

@@ -407,7 +407,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     assert always["reward_extra_info"]["reward_outcome"] == "failed"
     assert f"died {MAX_TASK_RETRIES + 1} times" in always["reward_extra_info"]["reward_error"]
     flag.write_text("x" * 99)
-    workers.raise_fatal_error()
+    workers.check_fatal_errors()
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
@@ -531,11 +531,11 @@ async def test_a_worker_whose_event_loop_is_blocked_is_at_work_and_not_lost(
     reward = asyncio.ensure_future(workers.client.compute_score.remote(rollout("1")))
     await until_there(tmp_path / "blocked")
     monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 0.2)
-    workers.ask_for_fatal_error()
+    workers.check_fatal_errors_briefly()
     assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
     with pytest.raises(RewardLoopError, match=r"did not answer within 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
-        workers.raise_fatal_error()
+        workers.check_fatal_errors()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
 
@@ -619,18 +619,18 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
     with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
     with pytest.raises(RewardLoopError, match="died"):
-        workers.raise_fatal_error()
+        workers.check_fatal_errors()
     with pytest.raises(RewardLoopError, match="died"):
         await look_until_told(workers)
     monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
     with pytest.raises(RewardLoopError, match="died"):
-        workers.ask_for_fatal_error()
+        workers.check_fatal_errors_briefly()
 
 
 async def look_until_told(workers: RewardWorkers) -> None:
     async with asyncio.timeout(300):
         while True:
-            workers.look_for_fatal_error()
+            workers.poll_fatal_errors()
             await asyncio.sleep(0.05)
 
 
