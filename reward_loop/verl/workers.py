@@ -72,6 +72,7 @@ class RewardWorkers:
 
     def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
         actor = ray.remote(RewardWorker)
+        nodes = worker_nodes(settings.num_workers)
         # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
         self._settings = ray.put(settings)
         self.handles = [
@@ -82,8 +83,8 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-            ).remote(self._settings, router)
-            for node in worker_nodes(settings.num_workers)
+            ).remote(self._settings, router, nodes.count(node))
+            for node in nodes
         ]
         self.client = RewardClient(self.handles, settings.options)
         self._asked: list[Any] = []

@@ -87,6 +87,21 @@ async def test_a_manager_written_for_verl_runs_unchanged(policy: str) -> None:
     assert reward["reward_extra_info"]["reward_outcome"] == "scored"
 
 
+@pytest.mark.parametrize(("on_node", "share"), [(None, 1), (4, 2), (1, 8), (16, 1)])
+def test_by_default_the_workers_of_a_node_share_its_cores(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_node: int | None, share: int
+) -> None:
+    monkeypatch.setattr("reward_loop.verl.managers.usable_cores", lambda: 8)
+    (tmp_path / "f.py").write_text("def compute_score(solution_str): return 1.0")
+    overrides = (
+        f"custom_reward_function.path={tmp_path}/f.py",
+        "reward.num_workers=8",
+        "reward_loop.isolation=process",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None, on_node)
+    assert f"max_processes={share}," in repr(worker._manager.function)
+
+
 async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(policy: str) -> None:
     with pytest.raises(ConfigError, match=r"audit\.reask"):
         RewardWorker(settled(policy, *verl_manager("Length"), "reward_loop.audit.reask=0.1"), None)
