@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError
 from tensordict import TensorDict
 
 from examples.tiny_models import tiny_tokenizer
@@ -517,6 +519,29 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None
     workers.client.options = settled(policy, *overrides, *impatient).options
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
         workers.finish_batch(pending)
+
+
+@pytest.mark.parametrize(
+    ("method", "timeout", "option"),
+    [("wait_until_ready", 11, "worker_start_timeout_s"), ("check_fatal_errors", 7, "worker_answer_timeout_s")],
+)
+def test_the_timeouts_of_start_and_answer_are_options(
+    monkeypatch: pytest.MonkeyPatch, method: str, timeout: int, option: str
+) -> None:
+    given: list[float] = []
+
+    def get(answers: list[Any], *, timeout: float) -> list[Any]:
+        given.append(timeout)
+        raise GetTimeoutError("no answer")
+
+    monkeypatch.setattr("reward_loop.verl.workers.ray.get", get)
+    workers = object.__new__(RewardWorkers)
+    workers.handles = []
+    options = RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7)
+    workers.client = SimpleNamespace(options=options)  # type: ignore[assignment]
+    with pytest.raises(RewardLoopError, match=rf"did not answer within {timeout} s \(reward_loop\.{option}\)"):
+        getattr(workers, method)()
+    assert given == [timeout]
 
 
 BLOCKS = """
