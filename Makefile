@@ -22,7 +22,7 @@ help:  ## show this list
 	@echo 'make test ARGS="-m \"not integration\"" runs only the fast tests; ARGS="-n 0" uses one process.'
 	@echo 'make test VERL=$(OLDEST_VERL) runs the tests of the verl integration with that release of verl.'
 
-demo: setup  ## train a small policy with verl on rewards from a served reward model (five minutes)
+demo: setup  ## train a small policy with verl on rewards from a served reward model (five to ten minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL)) .venv/trl  ## run all checks and tests

@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 from reward_loop import RewardSample, ScoringFunction
-from reward_loop._util.parent_death_pipe import follow
+from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop.processes.pool import usable_cores
 
 __all__ = ["measure_process_efficiency"]
@@ -62,7 +62,7 @@ def _begin() -> None:
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    follow(parent.sentinel)
+    exit_with_parent(parent.sentinel)
 
 
 async def score_all(function: ScoringFunction, calls: int, times: int) -> float:

@@ -24,6 +24,7 @@ from reward_loop.errors import ServerStartError as ServerStartError
 from reward_loop.errors import TooManyFailuresError as TooManyFailuresError
 from reward_loop.errors import TransientError as TransientError
 from reward_loop.errors import UnscoredError as UnscoredError
+from reward_loop.limits.server import serve_limits as serve_limits
 from reward_loop.managers import NaiveRewardLoopManager as NaiveRewardLoopManager
 from reward_loop.managers import RewardLoopManagerBase as RewardLoopManagerBase
 from reward_loop.managers import register as register

@@ -295,7 +295,7 @@ class RewardLoopConfig(Config):
 
     max_processes: int | None = Field(default=None, ge=1)
     """The largest number of calls of a sync function that run in processes at the same time. By default the number of
-    cores, which the reward workers of a verl run share."""
+    cores. In a verl run, the reward workers of a node share its cores."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
     """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker

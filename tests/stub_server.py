@@ -47,14 +47,14 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--parent-pipe", type=int, required=True)
     args = parser.parse_args()
 
-    def lifeline() -> None:
-        os.read(args.lifeline_fd, 1)
+    def exit_with_parent() -> None:
+        os.read(args.parent_pipe, 1)
         os._exit(1)
 
-    threading.Thread(target=lifeline, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     if status := os.environ.get("STUB_EXIT"):
         print("the stub is told to fail", file=sys.stderr)
         sys.exit(int(status))

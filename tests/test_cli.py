@@ -550,7 +550,7 @@ def test_a_killed_run_is_resumed(folder, number):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "3 of them by an earlier run" in done.stdout
-    # Only the row that was in work when the run died is called twice.
+    # Only the row that was being scored when the run died is called twice.
     assert (folder / "calls").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
 
 

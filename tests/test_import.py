@@ -43,6 +43,7 @@ PUBLIC = [
     "limit",
     "load_function",
     "register",
+    "serve_limits",
 ]
 
 

@@ -166,7 +166,7 @@ def test_columns_that_have_our_names_are_kept(tmp_path):
     assert (row["row"], row["input_row"], row["input_input_row"]) == (0, 1, 99)
 
 
-def test_no_more_rows_in_work_than_asked(tmp_path):
+def test_no_more_rows_are_scored_at_a_time_than_asked(tmp_path):
     at_work, peak = 0, 0
 
     class Manager:

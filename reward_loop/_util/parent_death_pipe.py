@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-__all__ = ["ParentDeathPipe", "follow"]
+__all__ = ["ParentDeathPipe", "exit_with_parent"]
 
 
 class ParentDeathPipe:
@@ -51,7 +51,7 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def follow(fd: int, before_exit: Callable[[], None] = lambda: None) -> None:
+def exit_with_parent(fd: int, before_exit: Callable[[], None] = lambda: None) -> None:
     """Starts a thread that exits this process, without clean-up, when the parent closes the pipe or dies.
 
     Args:

@@ -7,26 +7,23 @@ import socket
 from typing import Any
 
 from reward_loop._util.output import print_line
-from reward_loop._util.parent_death_pipe import follow
 from reward_loop._util.sockets import listen, url_of
+from reward_loop._util.uvicorn_config import uvicorn_config
 
-__all__ = ["add_arguments", "follow_lifeline", "open_listener", "run", "serve"]
+__all__ = ["add_arguments", "open_listener", "run", "serve"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options ``--fd``, ``--host``, ``--port`` and ``--lifeline-fd``."""
+    """Adds the options ``--fd``, ``--host``, ``--port`` and ``--parent-pipe``, see `parent_death_pipe`."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--fd", type=int, metavar="N", help="an inherited listening socket, instead of host and port")
     parser.add_argument(
-        "--lifeline-fd", type=int, metavar="N", help="an inherited pipe; its end of file ends the process"
+        "--parent-pipe",
+        type=int,
+        metavar="N",
+        help="file descriptor of an inherited pipe; this process exits when the parent closes it or dies",
     )
-
-
-def follow_lifeline(args: argparse.Namespace) -> None:
-    """Makes the process exit when the pipe ``--lifeline-fd``, if given, is closed. Call it before any slow work."""
-    if args.lifeline_fd is not None:
-        follow(args.lifeline_fd)
 
 
 def run(app: Any, args: argparse.Namespace, name: str) -> None:
@@ -64,24 +61,8 @@ def serve(app: Any, listener: socket.socket, name: str) -> None:
     import uvicorn  # takes 0.2 s, and the router, which has its own server, must start fast
 
     print_line(f"{name} listens on {url_of(listener)}")
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        # By default, uvicorn would take an app whose start-up fails for an app without lifespan, and serve it.
-        lifespan="on",
-        ws="none",
-        access_log=False,
-        proxy_headers=False,
-        # The router forwards these headers of the backends.
-        server_header=False,
-        date_header=False,
-        backlog=4096,
-        # Longer than clients keep idle connections, so that the client closes them, not the server.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-    )
-    server = uvicorn.Server(config)
+    # The router forwards the header `Date` of the backends.
+    server = uvicorn.Server(uvicorn_config(app, grace_s=5, date_header=False, backlog=4096))
     server.run(sockets=[listener])
     if not server.started:  # Newer versions of uvicorn raise SystemExit themselves.
         raise SystemExit(f"error: {name} failed to start")

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from reward_loop._util.sockets import is_loopback, listen
+from reward_loop._util.uvicorn_config import uvicorn_config
 from reward_loop.errors import ConfigError
 
 __all__ = ["api_key", "open_listener", "serve_until_signal"]
@@ -77,21 +78,7 @@ def serve_until_signal(app: Any, listener: socket.socket, *, on_signal: Callable
             if self.signals != 2:
                 super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        lifespan="on",
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        # Longer than clients keep idle connections, so that the client closes them, not the server.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=grace_s,
-    )
     # At its end, uvicorn raises the signals again that it received. The server has stopped as the user asked.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    Server(config).run(sockets=[listener])
+    Server(uvicorn_config(app, grace_s=grace_s, log_level="warning")).run(sockets=[listener])

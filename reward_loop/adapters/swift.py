@@ -111,12 +111,13 @@ def _grouped(config: AdapterConfig, prompts: Sequence[Any] | None, args: Any) ->
     for i, prompt in enumerate(prompts):
         members.setdefault(prompt, []).append(i)
     sizes = [len(group) for group in members.values()]
-    expected = [size for name in ("num_generations", "num_generations_eval") if (size := getattr(args, name, None))]
-    for size in sizes:
-        if expected and all(size % whole for whole in expected):
-            raise ConfigError(
-                f"the manager {config.manager!r}, or post_process_scores, compares the completions of a prompt, but "
-                f"this process has {size} of {expected[0]}: make the batch size of a process a multiple of "
-                "num_generations"
-            )
+    whole, in_evaluation = getattr(args, "num_generations", None), getattr(args, "num_generations_eval", None)
+    parts = [size for size in sizes if whole and size % whole]
+    # ms-swift does not pass whether this is an evaluation: in one, every group has exactly this size.
+    if parts and any(size != in_evaluation for size in sizes):
+        raise ConfigError(
+            f"the manager {config.manager!r}, or post_process_scores, compares the completions of a prompt, but this "
+            f"process has {parts[0]} of {whole}: make the batch size of a process a multiple of num_generations (in an "
+            "evaluation, of num_generations_eval)"
+        )
     return [i for group in members.values() for i in group], sizes

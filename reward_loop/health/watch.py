@@ -62,9 +62,9 @@ class _Series:
 class HealthWatch:
     """Runs the monitors on each training step. Keeps the history that they need.
 
-    A warning begins when the value of a monitor exceeds its limit in ``patience`` steps in a row, or in one step if the
-    monitor reports an event. It ends after the same number of steps in a row within the limit; only then can the
-    monitor warn again. Steps without a value change nothing.
+    A warning begins when the value of a monitor exceeds its limit in ``patience`` steps in a row, and ends after the
+    same number of steps in a row within the limit; only then can the monitor warn again. For ``score_jump``, which
+    compares a step with the steps before it, one step is enough for both. Steps without a value change nothing.
 
     Example::
 

@@ -173,7 +173,7 @@ class Limits(Holder, ABC):
         if self.bind() is not asyncio.get_running_loop():
             raise LimitError(
                 "these limits are in use by another event loop: create limits for each event loop, or share a "
-                "service by its address (reward_loop.limits.server.serve_limits, reward_loop.job)"
+                "service by its address (reward_loop.serve_limits, reward_loop.job)"
             )
 
     @abstractmethod

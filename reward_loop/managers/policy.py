@@ -5,7 +5,7 @@ from __future__ import annotations
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
 from reward_loop.limits.failures import FailureBound, SharedFailureBound
-from reward_loop.managers.recording import record_revision
+from reward_loop.managers.recording import record_reward_change
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
 
 __all__ = ["apply_policy", "fail_reward", "policy_of", "reward_after_policy"]
@@ -98,7 +98,7 @@ def fail_reward(
     )
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     after, masked = reward_after_policy(result, options)
-    record_revision(
+    record_reward_change(
         options,
         sample,
         failure.function or "",

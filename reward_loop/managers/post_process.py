@@ -8,7 +8,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
-from reward_loop.managers.recording import record_revision
+from reward_loop.managers.recording import record_reward_change
 from reward_loop.scoring import ScoringFunction
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
@@ -56,7 +56,7 @@ class PostProcess:
                 self._failures.count(RewardResult(Outcome.SCORED, score))
                 if score != rewards[i]["reward_score"]:
                     sample = RewardSample("", uid=names[i])
-                    record_revision(self._options, sample, self._function.name, reward=score)
+                    record_reward_change(self._options, sample, self._function.name, reward=score)
                 processed[i] = {**rewards[i], "reward_score": score}
         return processed
 

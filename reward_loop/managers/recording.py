@@ -13,7 +13,7 @@ from reward_loop.records import (
     exchanges_of,
     large_components,
     records,
-    revision_row,
+    reward_change_row,
     sample_row,
     text_row,
 )
@@ -22,7 +22,7 @@ from reward_loop.types import Outcome, RewardResult, RewardSample
 if TYPE_CHECKING:
     from reward_loop.records.evaluation_events import EvaluationEvents
 
-__all__ = ["open_events", "open_records", "record_revision", "record_sample"]
+__all__ = ["open_events", "open_records", "record_reward_change", "record_sample"]
 
 
 def open_records(options: RewardLoopConfig) -> Records | None:
@@ -69,7 +69,7 @@ def record_sample(
     writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 
-def record_revision(
+def record_reward_change(
     options: RewardLoopConfig,
     sample: RewardSample,
     function: str,
@@ -79,9 +79,9 @@ def record_revision(
     reward: float | None = None,
     masked: bool = False,
 ) -> None:
-    """Record that the reward of a recorded sample has changed; see `revision_row` for the arguments."""
+    """Record that the reward of a recorded sample has changed; see `reward_change_row` for the arguments."""
     if (writer := open_records(options)) is not None:
-        writer.write(revision_row(sample, function, outcome=outcome, error=error, reward=reward, masked=masked))
+        writer.write(reward_change_row(sample, function, outcome=outcome, error=error, reward=reward, masked=masked))
 
 
 def _fraction(sample: RewardSample) -> float:

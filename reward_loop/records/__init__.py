@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from reward_loop.records.active import ActiveBatch, ActiveSample, active_samples, current, waiting_for
 from reward_loop.records.encoding import cleaned, encode_record, hide
-from reward_loop.records.rows import TEXT_FIELDS, exchanges_of, large_components, revision_row, sample_row, text_row
+from reward_loop.records.rows import (
+    TEXT_FIELDS,
+    exchanges_of,
+    large_components,
+    reward_change_row,
+    sample_row,
+    text_row,
+)
 from reward_loop.records.watchdog import answers, watch
 from reward_loop.records.writer import Records, records
 
@@ -22,7 +29,7 @@ __all__ = [
     "hide",
     "large_components",
     "records",
-    "revision_row",
+    "reward_change_row",
     "sample_row",
     "text_row",
     "waiting_for",

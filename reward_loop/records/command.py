@@ -56,7 +56,7 @@ def stuck(
 
 def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
     out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}", highlight=False)
-    out.print(f"{answer['in_work']} samples are running", highlight=False)
+    out.print(f"{answer['running']} samples are running", highlight=False)
     if answer["oldest"]:
         table = Table(box=None, pad_edge=False)
         table.add_column("seconds", justify="right")

@@ -18,7 +18,7 @@ __all__ = [
     "VERSION",
     "exchanges_of",
     "large_components",
-    "revision_row",
+    "reward_change_row",
     "sample_row",
     "text_row",
 ]
@@ -133,7 +133,7 @@ def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
     return found
 
 
-def revision_row(
+def reward_change_row(
     sample: RewardSample,
     function: str,
     *,
@@ -142,7 +142,9 @@ def revision_row(
     reward: float | None = None,
     masked: bool = False,
 ) -> dict[str, Any]:
-    """Return a row that changes an earlier row: after ``post_process_scores``, or for dense rewards that do not fit.
+    """Return a revision: a row that changes an earlier row.
+
+    Written after ``post_process_scores``, and for dense rewards that do not fit.
 
     Args:
         sample: names the sample; its ``uid`` is that of the earlier row.

@@ -58,7 +58,7 @@ def report() -> dict[str, Any]:
         "pid": os.getpid(),
         # Not sys.argv: Ray sets process titles that describe its workers.
         "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200],
-        "in_work": len(samples),
+        "running": len(samples),
         "oldest": [sample.describe() for sample in samples[:_LISTED]],
         "threads": dict(_stacks()),
     }

@@ -11,6 +11,7 @@ import orjson
 
 from reward_loop._util import server_process
 from reward_loop._util.output import open_standard_streams
+from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     server_process.add_arguments(parser)
     args = parser.parse_args(argv)
-    server_process.follow_lifeline(args)
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)  # before any slow work
     options = {
         "request_timeout_s": args.request_timeout,
         "max_in_flight": args.max_in_flight,

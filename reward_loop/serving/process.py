@@ -43,9 +43,9 @@ class ServerProcess:
 
     The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
-    - A listening socket: ``--fd N`` (the socket) and ``--lifeline-fd N`` (a pipe) are added to the command. The child
-      must exit at the pipe's end of file (:func:`reward_loop._util.parent_death_pipe.follow`). Connections made before
-      the server is ready wait in the backlog.
+    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (a pipe) are added to the command. The child
+      must exit at the pipe's end of file (:func:`reward_loop._util.parent_death_pipe.exit_with_parent`). Connections
+      made before the server is ready wait in the backlog.
     - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
       of :mod:`reward_loop.serving.reaper`, which kills it at the pipe's end of file. Connections made before the server
       is ready are refused.
@@ -130,7 +130,7 @@ class ServerProcess:
         self._exited = loop.create_future()
         self._parent_death = ParentDeathPipe()
         fds = [self._parent_death.child_fd]
-        pipe = ("--lifeline-fd", str(fds[0]))
+        pipe = ("--parent-pipe", str(fds[0]))
         if self._inherits_socket:
             fds.append(self._bound.fileno())
             command = [*self._command, "--fd", str(fds[1]), *pipe]

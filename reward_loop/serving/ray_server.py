@@ -40,7 +40,7 @@ class RayServer:
     Args:
         name: the server's name in messages.
         command: returns the command line for a host and a port. It is pickled.
-        inherits_socket: whether the command accepts ``--fd`` and ``--lifeline-fd``.
+        inherits_socket: whether the command accepts ``--fd`` and ``--parent-pipe``.
         place: the Ray resources that the server runs on.
         tunnel_key: the key of the tunnel to another node.
         env, health_path, start_timeout_s: as in :class:`ServerProcess`.

@@ -1,6 +1,6 @@
-"""``python -m reward_loop.serving.reaper --lifeline-fd N -- COMMAND``: runs a server, and ends all its processes.
+"""``python -m reward_loop.serving.reaper --parent-pipe N -- COMMAND``: runs a server, and ends all its processes.
 
-For engines, which start further processes and cannot follow the pipe. All of them are killed when the parent
+For engines, which start further processes and cannot watch the pipe themselves. All of them are killed when the parent
 closes the pipe or dies, and when the server's first process ends for any reason. If the reaper itself is killed, the
 first process is killed, too. SIGTERM and SIGINT are forwarded to the server. The reaper exits with the server's exit
 status or signal.
@@ -16,7 +16,7 @@ import sys
 from types import FrameType
 
 from reward_loop._util.descendants import adopt_orphans, die_with_parent, kill_children
-from reward_loop._util.parent_death_pipe import follow
+from reward_loop._util.parent_death_pipe import exit_with_parent
 
 __all__ = ["main"]
 
@@ -25,12 +25,16 @@ def main() -> None:
     """Runs the command, and exits with its exit status or signal."""
     parser = argparse.ArgumentParser(prog="python -m reward_loop.serving.reaper", description=__doc__)
     parser.add_argument(
-        "--lifeline-fd", type=int, required=True, metavar="N", help="an inherited pipe; its end of file ends the server"
+        "--parent-pipe",
+        type=int,
+        required=True,
+        metavar="N",
+        help="file descriptor of an inherited pipe; the server ends when the parent closes it or dies",
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="the server's program and its arguments")
     args = parser.parse_args()
     adopt_orphans()
-    follow(args.lifeline_fd, kill_children)
+    exit_with_parent(args.parent_pipe, kill_children)
     server: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 

@@ -20,7 +20,7 @@ import signal
 import socket
 
 from reward_loop._util.descriptors import raise_descriptor_limit
-from reward_loop._util.parent_death_pipe import follow
+from reward_loop._util.parent_death_pipe import exit_with_parent
 
 __all__ = ["KEY_VARIABLE", "main"]
 
@@ -102,14 +102,14 @@ def main() -> None:
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="the address of the exit, or of the server")
     parser.add_argument("--fd", type=int, required=True, metavar="N", help="an inherited listening socket")
     parser.add_argument(
-        "--lifeline-fd",
+        "--parent-pipe",
         type=int,
         required=True,
         metavar="N",
-        help="an inherited pipe; its end of file ends the process",
+        help="file descriptor of an inherited pipe; this process exits when the parent closes it or dies",
     )
     args = parser.parse_args()
-    follow(args.lifeline_fd)
+    exit_with_parent(args.parent_pipe)
     raise_descriptor_limit()
     host, _, port = args.to.rpartition(":")
     end = _End((host.strip("[]"), int(port)), os.environ[KEY_VARIABLE].encode(), checks=args.end == "exit")

@@ -28,7 +28,7 @@ __all__ = ["VerlManager", "build_manager", "post_processing"]
 
 
 def build_manager(
-    settings: RewardSettings, reward_router_address: str | None, limits: Limits
+    settings: RewardSettings, reward_router_address: str | None, limits: Limits, workers_on_node: int
 ) -> RewardLoopManagerBase | VerlManager:
     """Returns the reward manager of the run, with its tokenizers and the user's function.
 
@@ -36,6 +36,7 @@ def build_manager(
         settings: the settings of rewards.
         reward_router_address: ``host:port`` of the reward model router, if there is one.
         limits: the limits of the worker.
+        workers_on_node: the number of reward workers on this node, which share its cores.
 
     Raises:
         ConfigError, FunctionLoadError: the manager or the function cannot be loaded, or they do not fit together.
@@ -59,7 +60,7 @@ def build_manager(
     cls = settings.manager.load()
     manager: RewardLoopManagerBase | VerlManager
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
-        score = _scoring_function(cls, settings, function, limits)
+        score = _scoring_function(cls, settings, function, limits, workers_on_node)
         manager = cls(config=settings.config, compute_score=score, **keywords)
     else:
         from verl.trainer.ppo.reward import load_reward_manager
@@ -150,10 +151,12 @@ class VerlManager:
             )
 
 
-def _scoring_function(cls: type[RewardLoopManagerBase], settings: RewardSettings, function: Any, limits: Limits) -> Any:
+def _scoring_function(
+    cls: type[RewardLoopManagerBase], settings: RewardSettings, function: Any, limits: Limits, workers_on_node: int
+) -> Any:
     options = settings.options
     if options.max_processes is None:
-        share = max(1, usable_cores() // settings.num_workers)
+        share = max(1, usable_cores() // workers_on_node)
         options = options.model_copy(update={"max_processes": share})
     if settings.function is not None:
         reward_kwargs = settings.function.kwargs

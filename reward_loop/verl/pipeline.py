@@ -266,7 +266,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Evicts groups that are filtered, or failed without a trajectory. Returns whether there were any."""
         evicted, failed = eviction.run(metrics)
         if evicted:
-            self._poll_fatal_error()  # raises if the run must stop: the replacements would fail too
+            self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
         self._submitted = [uid for uid in self._submitted if uid not in evicted]
         with self._listener.lock:
             self._progress.forget(evicted)

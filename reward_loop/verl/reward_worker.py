@@ -50,15 +50,19 @@ class RewardWorker:
     Args:
         settings: the settings of rewards.
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
+        workers_on_node: the number of reward workers on this worker's node, which share its cores; by default all
+            workers of the run.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
+    def __init__(
+        self, settings: RewardSettings, router: RouterAddress | str | None, workers_on_node: int | None = None
+    ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
         self._limits = open_limits(self._options)
         self._open = contextlib.ExitStack()
         address = self._open.enter_context(address_on_this_node(router))
-        self._manager = build_manager(settings, address, self._limits)
+        self._manager = build_manager(settings, address, self._limits, workers_on_node or settings.num_workers)
         self._audit = self._start_audit()
         function = post_processing(self._manager)
         self._post_process = PostProcess(function, self._options) if function is not None else None

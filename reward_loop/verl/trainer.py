@@ -103,7 +103,7 @@ class RewardLoopTrainer(RecordingTrainer):
         switch_estimator(config)
         super().__init__(config)
         # verl replaces failed groups indefinitely, even if every replacement fails for the same reason.
-        self.replay_buffer.checks.append(self._poll_fatal_error)
+        self.replay_buffer.checks.append(self._poll_fatal_errors)
 
     def _build_replay_buffer(self) -> Any:
         stall_timeout_s, stall_option = self._settings.mode.stall_timeout
@@ -167,7 +167,7 @@ class RewardLoopTrainer(RecordingTrainer):
         """Runs one training step, and adds the metrics of its rewards, computed from all samples of the step."""
         self._rewards = StepRewards()
         self._replace_dead_workers()
-        with self._raising_fatal_errors():
+        with self._checking_fatal_errors():
             batch = super().step(metrics, timing_raw)
         metrics.update(self._rewards.metrics() | (self.recovery.metrics() if self.recovery else {}))
         return batch
@@ -188,7 +188,7 @@ class RewardLoopTrainer(RecordingTrainer):
             return self._part
 
     def _validate(self) -> dict[str, float]:
-        with self._raising_fatal_errors():
+        with self._checking_fatal_errors():
             return super()._validate()
 
     def _val_metrics_update(
@@ -238,24 +238,24 @@ class RewardLoopTrainer(RecordingTrainer):
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
-        self._raise_fatal_error()
+        self._check_fatal_errors()
 
-    def _poll_fatal_error(self) -> None:
-        self.reward_workers.look_for_fatal_error()
+    def _poll_fatal_errors(self) -> None:
+        self.reward_workers.poll_fatal_errors()
 
     def _replace_dead_workers(self) -> None:
         # The mode `reward_pipeline` receives the deaths with the events of its workers.
         if self.recovery is not None and self._settings.mode.pipeline is None:
             self.recovery.poll(self.global_steps)
 
-    def _raise_fatal_error(self) -> None:
+    def _check_fatal_errors(self) -> None:
         if self._settings.mode.name == "sync":
-            self.reward_workers.raise_fatal_error()
+            self.reward_workers.check_fatal_errors()
         else:
-            self.reward_workers.ask_for_fatal_error()  # samples of other prompts may be in flight
+            self.reward_workers.check_fatal_errors_briefly()  # samples of other prompts may be in flight
 
     @contextmanager
-    def _raising_fatal_errors(self) -> Iterator[None]:
+    def _checking_fatal_errors(self) -> Iterator[None]:
         """Raises the fatal error of a reward worker, if there is one, when the block ends or fails.
 
         verl drops groups that failed; when all failed, it raises an error that does not mention the reward.
@@ -263,11 +263,11 @@ class RewardLoopTrainer(RecordingTrainer):
         try:
             yield
         except Exception as error:
-            self._raise_fatal_error()
+            self._check_fatal_errors()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error
             raise
-        self._raise_fatal_error()
+        self._check_fatal_errors()
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Scores the whole batch after the rollout: if ``use_reward_loop=False``, or with a colocated reward model."""

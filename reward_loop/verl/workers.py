@@ -72,6 +72,7 @@ class RewardWorkers:
 
     def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
         actor = ray.remote(RewardWorker)
+        nodes = worker_nodes(settings.num_workers)
         # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
         self._settings = ray.put(settings)
         self.handles = [
@@ -82,8 +83,8 @@ class RewardWorkers:
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node_id=node, soft=True
                 ),
-            ).remote(self._settings, router)
-            for node in worker_nodes(settings.num_workers)
+            ).remote(self._settings, router, nodes.count(node))
+            for node in nodes
         ]
         self.client = RewardClient(self.handles, settings.options)
         self._asked: list[Any] = []
@@ -99,7 +100,7 @@ class RewardWorkers:
         """
         self.client.by_group = any(self._ask_all("needs_group", "worker_start_timeout_s"))
 
-    def raise_fatal_error(self) -> None:
+    def check_fatal_errors(self) -> None:
         """Raises the fatal error of a worker, if there is one. Waits for the answers of all workers.
 
         Raises:
@@ -109,8 +110,8 @@ class RewardWorkers:
             if message is not None:
                 raise RewardLoopError(message)
 
-    def look_for_fatal_error(self) -> None:
-        """Raises the fatal error of a worker, like `raise_fatal_error`, but without waiting.
+    def poll_fatal_errors(self) -> None:
+        """Raises the fatal error of a worker, like `check_fatal_errors`, but without waiting.
 
         Reads the answers to requests of earlier calls, and sends new requests every `POLL_S` seconds. A worker that
         does not answer may be busy.
@@ -122,8 +123,8 @@ class RewardWorkers:
         if not self._asked and time.monotonic() - self._asked_at > POLL_S:
             self._ask()
 
-    def ask_for_fatal_error(self) -> None:
-        """Raises the fatal error of a worker, like `raise_fatal_error`, while samples are in flight.
+    def check_fatal_errors_briefly(self) -> None:
+        """Raises the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
 
         Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
         loop until its samples are scored. Its answer is read by a later call.
@@ -210,7 +211,7 @@ class RewardWorkers:
             if done:
                 last_arrival += quiet
             elif left:
-                self.raise_fatal_error()  # also checks that all workers respond
+                self.check_fatal_errors()  # also checks that all workers respond
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
                         f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s, "
@@ -261,7 +262,7 @@ class RewardWorkers:
         try:
             return ray.get(answer)
         except RayTaskError as error:
-            self.raise_fatal_error()
+            self.check_fatal_errors()
             raise RewardLoopError(f"a reward worker failed: {error}") from error
 
     def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:

@@ -193,6 +193,7 @@ def test_the_printed_command_scores_a_sample(folder: Path, arguments: list[str])
         (["reward.py:compute_score", "--api-key-env", "NOT_SET"], "NOT_SET: this environment variable is not set"),
         (["reward.py:compute_score", "-O", "timeouts=3"], "timeouts"),
         (["reward.py:compute_score", "--manager", "nobody"], "nobody"),
+        (["reward.py:compute_score", "--isolation", "fork"], "'process'"),
     ],
 )
 def test_errors_name_the_cause(folder: Path, arguments: list[str], message: str) -> None:

@@ -94,6 +94,17 @@ async def test_a_part_of_a_group_is_not_compared() -> None:
         await score_completions(["a"] * 4, given, options, args)
 
 
+async def test_a_part_of_a_training_group_is_not_taken_for_a_group_of_an_evaluation() -> None:
+    options = {"function": FUNCTION.replace("compute_score", "rank"), "manager": "group"}
+    args = SimpleNamespace(num_generations=4, num_generations_eval=2)
+    # Every group of an evaluation has `num_generations_eval` completions.
+    assert await score_completions(["a", "a", "aa", "aa"], columns(4), options, args) == [0.0, 0.0, 1.0, 1.0]
+    for prompts, part in (("aaaabb", 2), ("aaaaaabb", 6)):
+        given = columns(len(prompts), prompt_id=list(prompts))
+        with pytest.raises(ConfigError, match=rf"has {part} of 4: .*num_generations_eval"):
+            await score_completions(["a"] * len(prompts), given, options, args)
+
+
 async def test_post_process_scores_receives_whole_groups() -> None:
     options = {"function": FUNCTION.replace("compute_score", "Centred")}
     args = SimpleNamespace(num_generations=2)

@@ -15,12 +15,12 @@ from tests.servers import until
 
 @pytest.fixture
 def new() -> Callable[[], list[ActiveSample]]:
-    """The calls in work that earlier tests have not left."""
+    """The running calls that earlier tests have not left."""
     left = active_samples()
     return lambda: [call for call in active_samples() if call not in left]
 
 
-async def test_a_call_is_known_while_it_is_in_work(new: Callable[[], list[ActiveSample]]) -> None:
+async def test_a_call_is_listed_while_it_is_running(new: Callable[[], list[ActiveSample]]) -> None:
     go = asyncio.Event()
     uids: list[str | None] = []
 
@@ -59,7 +59,7 @@ async def test_a_sync_function_in_its_thread_has_its_call() -> None:
     assert sorted(seen) == sorted((str(i), False) for i in range(20))
 
 
-async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[ActiveSample]]) -> None:
+async def test_a_cancelled_call_is_not_listed_as_running(new: Callable[[], list[ActiveSample]]) -> None:
     started = asyncio.Event()
 
     async def compute_score(solution_str: str) -> None:
@@ -73,7 +73,7 @@ async def test_a_cancelled_call_is_not_in_work(new: Callable[[], list[ActiveSamp
     assert new() == []
 
 
-def test_a_call_whose_loop_is_gone_is_not_in_work(new: Callable[[], list[ActiveSample]]) -> None:
+def test_a_call_whose_loop_is_closed_is_not_listed_as_running(new: Callable[[], list[ActiveSample]]) -> None:
     @types.coroutine
     def waiting() -> Generator[None, None, None]:
         yield

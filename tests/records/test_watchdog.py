@@ -80,7 +80,7 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
             process.kill()
     assert report["pid"] == process.pid
     assert "stuck.py" in report["command"]
-    assert report["in_work"] == 2
+    assert report["running"] == 2
     assert [call["uid"] for call in report["oldest"]] == ["first", "last"]
     assert "compute_score" in report["oldest"][0]["function"]
     stacks = [lines for name, lines in report["threads"].items() if name.startswith("reward-function")]

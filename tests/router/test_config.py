@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward_loop.config import parse
+from reward_loop.config import Config, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.config import BackendConfig, RouterConfig
 
@@ -33,6 +33,14 @@ def test_what_is_no_origin_is_refused(url: str) -> None:
 def test_wrong_options_are_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(RouterConfig, options, "router")
+
+
+@pytest.mark.parametrize("of", [RouterConfig, RewardModelConfig])
+def test_by_default_a_frozen_server_is_detected_within_ten_seconds(of: type[Config]) -> None:
+    names = ("health_interval_s", "health_timeout_s", "max_failed_checks")
+    interval, timeout, checks = (of.model_fields[name].default for name in names)
+    # The pause before a check, and checks that time out and follow each other without a pause.
+    assert interval + checks * timeout <= 10
 
 
 def test_keys_are_not_shown() -> None:

@@ -33,7 +33,7 @@ class Stub:
         self.url = url_of(listener)
         self._parent_death = pipe = ParentDeathPipe()
         fds = listener.fileno(), pipe.child_fd
-        command = [*STUB_COMMAND, "--fd", str(fds[0]), "--lifeline-fd", str(fds[1])]
+        command = [*STUB_COMMAND, "--fd", str(fds[0]), "--parent-pipe", str(fds[1])]
         environment = {**os.environ, "STUB_DELAY": str(delay_s), "STUB_GATE": str(gate or "")}
         self.process = subprocess.Popen(command, pass_fds=fds, env=environment)
         pipe.close_child_fd()

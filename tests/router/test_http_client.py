@@ -364,6 +364,22 @@ async def test_breaking_off_fails_what_waits_for_its_answer() -> None:
             await request
 
 
+async def test_breaking_off_spares_an_answer_whose_first_bytes_have_arrived() -> None:
+    finish = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        await finish.wait()
+        writer.write(b"1\r\nb\r\n0\r\n\r\n")
+
+    async with raw(serve) as upstream:
+        answer = await upstream.request(b"GET", b"/")
+        upstream.break_off("frozen")
+        finish.set()
+        assert await whole(answer) == b"ab"
+
+
 async def test_breaking_off_fails_requests_whose_connection_is_still_being_made() -> None:
     async with raw(saying(OK)) as upstream:
         request = asyncio.create_task(get(upstream))

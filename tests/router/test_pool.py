@@ -288,6 +288,38 @@ async def test_a_check_that_times_out_counts_unless_the_server_answers_requests(
         assert bool(frozen) is not answers_requests
 
 
+async def test_moving_the_requests_of_a_frozen_server_is_tried_again_after_each_check() -> None:
+    async def check(backend: Backend) -> None:
+        if backend.state is not BackendState.DOWN or backend.frozen:
+            await asyncio.Event().wait()
+
+    frozen: list[Backend] = []
+    options = RouterConfig(health_interval_s=0.01, health_timeout_s=0.01, max_failed_checks=1)
+    async with BackendPool(BACKENDS[:1], check, options) as pool:
+        pool.on_frozen = frozen.append
+        backend = await pool.acquire()
+        # Once when the server is taken out of use, then after each failed check: another server may be in use by then.
+        await until(lambda: len(frozen) > 2)
+        assert backend.state is BackendState.DOWN
+
+
+async def test_a_check_that_timed_out_is_repeated_without_waiting_for_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = RouterConfig(health_interval_s=0.01, health_timeout_s=0.01, max_failed_checks=2)
+    checks: list[Backend] = []
+
+    async def check(backend: Backend) -> None:
+        checks.append(backend)
+        if len(checks) > 1:
+            monkeypatch.setitem(vars(options), "health_interval_s", 3600.0)  # only the first check waits for 0.01 s
+            await asyncio.Event().wait()
+
+    async with BackendPool(BACKENDS[:1], check, options) as pool:
+        backend = await pool.acquire()
+        await until(lambda: backend.state is BackendState.DOWN)
+
+
 async def test_requests_for_a_sleeping_backend_wait_until_it_is_resumed() -> None:
     async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
         backend = await pool.acquire()

@@ -71,7 +71,7 @@ async def exchange(url: str, *messages: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("hard", "requests"), [(resource.RLIM_INFINITY, 16384), (65536, 16384), (4096, 1536), (256, 96)]
 )
-def test_no_more_requests_are_in_work_than_files_can_be_open(
+def test_no_more_requests_are_in_flight_than_files_can_be_open(
     hard: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [(256, hard)]

@@ -9,6 +9,7 @@ from reward_loop.errors import ConfigError
 pytest.importorskip("ray")
 
 from reward_loop.serving import reservation
+from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.reservation import Demand, GpuReservation, Others
 
 ONE = {"CPU": 1.0, "GPU": 1.0}
@@ -16,18 +17,19 @@ ONE = {"CPU": 1.0, "GPU": 1.0}
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is reserved and removed, in order, on two idle nodes of 8 GPUs."""
+    """What is reserved and removed, in order, on two idle nodes of 8 GPUs (or NPUs)."""
     made: list[str] = []
 
     class Group:
         def __init__(self, bundles: list[dict[str, float]], strategy: str) -> None:
-            self.name = f"{len(bundles)} x {bundles[0]['GPU']:g} GPU(s), {strategy}"
+            resource = next(name for name in bundles[0] if name != "CPU")
+            self.name = f"{len(bundles)} x {bundles[0][resource]:g} {resource}(s), {strategy}"
             made.append(self.name)
 
         def wait(self, seconds: float) -> bool:
             return True
 
-    nodes = [reservation._Node("a", {"GPU": 8, "CPU": 16}, None)] * 2
+    nodes = [reservation._Node("a", {"GPU": 8, "NPU": 8, "CPU": 16}, None)] * 2
     monkeypatch.setattr(reservation.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(reservation, "_nodes", lambda: nodes)
     monkeypatch.setattr(reservation, "placement_group", Group)
@@ -53,3 +55,15 @@ async def test_more_than_all_nodes_have_is_refused_before_anything_is_reserved(m
     with pytest.raises(ConfigError, match=r"too few GPUs .*: 18 are needed, 8 of them on one node"):
         await GpuReservation([Others("group(s) of the trainer", 1, 8, ONE)]).places([Demand(5, 2, 1)])
     assert made == []
+
+
+async def test_accelerators_of_another_platform_are_reserved_by_their_name_in_ray(made: list[str]) -> None:
+    npu = Accelerator("NPU", "ASCEND_RT_VISIBLE_DEVICES")
+    trainer = Others("group(s) of the trainer", 1, 8, {"CPU": 1.0, "NPU": 1.0})
+    ((first, *_),) = await GpuReservation([trainer], accelerator=npu).places([Demand(4, 2, 1)])
+    assert made[:2] == ["8 x 1 NPU(s), STRICT_PACK", "4 x 2 NPU(s), PACK"]
+    assert first.accelerator == npu
+    assert first.resources["num_gpus"] == 0
+    assert first.resources["resources"] == {"NPU": 2}
+    with pytest.raises(ConfigError, match=r"too few NPUs .*: 18 are needed"):
+        await GpuReservation([trainer], accelerator=npu).places([Demand(5, 2, 1)])

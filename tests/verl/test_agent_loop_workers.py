@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from omegaconf import OmegaConf
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict
@@ -146,6 +147,15 @@ def test_a_replacement_that_does_not_start_is_an_error(monkeypatch: pytest.Monke
     slow.__ray_ready__ = SimpleNamespace(remote=lambda: GetTimeoutError())
     with pytest.raises(RewardLoopError, match=r"did not start within 60 s \(reward_loop\.worker_start_timeout_s\)"):
         manager(monkeypatch, Worker(), replacements=[slow]).replace([0], timeout_s=60)
+
+
+def test_the_timeout_for_the_receipt_of_prompts_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(manager: Any, config: Any) -> None:
+        manager.config = config
+
+    monkeypatch.setattr(agent_loop_workers.AgentLoopManagerTQ, "__init__", init)
+    config = OmegaConf.create({"reward_loop": {"worker_start_timeout_s": 900.0}})
+    assert ReplacingAgentLoopManager(config)._receipt_timeout_s == 900
 
 
 OTHER_PROCESS = """

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from reward_loop.config import RewardModelConfig
+from reward_loop.serving.gpus import Accelerator
+from reward_loop.serving.reservation import SharedGpus
+from reward_loop.verl import colocated
 from reward_loop.verl.cluster import accelerator, groups_of_trainer
+from reward_loop.verl.services import _reservation
 from tests.verl.configs import settled
 
 
@@ -33,7 +42,9 @@ def test_rollouts_in_another_place_and_a_teacher_take_gpus_as_well() -> None:
     assert _sizes(*teacher) == [(2, 8, 3), (1, 4, 3)]
 
 
-def test_accelerators_have_the_names_of_verls_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """Sets a platform of verl's without GPUs; the name of its accelerator in Ray, and its variable."""
     import verl.plugin.platform as platforms
 
     class Npu:
@@ -44,6 +55,36 @@ def test_accelerators_have_the_names_of_verls_platform(monkeypatch: pytest.Monke
             return "ASCEND_RT_VISIBLE_DEVICES"
 
     monkeypatch.setattr(platforms, "get_platform", Npu)
-    npu = accelerator()
+    return Accelerator("NPU", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def test_accelerators_have_the_names_of_verls_platform(npu: Accelerator) -> None:
+    assert accelerator() == npu
     assert npu.options(2) == {"num_gpus": 0, "resources": {"NPU": 2}}
     assert npu.environment(["4", "5"]) == {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}
+    (trainer,) = groups_of_trainer(settled("trainer.n_gpus_per_node=8"))
+    assert trainer.bundle == {"CPU": 3, "NPU": 1}
+
+
+def test_a_pool_of_servers_reserves_the_accelerators_of_verls_platform(npu: Accelerator) -> None:
+    model = RewardModelConfig(model_path="judge", placement="ray", placement_timeout_s=7)
+    reservation = _reservation(settled(), model)
+    assert reservation is not None
+    assert reservation._accelerator == npu
+    assert _reservation(settled(), model.model_copy(update={"placement": "local"})) is None
+
+
+def test_servers_share_the_accelerators_of_verls_platform_with_the_trainer(
+    npu: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placements: list[SharedGpus] = []
+
+    def serve(config: RewardModelConfig, placement: SharedGpus) -> Any:
+        placements.append(placement)
+        return nullcontext(SimpleNamespace(sleep=lambda: None, reward_router_address="127.0.0.1:1"))
+
+    monkeypatch.setattr(colocated, "serve_reward_model", serve)
+    monkeypatch.setattr(colocated, "router_address", lambda address, *_: nullcontext(address))
+    with colocated.ColocatedRewardModel(RewardModelConfig(model_path="judge"), 1) as model:
+        assert model.start([]) == "127.0.0.1:1"
+    assert [placement._accelerator for placement in placements] == [npu]

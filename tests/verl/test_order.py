@@ -305,6 +305,22 @@ def test_rollouts_that_were_generated_again_after_a_resume_count_as_on_policy() 
     assert StepBatch([], batch, {}, []).staleness(3) == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("versions", "oldest", "share"), [((1, 2, 2, 2), 1, 0.25), ((2, 2, 2, 2), 0, 0)])
+def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
+    monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...], oldest: int, share: float
+) -> None:
+    monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
+    trainer = Trainer(PIPELINE, EVEN, "abcd")
+    trainer.config.trainer.critic_warmup = 9
+    trainer.global_steps, trainer._seconds = 3, {"judging": 0.0}
+    tags = [{"min_global_steps": version} for version in versions]
+    batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(4)], tags=tags), {}, [], learnable=True)
+    metrics: dict[str, float] = {}
+    RewardPipelineTrainer._finish_step(trainer, batch, metrics)
+    assert metrics["reward_pipeline/off_policy_steps"] == oldest
+    assert metrics["reward_pipeline/off_policy_share"] == share
+
+
 def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     trainer = Trainer(Schedule(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
     trainer.total_training_steps = 9
@@ -369,7 +385,7 @@ class Failing(RewardPipelineTrainer):
             self.submitted += 1
             self._progress.record(("failed", f"{self._submitted[-1]}_0: KeyError: 'tool'"), 0.0)
 
-    def _poll_fatal_error(self) -> None:
+    def _poll_fatal_errors(self) -> None:
         pass
 
     def on_sample_end(self) -> None:
@@ -495,6 +511,19 @@ def test_the_next_rollouts_may_still_be_written_while_others_are_trained_on() ->
     assert list(trainer._finish_generation({}, {}).groups) == ["a"]
     assert trainer.asleep
     assert trainer.holds
+
+
+@pytest.mark.parametrize(
+    ("order", "mini_batch_pipeline", "in_order"),
+    [("submission", True, True), ("submission", False, False), ("arrival", True, False)],
+)
+def test_the_option_order_decides_whether_updates_depend_on_the_judges(
+    order: Any, mini_batch_pipeline: bool, in_order: bool
+) -> None:
+    trainer = Writing(written="a")
+    trainer.options = PipelineOptions(order=order)
+    trainer._schedule = Schedule(1, mini_batch_pipeline=mini_batch_pipeline)
+    assert trainer._finish_generation({}, {}).in_order is in_order
 
 
 def test_what_is_trained_on_must_be_written() -> None:

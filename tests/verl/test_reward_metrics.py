@@ -146,7 +146,7 @@ class Run:
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
         self.trainer._add_batch_to_generate = lambda: None  # verl 0.9.0 has no `prepare_step`
         self.trainer.reward_workers = SimpleNamespace(
-            ask_for_fatal_error=lambda: None,
+            check_fatal_errors_briefly=lambda: None,
             post_process=lambda groups, names: [self._processed(group, post_process) for group in groups],
         )
         run = self

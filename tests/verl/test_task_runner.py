@@ -62,7 +62,7 @@ def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(mode: str)
     assert isinstance(trainer.replay_buffer, RewardReplayBuffer)
     assert trainer.replay_buffer._poll_interval_s == 0.7
     assert trainer.replay_buffer._stall_timeout_s == settings.mode.stall_timeout[0]
-    assert trainer._poll_fatal_error in trainer.replay_buffer.checks
+    assert trainer._poll_fatal_errors in trainer.replay_buffer.checks
     # verl's own reward workers are off in its copy of the configuration.
     assert (trainer.config.reward.num_workers, settings.num_workers) == (0, 8)
 

@@ -235,10 +235,10 @@ def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> 
 @pytest.mark.parametrize(
     ("mode", "question"),
     [
-        ("sync", "raise_fatal_error"),
+        ("sync", "check_fatal_errors"),
         # Samples of later steps are out, so that a worker may be too busy to answer.
-        ("reward_pipeline", "ask_for_fatal_error"),
-        ("separate_async", "ask_for_fatal_error"),
+        ("reward_pipeline", "check_fatal_errors_briefly"),
+        ("separate_async", "check_fatal_errors_briefly"),
     ],
 )
 def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop(
@@ -246,17 +246,17 @@ def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_m
 ) -> None:
     told: list[str] = []
 
-    def raise_fatal_error() -> None:
+    def check_fatal_errors() -> None:
         if told:
             raise RewardLoopError(told[0])
 
     run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     run._settings = resolved(f"trainer.v1.trainer_mode={mode}")
-    run.reward_workers = SimpleNamespace(**{question: raise_fatal_error})  # type: ignore[assignment]
-    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._raising_fatal_errors():
+    run.reward_workers = SimpleNamespace(**{question: check_fatal_errors})  # type: ignore[assignment]
+    with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._checking_fatal_errors():
         raise ActorDiedError
     told.append("the judge is on strike")
-    with pytest.raises(RewardLoopError, match="on strike"), run._raising_fatal_errors():
+    with pytest.raises(RewardLoopError, match="on strike"), run._checking_fatal_errors():
         raise ActorDiedError
 
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError
 from tensordict import TensorDict
 
 from examples.tiny_models import tiny_tokenizer
@@ -85,6 +87,21 @@ async def test_a_manager_written_for_verl_runs_unchanged(policy: str) -> None:
     assert reward["reward_score"] == 4.0
     assert reward["reward_extra_info"]["text"] == "four"
     assert reward["reward_extra_info"]["reward_outcome"] == "scored"
+
+
+@pytest.mark.parametrize(("on_node", "share"), [(None, 1), (4, 2), (1, 8), (16, 1)])
+def test_by_default_the_workers_of_a_node_share_its_cores(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_node: int | None, share: int
+) -> None:
+    monkeypatch.setattr("reward_loop.verl.managers.usable_cores", lambda: 8)
+    (tmp_path / "f.py").write_text("def compute_score(solution_str): return 1.0")
+    overrides = (
+        f"custom_reward_function.path={tmp_path}/f.py",
+        "reward.num_workers=8",
+        "reward_loop.isolation=process",
+    )
+    worker = RewardWorker(settled(policy, *overrides), None, on_node)
+    assert f"max_processes={share}," in repr(worker._manager.function)
 
 
 async def test_second_calls_are_refused_with_a_manager_that_was_written_for_verl(policy: str) -> None:
@@ -407,7 +424,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     assert always["reward_extra_info"]["reward_outcome"] == "failed"
     assert f"died {MAX_TASK_RETRIES + 1} times" in always["reward_extra_info"]["reward_error"]
     flag.write_text("x" * 99)
-    workers.raise_fatal_error()
+    workers.check_fatal_errors()
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
@@ -504,6 +521,29 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None
         workers.finish_batch(pending)
 
 
+@pytest.mark.parametrize(
+    ("method", "timeout", "option"),
+    [("wait_until_ready", 11, "worker_start_timeout_s"), ("check_fatal_errors", 7, "worker_answer_timeout_s")],
+)
+def test_the_timeouts_of_start_and_answer_are_options(
+    monkeypatch: pytest.MonkeyPatch, method: str, timeout: int, option: str
+) -> None:
+    given: list[float] = []
+
+    def get(answers: list[Any], *, timeout: float) -> list[Any]:
+        given.append(timeout)
+        raise GetTimeoutError("no answer")
+
+    monkeypatch.setattr("reward_loop.verl.workers.ray.get", get)
+    workers = object.__new__(RewardWorkers)
+    workers.handles = []
+    options = RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7)
+    workers.client = SimpleNamespace(options=options)  # type: ignore[assignment]
+    with pytest.raises(RewardLoopError, match=rf"did not answer within {timeout} s \(reward_loop\.{option}\)"):
+        getattr(workers, method)()
+    assert given == [timeout]
+
+
 BLOCKS = """
 import pathlib, time
 async def compute_score(solution_str, flags):
@@ -531,11 +571,11 @@ async def test_a_worker_whose_event_loop_is_blocked_is_at_work_and_not_lost(
     reward = asyncio.ensure_future(workers.client.compute_score.remote(rollout("1")))
     await until_there(tmp_path / "blocked")
     monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 0.2)
-    workers.ask_for_fatal_error()
+    workers.check_fatal_errors_briefly()
     assert "1 of 1 reward workers did not answer within 0.2 s" in caplog.text
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
     with pytest.raises(RewardLoopError, match=r"did not answer within 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
-        workers.raise_fatal_error()
+        workers.check_fatal_errors()
     (tmp_path / "free").touch()
     assert (await reward)["reward_score"] == 1.0
 
@@ -619,18 +659,18 @@ async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
     with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))
     with pytest.raises(RewardLoopError, match="died"):
-        workers.raise_fatal_error()
+        workers.check_fatal_errors()
     with pytest.raises(RewardLoopError, match="died"):
         await look_until_told(workers)
     monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
     with pytest.raises(RewardLoopError, match="died"):
-        workers.ask_for_fatal_error()
+        workers.check_fatal_errors_briefly()
 
 
 async def look_until_told(workers: RewardWorkers) -> None:
     async with asyncio.timeout(300):
         while True:
-            workers.look_for_fatal_error()
+            workers.poll_fatal_errors()
             await asyncio.sleep(0.05)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop.managers.recording import record_sample
-from reward_loop.records import ActiveSample, Records, revision_row
+from reward_loop.records import ActiveSample, Records, reward_change_row
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 JUDGE = {"url": "http://127.0.0.1:1/v1/chat/completions", "model": "judge-7b", "backend": "http://10.0.0.1:2"}
@@ -61,7 +61,7 @@ def record(
 
 def revise(writer: Records, uid: str, reward: float | None, **more: Any) -> None:
     """Record a revision of a sample."""
-    writer.write(revision_row(RewardSample("", uid=uid), "post_process_scores (reward.py)", reward=reward, **more))
+    writer.write(reward_change_row(RewardSample("", uid=uid), "post_process_scores (reward.py)", reward=reward, **more))
 
 
 def flushed(writer: Records) -> Records:

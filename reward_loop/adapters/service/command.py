@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -97,7 +97,8 @@ def serve(
         ),
     ] = 100,
     isolation: Annotated[
-        str, typer.Option(help="Where a sync function runs: thread, or process, which can be killed and crash alone.")
+        Literal["thread", "process"],
+        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
     ] = "thread",
     log_dir: Annotated[
         Path | None,

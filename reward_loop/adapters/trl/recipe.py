@@ -70,7 +70,7 @@ class Recipe:
             raise ConfigError(
                 f"each of the {processes} training processes would have limits and a budget of its own, {processes} "
                 "times those of the options: start the job's limiter service with "
-                "reward_loop.limits.server.serve_limits, and set the option job to its address"
+                "reward_loop.serve_limits, and set the option job to its address"
             )
 
     def build(self) -> Any:

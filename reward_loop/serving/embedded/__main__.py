@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from reward_loop._util import server_process
 from reward_loop._util.descriptors import raise_descriptor_limit
 from reward_loop._util.output import open_standard_streams
+from reward_loop._util.parent_death_pipe import exit_with_parent
 from reward_loop.errors import ConfigError
 from reward_loop.serving.checkpoint import ModelKind, model_kind
 
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM; returns the exit status."""
     open_standard_streams()
     args = _parser().parse_args(argv)
-    server_process.follow_lifeline(args)
+    if args.parent_pipe is not None:
+        exit_with_parent(args.parent_pipe)  # before any slow work
     try:
         kind: ModelKind = model_kind(args.model, "--model")
         if args.kind not in ("auto", kind):

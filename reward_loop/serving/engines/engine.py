@@ -23,7 +23,7 @@ class Engine(ABC):
     """A server that is ready answers a GET of this path with a status below 400."""
 
     inherits_socket: ClassVar[bool] = False
-    """Whether the server accepts ``--fd`` and ``--lifeline-fd``, as this library's own servers do."""
+    """Whether the server accepts ``--fd`` and ``--parent-pipe``, as this library's own servers do."""
 
     sleep_paths: ClassVar[tuple[str, ...]] = ()
     """POSTs of ``{}`` to these paths, in this order, free the model's memory; empty if the engine has none to free."""

@@ -90,8 +90,8 @@ def preloaded(modules: Iterable[str] = MODULES, *, name: str | None = None) -> I
         process.wait()
 
 
-def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
-    """Forks a worker for each request, until the other end of the lifeline pipe is closed.
+def _serve(listener: socket.socket, parent_pipe: int) -> Request | None:
+    """Forks a worker for each request, until the process that started the fork server closes its end of a pipe.
 
     Returns:
         In a worker, its request; in the fork server, ``None``.
@@ -105,10 +105,10 @@ def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     poll = select.poll()
-    poll.register(lifeline_fd, 0)
+    poll.register(parent_pipe, 0)
     poll.register(listener, select.POLLIN)
     while True:
-        if any(fd == lifeline_fd for fd, _ in poll.poll()):
+        if any(fd == parent_pipe for fd, _ in poll.poll()):
             return None
         client, _ = listener.accept()
         request, fds = _receive(client)
@@ -116,7 +116,7 @@ def _serve(listener: socket.socket, lifeline_fd: int) -> Request | None:
             # When a worker dies, Ray kills its process group, so each worker needs its own.
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.close(lifeline_fd)
+            os.close(parent_pipe)
             listener.close()
             for target, fd in enumerate(fds):
                 os.dup2(fd, target)
