@@ -202,8 +202,8 @@ def figures_of(plain: list[Run], overlapped: list[Run]) -> dict[str, Any]:
     before = statistics.fmean(run.step for run in plain)
     after = statistics.fmean(run.step for run in overlapped)
     reductions = [1 - ours.step / theirs.step for theirs, ours in zip(plain, overlapped, strict=True)]
-    rewards, ours = [run.final_reward for run in plain], [run.final_reward for run in overlapped]
-    deviations = spread(rewards), spread(ours)
+    rewards = [[run.final_reward for run in runs] for runs in (plain, overlapped)]
+    means, deviations = [statistics.fmean(values) for values in rewards], [spread(values) for values in rewards]
     noise = None if len(plain) < 2 else NOISE * math.sqrt(sum(std**2 for std in deviations if std) / len(plain))
     both = [*plain, *overlapped]
     return {
@@ -215,11 +215,11 @@ def figures_of(plain: list[Run], overlapped: list[Run]) -> dict[str, Any]:
         "step_overlapped": round(after, 4),
         "waiting_share": round(statistics.fmean(run.waiting_share for run in overlapped), 4),
         "waiting_share_plain": round(statistics.fmean(run.waiting_share for run in plain), 4),
-        "reward_plain": round(statistics.fmean(rewards), 4),
+        "reward_plain": round(means[0], 4),
         "reward_plain_std": deviations[0],
-        "reward_overlapped": round(statistics.fmean(ours), 4),
+        "reward_overlapped": round(means[1], 4),
         "reward_overlapped_std": deviations[1],
-        "reward_difference": round(statistics.fmean(ours) - statistics.fmean(rewards), 4),
+        "reward_difference": round(means[1] - means[0], 4),
         "reward_noise": None if noise is None else round(noise, 4),
         "scored_twice": sum((run.scored - run.trained).total() for run in both),
         "lost": sum((run.trained - run.scored).total() for run in both),

@@ -51,7 +51,7 @@ def first(folder: Path) -> None:
 
 
 def with_api(folder: Path) -> None:
-    """Score samples with the judge on an API: one request is refused, and one reply has no verdict."""
+    """Score a sample with the judge on an API, which refuses the first request."""
     os.environ.setdefault("OPENAI_API_KEY", "a key for this picture")
     (folder / "api_judge.py").write_text(code("tutorial-judge-api.md", "# api_judge.py"))
     sample = RewardSample("It is 4.", extra_info={"question": "What is 2 + 2?"}, uid="a", prompt="What is 2 + 2?")

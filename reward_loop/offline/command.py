@@ -128,7 +128,7 @@ def score(
     With --dry-run, the function is called for at most 100 rows, chosen at
     random, and each of its requests fails instead of being sent. The estimate
     is what these requests contain: a token for 4 characters, and max_tokens for
-    each reply.
+    each reply. With --price, it includes the cost.
 
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
