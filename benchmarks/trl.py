@@ -4,7 +4,7 @@
 
 A policy of a million parameters learns to write digits. First, a training without a judge's latency measures generation
 and training. The latency of the judge is then chosen so that it takes as long as both, or another multiple of that
-(``--judging``). Then both trainers run in turn with equal seeds, so that other load on the machine slows both down. The
+(``--judging``). Then, for each seed, both trainers run in turn, so that other load on the machine slows both down. The
 first two steps of a run are not counted. Needs the extra `trl`. The last line of the output is JSON.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -40,10 +41,14 @@ COMPLETIONS, GENERATIONS, TOKENS = 64, 8, 16
 """Completions of a step, completions of a prompt, tokens of a completion."""
 CONCURRENCY = 16
 """Calls of the judge at a time."""
+STEPS = 40
+"""Steps of a run. After fewer steps, both trainers are still learning, so their rewards differ."""
 WARM_UP = 2
 """Steps of a run that are not counted."""
 TARGET = 0.35
 """The reduction of a step that is the goal."""
+NOISE = 2.0
+"""The noise of a difference between the trainers, in standard errors."""
 
 
 @dataclass
@@ -170,8 +175,8 @@ def train(kind: type[GRPOTrainer], model: Path, steps: int, latency: float, seed
     return run
 
 
-def compare(console: Console, rounds: int, steps: int, judging: float) -> dict[str, Any]:
-    """Run both trainers in turn, print a table, and return the figures of the JSON line."""
+def compare(console: Console, seeds: int, steps: int, judging: float) -> dict[str, Any]:
+    """Run both trainers in turn, and return the figures of the JSON line."""
     plain: list[Run] = []
     overlapped: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
@@ -180,41 +185,73 @@ def compare(console: Console, rounds: int, steps: int, judging: float) -> dict[s
         alone = train(GRPOTrainer, model, WARM_UP + 4, 0.0, 0).step
         latency = judging * alone / (COMPLETIONS / CONCURRENCY)
         console.print(f"Generation and training {alone:.2f} s, judging {judging * alone:.2f} s", highlight=False)
-        for seed in range(rounds):
+        for seed in range(seeds):
             for kind, runs in ((GRPOTrainer, plain), (OverlappedGRPOTrainer, overlapped)):
                 run = train(kind, model, steps, latency, seed)
                 runs.append(run)
                 console.print(
                     f"{run.name}, seed {seed}: {run.step:.2f} s a step, {run.waiting_share:.0%} of it waiting, reward "
-                    f"{run.final_reward:.2f}",
+                    f"{run.final_reward:.3f}",
                     highlight=False,
                 )
+    return figures_of(plain, overlapped)
+
+
+def figures_of(plain: list[Run], overlapped: list[Run]) -> dict[str, Any]:
+    """Return the figures of the JSON line; each list has a run for each seed."""
     before = statistics.fmean(run.step for run in plain)
     after = statistics.fmean(run.step for run in overlapped)
+    reductions = [1 - ours.step / theirs.step for theirs, ours in zip(plain, overlapped, strict=True)]
+    rewards = [[run.final_reward for run in runs] for runs in (plain, overlapped)]
+    means, deviations = [statistics.fmean(values) for values in rewards], [spread(values) for values in rewards]
+    noise = None if len(plain) < 2 else NOISE * math.sqrt(sum(std**2 for std in deviations if std) / len(plain))
     both = [*plain, *overlapped]
     return {
+        "seeds": len(plain),
+        "steps": len(plain[0].rewards),
         "step_reduction": round(1 - after / before, 4),
+        "step_reduction_std": spread(reductions),
         "step_plain": round(before, 4),
         "step_overlapped": round(after, 4),
         "waiting_share": round(statistics.fmean(run.waiting_share for run in overlapped), 4),
         "waiting_share_plain": round(statistics.fmean(run.waiting_share for run in plain), 4),
-        "reward_plain": round(statistics.fmean(run.final_reward for run in plain), 4),
-        "reward_overlapped": round(statistics.fmean(run.final_reward for run in overlapped), 4),
+        "reward_plain": round(means[0], 4),
+        "reward_plain_std": deviations[0],
+        "reward_overlapped": round(means[1], 4),
+        "reward_overlapped_std": deviations[1],
+        "reward_difference": round(means[1] - means[0], 4),
+        "reward_noise": None if noise is None else round(noise, 4),
         "scored_twice": sum((run.scored - run.trained).total() for run in both),
         "lost": sum((run.trained - run.scored).total() for run in both),
         "samples": sum(run.trained.total() for run in both),
     }
 
 
+def spread(values: list[float]) -> float | None:
+    """Return the sample standard deviation; `None` for a single value."""
+    return round(statistics.stdev(values), 4) if len(values) > 1 else None
+
+
 def table(figures: dict[str, Any], judging: float) -> Table:
     """Return the figures as a table."""
+
+    def mean(name: str, digits: str) -> str:
+        std = figures[f"{name}_std"]
+        return format(figures[name], digits) + ("" if std is None else f" ± {std:{digits}}")
+
     shown = Table("", "GRPOTrainer", "OverlappedGRPOTrainer", box=None, padding=(0, 2, 0, 0), header_style="bold")
     shown.add_row("seconds a step", f"{figures['step_plain']:.2f}", f"{figures['step_overlapped']:.2f}")
     shown.add_row("waiting for the judge", f"{figures['waiting_share_plain']:.0%}", f"{figures['waiting_share']:.0%}")
-    shown.add_row("reward at the end", f"{figures['reward_plain']:.2f}", f"{figures['reward_overlapped']:.2f}")
+    shown.add_row("reward at the end", mean("reward_plain", ".3f"), mean("reward_overlapped", ".3f"))
+    if figures["steps"] < STEPS:
+        shown.add_row("", "", f"too few steps to compare rewards: {figures['steps']} of {STEPS}")
+    elif figures["reward_noise"] is not None:
+        differs = "within" if abs(figures["reward_difference"]) <= figures["reward_noise"] else "OUTSIDE"
+        noise = f"{differs} the noise of {figures['seeds']} seeds, {figures['reward_noise']:.3f}"
+        shown.add_row("difference", "", f"{figures['reward_difference']:+.3f}, {noise}")
     reached = "reached" if figures["step_reduction"] >= TARGET else "MISSED"
     goal = f"at least {TARGET:.0%}: {reached}" if judging == 1 else ""
-    shown.add_row("shorter step", "", f"{figures['step_reduction']:.1%}  {goal}")
+    shown.add_row("shorter step", "", f"{mean('step_reduction', '.1%')}  {goal}")
     shown.add_row("scored twice, lost", "", f"{figures['scored_twice']}, {figures['lost']} of {figures['samples']}")
     return shown
 
@@ -222,23 +259,25 @@ def table(figures: dict[str, Any], judging: float) -> Table:
 def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of few steps: under 50 s")
-    parser.add_argument("--rounds", type=int, metavar="N", help="runs of each trainer (3; quick: 1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a run (40; quick: 8)")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps: under 50 s")
+    parser.add_argument(
+        "--seeds", "--rounds", type=int, metavar="N", help="seeds; each trainer runs once with each (3; quick: 1)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a run ({STEPS}; quick: 6)")
     parser.add_argument(
         "--judging", type=float, default=1.0, metavar="X", help="judging, as a multiple of generation and training (1)"
     )
     options = parser.parse_args()
-    rounds = options.rounds or (1 if options.quick else 3)
-    steps = options.steps or (8 if options.quick else 40)
-    if rounds < 1 or steps <= WARM_UP or options.judging <= 0:
-        parser.error(f"minimum: --rounds 1, --steps {WARM_UP + 1}, --judging above 0")
+    seeds = (1 if options.quick else 3) if options.seeds is None else options.seeds
+    steps = (6 if options.quick else STEPS) if options.steps is None else options.steps
+    if seeds < 1 or steps <= WARM_UP or options.judging <= 0:
+        parser.error(f"minimum: --seeds 1, --steps {WARM_UP + 1}, --judging above 0")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
     console = Console(width=None if sys.stdout.isatty() else 140)
     started = time.monotonic()
     try:
-        figures = compare(console, rounds, steps, options.judging)
+        figures = compare(console, seeds, steps, options.judging)
     except KeyboardInterrupt:
         console.print("Interrupted.")
         return 130

@@ -1,10 +1,11 @@
 """Teaches a small language model to add, with TRL's GRPO and a judge behind HTTP that fails one call in ten, on a CPU.
 
-    python -m examples.trl_grpo [--quick] [--overlapped]
+    python -m examples.trl_grpo [--quick] [--overlapped | --plain]
 
 The policy, the problems and the reward function are those of `examples.arithmetic`. The judge is the fake judge of
 `reward_loop.testing`; it adds correctly. Failed samples are masked: TRL gives them the advantage 0. ``--overlapped``
-hides judging behind training.
+hides judging behind training. ``--plain`` trains without this library, to compare: a plain function of TRL's computes
+the same scores and never fails.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import logging
 import os
 import re
 import shutil
+import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from examples.arithmetic.models import Problem, make_models, make_problems
 from examples.arithmetic.models import Recipe as ModelRecipe
-from examples.arithmetic.reward import compute_score
+from examples.arithmetic.reward import compute_score, weighted
 from reward_loop.adapters.trl import reward_function
 from reward_loop.records.reader import RecordsReader
 from reward_loop.testing import FakeJudge, Status
@@ -55,6 +59,8 @@ class Settings:
     judge_latency: float = 0.5
     """Mean additional latency of the judge in seconds."""
     overlapped: bool = False
+    plain: bool = False
+    """Train with `plain_reward`, without a judge."""
     seed: int = 0
 
 
@@ -71,6 +77,36 @@ def logit(text: str) -> float:
     """Return a positive number if the text is a correct addition."""
     found = re.fullmatch(r"(\d+)\+(\d+)=(\d+)<\|im_end\|>", text)
     return CERTAIN if found and int(found[1]) + int(found[2]) == int(found[3]) else -CERTAIN
+
+
+def plain_reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    """Return the scores that `compute_score` would return with a judge that never fails. TRL calls this."""
+    answers = [completion[0]["content"] for completion in completions]
+    return [
+        weighted(logit(f"{prompt[0]['content']}{answer}<|im_end|>"), answer)["score"]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+@contextmanager
+def rewards(records: Path, tokenizer: Any, settings: Settings) -> Iterator[Any]:
+    """Yield the reward function of the trainer. While it is used, the judge runs."""
+    if settings.plain:
+        yield plain_reward
+        return
+    with (
+        judge(settings) as server,
+        reward_function(
+            compute_score,
+            ground_truth="answer",
+            reward_kwargs={"latency_s": settings.judge_latency},
+            reward_router_address=server.address,
+            reward_model_tokenizer=tokenizer,
+            group_size=settings.answers,
+            log_dir=records,
+        ) as reward,
+    ):
+        yield reward
 
 
 def rows(problems: list[Problem]) -> Any:
@@ -151,18 +187,7 @@ def run(policy: Path, output: Path, settings: Settings, recipe: ModelRecipe | No
     before = accuracy(model, tokenizer, test)
     records = output / "rewards"
     trainer_type = OverlappedGRPOTrainer if settings.overlapped else GRPOTrainer
-    with (
-        judge(settings) as address,
-        reward_function(
-            compute_score,
-            ground_truth="answer",
-            reward_kwargs={"latency_s": settings.judge_latency},
-            reward_router_address=address.address,
-            reward_model_tokenizer=tokenizer,
-            group_size=settings.answers,
-            log_dir=records,
-        ) as reward,
-    ):
+    with rewards(records, tokenizer, settings) as reward:
         trainer = trainer_type(
             model,
             reward_funcs=reward,
@@ -176,14 +201,31 @@ def run(policy: Path, output: Path, settings: Settings, recipe: ModelRecipe | No
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-    scored = list(RecordsReader(records).rows())
+    by_step = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    masked = masked_advantages(output, reward.__name__)
     return {
         "accuracy_before": before,
         "accuracy_after": accuracy(model, tokenizer, test),
-        "rewards": dict(Counter(row["outcome"] for row in scored)),
+        "rewards": {} if settings.plain else dict(Counter(row["outcome"] for row in RecordsReader(records).rows())),
+        "masked": len(masked),
+        "masked_with_advantage": sum(advantage != 0 for advantage in masked),
         "seconds": seconds,
-        "rewards_by_step": [entry["reward"] for entry in trainer.state.log_history if "reward" in entry],
+        "final_reward": statistics.fmean(by_step[-max(1, len(by_step) // 4) :]),
+        "rewards_by_step": by_step,
     }
+
+
+def masked_advantages(output: Path, name: str) -> list[float]:
+    """Return the advantages of the samples without a reward, from TRL's tables of completions.
+
+    Args:
+        output: the folder of the run.
+        name: the name of the reward function, which is a column of the tables.
+    """
+    import pandas
+
+    table = pandas.concat(map(pandas.read_parquet, (output / "trl" / "completions").glob("*.parquet")))
+    return table.loc[table[name].isna(), "advantage"].tolist()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -191,7 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m examples.trl_grpo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps, to see that it works")
     parser.add_argument("--steps", type=int, metavar="N", help=f"batches of answers ({Settings.steps})")
-    parser.add_argument("--overlapped", action="store_true", default=None, help="hide judging behind training")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--overlapped", action="store_true", default=None, help="hide judging behind training")
+    kind.add_argument("--plain", action="store_true", default=None, help="TRL alone, with a plain function")
     parser.add_argument("--failing", type=float, metavar="P", help=f"share of failing calls ({Settings.failing})")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the training (0)")
     parser.add_argument("--output", type=Path, default=Path("outputs/trl"), metavar="DIR", help="default: %(default)s")
@@ -205,8 +249,12 @@ def main(argv: list[str] | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     figures = run(models.directory / "policy", output, settings)
     print(f"Exact match on held-out problems: {figures['accuracy_before']:.1%} -> {figures['accuracy_after']:.1%}")
-    print(f"Rewards: {', '.join(f'{count} {outcome}' for outcome, count in sorted(figures['rewards'].items()))}")
-    print(f"Training took {figures['seconds']:.0f} s. See every sample: reward-loop view {output / 'rewards'} --open")
+    print(f"Mean reward of the last quarter of the steps: {figures['final_reward']:.3f}")
+    if not settings.plain:
+        print(f"Rewards: {', '.join(f'{count} {outcome}' for outcome, count in sorted(figures['rewards'].items()))}")
+        print(f"Masked: {figures['masked']}, {figures['masked_with_advantage']} of them with an advantage other than 0")
+        print(f"See every sample: reward-loop view {output / 'rewards'} --open")
+    print(f"Training took {figures['seconds']:.0f} s.")
     (output / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 

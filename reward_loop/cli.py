@@ -67,10 +67,11 @@ class _Commands(TyperGroup):
         except (RewardLoopError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # the reader closed the pipe, as `| head` does
-            text = str(error)
-            if (option := re.match(r"--[\w-]+", text)) is not None:
-                command = self.commands.get(ctx.invoked_subcommand or "")
-                text = _as_typed([option[0]], command, ctx.obj) + text.removeprefix(option[0])
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            # Each line of a message may name an option.
+            text = re.sub(
+                r"^--[\w-]+", lambda option: _as_typed([option[0]], command, ctx.obj), str(error), flags=re.MULTILINE
+            )
             _report(f"[bold red]error:[/] {escape(text)}", error)
             raise typer.Exit(2 if isinstance(error, ConfigError | FunctionLoadError) else 1) from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -505,13 +505,14 @@ class RewardModelConfig(ServedModelConfig):
 C = TypeVar("C", bound=BaseModel)
 
 
-def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str) -> C:
+def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str | Callable[[str], str]) -> C:
     """Returns an option group made from a mapping (a dict, or a Hydra config); from ``None``, the defaults.
 
     Args:
         cls: the group.
         options: its options; an instance is returned as it is, ``None`` gives the defaults.
-        where: the group's name in messages, such as ``reward_loop``.
+        where: the group's name in messages, such as ``reward_loop``; or a function that returns an option's name in
+            messages from its dotted path in the group.
 
     Raises:
         ConfigError: an option is unknown, missing or malformed; the message names it.
@@ -519,7 +520,8 @@ def parse(cls: type[C], options: Mapping[str, Any] | C | None, where: str) -> C:
     if isinstance(options, cls):
         return options
     if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of options, got {shorten(options)}")
+        group = where if isinstance(where, str) else cls.__name__
+        raise ConfigError(f"{group}: expected a mapping of options, got {shorten(options)}")
     try:
         return cls.model_validate(_plain(options or {}))
     except ValidationError as error:
@@ -536,9 +538,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str) -> str:
+def _problem(cls: type[BaseModel], detail: Mapping[str, Any], where: str | Callable[[str], str]) -> str:
     location = [str(part) for part in detail["loc"]]
-    option = ".".join([where, *location])
+    option = ".".join([where, *location]) if isinstance(where, str) else where(".".join(location))
     if detail["type"] == "extra_forbidden":
         known = _group(cls, location[:-1]).model_fields
         hint = did_you_mean(location[-1], known) or "."

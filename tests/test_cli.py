@@ -164,7 +164,7 @@ def test_other_options_by_name(folder):
     )
     flaky = ("score", "rollouts.jsonl", "--fn", "flaky.py:compute_score", "-f", "solution_str=output", "--restart")
     assert "6 scored" in run(*flaky, "-O", "retry.initial_wait=0.001", "-O", "limits.default.max_concurrent=2")
-    assert "reward_loop.retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=2)
+    assert "-O retry.max_attempt: unknown option" in run(*flaky, "-O", "retry.max_attempt=1", code=2)
     twice = run(*flaky, "--timeout", "10", "-O", "timeout=5", code=2)
     assert "--timeout=10.0 and -O timeout=5" in twice
     assert "6 scored" in run(*flaky, "-O", "timeout=5", "-O", "retry.initial_wait=0.001", "--restart")
@@ -222,6 +222,24 @@ def test_wrong_usage_is_one_message_and_exit_status_2(folder, args, message):
 def test_a_malformed_option_is_exit_status_2(folder):
     assert "expected NAME=VALUE" in run(*SCORE, "-f", "nonsense", code=2)
     run("score", "--fn", "reward.py", code=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "shown"),
+    [
+        ("score", ("-O", "timeout=-1"), "error: -O timeout: Input should be greater than 0; got -1"),
+        ("score", ("-Oretry.max_attempts=0",), "error: -O retry.max_attempts: Input should be greater"),
+        ("score", ("--option", "retry.max_attempts=0"), "error: --option retry.max_attempts: Input should be"),
+        ("score", ("--option=nosuch=1",), "error: --option nosuch: unknown option"),
+        ("score", ("--default-score", "nan", "-O", "isolation=x"), "--default-score: Input should be a finite number"),
+        ("score", ("--default-score", "nan", "-O", "isolation=x"), "-O isolation: Input should be 'thread'"),
+        ("score", ("--concurrency", "0"), "error: --concurrency: Input should be"),
+        ("check", ("-O", "timeout=-1"), "error: -O timeout: Input should be greater than 0; got -1"),
+    ],
+)
+def test_an_option_out_of_range_is_named_as_it_was_typed(folder, command, given, shown):
+    arguments = ("rollouts.jsonl", "--fn", "reward.py:compute_score", "-f", "solution_str=output")
+    assert shown in run(command, *arguments, *given, code=2)
 
 
 def test_an_option_with_two_values_is_refused(folder):

@@ -38,13 +38,17 @@ async def compute_score(
     logit = await classify(
         reward_router_address, reward_model_tokenizer.apply_chat_template(conversation, tokenize=False)
     )
+    return {**weighted(logit, solution_str), "acc": float(solution_str == ground_truth)}
+
+
+def weighted(logit: float, solution_str: str) -> dict[str, float]:
+    """Return the score for a logit of the reward model, and its two components."""
     right = _sigmoid(logit)
     well_formed = float(solution_str.isascii() and solution_str.isdigit())
     return {
         "score": (1 - FORMAT_WEIGHT) * right + FORMAT_WEIGHT * well_formed,
         "reward_model": right,
         "format": well_formed,
-        "acc": float(solution_str == ground_truth),
     }
 
 

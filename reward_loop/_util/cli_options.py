@@ -14,6 +14,7 @@ __all__ = [
     "FieldPaths",
     "Manager",
     "MoreOptions",
+    "Price",
     "RewardKwargs",
     "RouterAddress",
     "Timeout",
@@ -21,6 +22,7 @@ __all__ = [
     "function_and_files",
     "json_or_text",
     "nested",
+    "option_names",
     "pairs",
 ]
 
@@ -73,6 +75,15 @@ MoreOptions = Annotated[
         metavar="NAME=VALUE",
         help="Another option of the reward loop, e.g. [cyan]limits.judge.max_concurrent=8[/] or "
         "[cyan]retry.max_attempts=1[/]; the value is JSON or plain text. Repeatable.",
+    ),
+]
+Price = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROMPT:REPLY",
+        help="The prices of a million tokens of requests and of replies, e.g. [cyan]0.15:0.6[/]: adds the cost of each "
+        "judge.",
+        show_default=False,
     ),
 ]
 
@@ -137,13 +148,37 @@ def check_not_repeated(context: typer.Context, options: Mapping[str, Any]) -> No
         typer.BadParameter: both are given, such as ``--timeout 10 -O timeout=5``.
     """
     for name, value in options.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
+        if _is_given(context, name):
+            option = _flag(name)
             raise typer.BadParameter(
                 f"{option}={context.params[name]} and -O {name}={value} set the same option: give one of them",
                 param_hint=option,
             )
+
+
+def option_names(context: typer.Context) -> Callable[[str], str]:
+    """Return a function that returns the name of an option of the reward loop in messages, from its dotted path.
+
+    An option of the command has its own name, such as ``--timeout``; all others are given by ``--option``.
+
+    Args:
+        context: the context of the command.
+    """
+
+    def name_of(path: str) -> str:
+        return _flag(path) if _is_given(context, path) else f"--option {path}"
+
+    return name_of
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter of the command is given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def json_or_text(value: str) -> Any:

@@ -23,6 +23,7 @@ from reward_loop.offline import Fields, Inputs
 
 if TYPE_CHECKING:
     from reward_loop.check.report import Report
+    from reward_loop.config import RewardLoopConfig
 
 __all__ = ["command"]
 
@@ -89,7 +90,10 @@ def command(
     reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
     more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
     cli_options.check_not_repeated(context, more)
-    options = {"timeout": timeout or None, **more}
+    # Imported here to keep the start of the other commands fast.
+    from reward_loop.config import RewardLoopConfig, parse
+
+    options = parse(RewardLoopConfig, {"timeout": timeout or None, **more}, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
         report = _try(fn, files, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
@@ -111,16 +115,14 @@ def _try(
     manager: str,
     router_address: str | None,
     concurrency: int,
-    given: dict[str, Any],
+    options: RewardLoopConfig,
 ) -> Report:
-    # Imported here to keep the start of the other commands fast.
+    # Imported here for the same reason.
     from reward_loop.check.dry_run import check
-    from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.managers.scorer import load_scorer
     from reward_loop.scoring import load_function
 
     err = Console(stderr=True, soft_wrap=True, emoji=False)
-    options = parse(RewardLoopConfig, given, "reward_loop")
     if fn is not None:
         load_function(
             fn

@@ -20,6 +20,7 @@ from reward_loop.offline import Fields, Inputs, Summary, score_file
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
+from reward_loop.records.judges import Judges, Prices, parse_prices
 from reward_loop.records.show import outcomes_of, show_report
 from reward_loop.types import Policy
 
@@ -106,14 +107,7 @@ def score(
         bool,
         typer.Option("--dry-run", help="Send no request: print an estimate of requests, tokens and cost instead."),
     ] = False,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROMPT:REPLY",
-            help="With --dry-run: the prices of a million tokens of requests and of replies, e.g. [cyan]0.15:0.6[/].",
-            show_default=False,
-        ),
-    ] = None,
+    price: cli_options.Price = None,
 ) -> None:
     """Score stored rollouts with a reward function.
 
@@ -134,7 +128,7 @@ def score(
     With --dry-run, the function is called for at most 100 rows, chosen at
     random, and each of its requests fails instead of being sent. The estimate
     is what these requests contain: a token for 4 characters, and max_tokens for
-    each reply.
+    each reply. With --price, it includes the cost.
 
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
@@ -162,16 +156,15 @@ def score(
     }
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.managers.base import RewardLoopManagerBase
     from reward_loop.managers.scorer import load_scorer
     from reward_loop.offline.estimate import dry_run_options, estimate
     from reward_loop.offline.rows import check_fields
-    from reward_loop.offline.show_estimate import estimate_as_json, parse_prices, show_estimate
+    from reward_loop.offline.show_estimate import estimate_as_json, show_estimate
 
-    config = parse(RewardLoopConfig, options, "reward_loop")
+    config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:
         config = dry_run_options(config)
-    elif price is not None:
-        raise ConfigError("--price has an effect with --dry-run only")
     prices = None if price is None else parse_prices(price)
     with Inputs.open(files) as source, reserve_stdout() as stdout:
         if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
@@ -193,6 +186,9 @@ def score(
             return
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
+        judges = Judges()
+        if isinstance(scorer.manager, RewardLoopManagerBase):
+            scorer.manager.judge_counts = judges
         target = None if output == _STDOUT else output or source.default_output()
         destination: Path | IO[bytes] = target or stdout.buffer
         if as_json and target is None:
@@ -221,12 +217,13 @@ def score(
                 raise
         if config.log_dir is not None:
             records(config.log_dir).flush()
+        summary.report.judges = judges
         usage = usage_of(scorer.manager)
         if as_json:
-            stdout.write(encode(_summary(summary, usage, target, config.log_dir)).decode() + "\n")
+            stdout.write(encode(_summary(summary, usage, target, config.log_dir, prices)).decode() + "\n")
         else:
             out = _err if target is None else Console(file=stdout, soft_wrap=True, emoji=False)
-            _show(summary, usage, target, config.log_dir, out)
+            _show(summary, usage, target, config.log_dir, prices, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:
         _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
@@ -275,10 +272,12 @@ def _identity(
     return identity
 
 
-def _summary(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None) -> dict[str, Any]:
+def _summary(
+    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices | None
+) -> dict[str, Any]:
     """Return the summary for ``--json``."""
     return {
-        **summary.report.to_dict(),
+        **summary.report.to_dict(prices),
         "rows": summary.rows,
         "resumed": summary.resumed,
         "mean_score": summary.mean,
@@ -291,13 +290,17 @@ def _summary(summary: Summary, usage: Usage, output: Path | None, log_dir: str |
     }
 
 
-def _show(summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, out: Console) -> None:
-    show_report(summary.report, out)
+def _show(
+    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices | None, out: Console
+) -> None:
+    show_report(summary.report, out, prices)
     out.print()
     table = Table.grid(padding=(0, 2))
     resumed = f", {summary.resumed} of them by an earlier run" if summary.resumed else ""
     table.add_row("rows", f"{summary.rows}{resumed}")
     table.add_row("throughput", f"{rounded(summary.rows_per_second)} rows/s, {duration(summary.seconds)} in all")
+    if summary.resumed and summary.report.judges:
+        table.add_row("judges", "only the requests of this run")
     if str(usage):
         table.add_row("used", f"{usage}, by this run")
     table.add_row("output", "stdout" if output is None else escape(str(output)))

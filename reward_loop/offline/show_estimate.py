@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
@@ -10,28 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.text import rounded
-from reward_loop.errors import ConfigError
 from reward_loop.offline.estimate import CHARACTERS_PER_TOKEN, Estimate
+from reward_loop.records.judges import Prices
 
-__all__ = ["estimate_as_json", "parse_prices", "show_estimate"]
-
-Prices = tuple[float, float]
-"""The prices of a million tokens of requests and of replies."""
-
-
-def parse_prices(text: str) -> Prices:
-    """Return the prices in ``PROMPT:REPLY``.
-
-    Raises:
-        ConfigError: they are not two numbers of at least 0.
-    """
-    try:
-        prompt, reply = map(float, text.split(":"))
-    except ValueError:
-        prompt = reply = math.nan
-    if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
-        raise ConfigError(f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6")
-    return prompt, reply
+__all__ = ["estimate_as_json", "show_estimate"]
 
 
 def estimate_as_json(found: Estimate, prices: Prices | None) -> dict[str, Any]:

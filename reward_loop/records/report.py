@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
-import statistics
-from array import array
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from reward_loop._util.causes import Causes
+from reward_loop.records.judges import Judges, Prices
+from reward_loop.records.spread import Spread
 from reward_loop.types import Outcome
 
-__all__ = ["MISSING", "Report", "Spread", "look_up"]
+__all__ = ["MISSING", "Report", "look_up"]
 
 SHOWN = 5
 """The number of causes, of slowest and of costliest samples."""
@@ -33,38 +33,6 @@ def look_up(row: Mapping[str, Any], path: str) -> Any:
         name, _, path = path.partition(".")
         value = value.get(name, MISSING)
     return MISSING
-
-
-class Spread:
-    """The distribution of numbers."""
-
-    def __init__(self) -> None:
-        self._values = array("d")
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        """Add a number. Numbers that are not finite are ignored."""
-        if math.isfinite(value):
-            self._values.append(value)
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        """Return count, mean, population standard deviation, minimum, median, 95th percentile and maximum."""
-        if not self._values:
-            return {"count": 0, **dict.fromkeys(("mean", "std", "min", "p50", "p95", "max"))}
-        values = sorted(self._values)
-        cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
-        mean = math.fsum(values) / len(values)
-        return {
-            "count": len(values),
-            "mean": mean,
-            "std": math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)),
-            "min": values[0],
-            "p50": cuts[9],
-            "p95": cuts[18],
-            "max": values[-1],
-        }
 
 
 class _Top:
@@ -99,35 +67,6 @@ class _Group:
             self.low, self.high = min(self.low, reward), max(self.high, reward)
 
 
-class _Judge:
-    """The exchanges with one model."""
-
-    def __init__(self) -> None:
-        self.requests = self.errors = self.no_verdict = self.prompt_tokens = self.completion_tokens = 0
-        self.statuses: Counter[str] = Counter()
-        self.seconds = Spread()
-
-    def add(self, exchange: Mapping[str, Any]) -> None:
-        self.requests += 1
-        self.errors += bool(exchange.get("error"))
-        self.no_verdict += bool(exchange.get("unscored"))
-        self.statuses[str(exchange.get("status") or "no answer")] += 1
-        self.prompt_tokens += exchange.get("prompt_tokens") or 0
-        self.completion_tokens += exchange.get("completion_tokens") or 0
-        self.seconds.add(exchange.get("seconds") or 0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "errors": self.errors,
-            "no_verdict": self.no_verdict,
-            "statuses": dict(self.statuses),
-            "seconds": self.seconds.to_dict(),
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
-
-
 class _Part:
     """The samples with one value of the field `Report.group_by`."""
 
@@ -154,11 +93,10 @@ class Report:
         self.reward = Spread()
         self.masked = self.revised = self.validation = 0
         self.components: dict[str, Spread] = {}
-        self.judges: dict[str, _Judge] = {}
+        self.judges = Judges()
         self.parts: dict[Any, _Part] = {}
         self._groups: dict[tuple[Any, Any], _Group] = {}
         self._slowest, self._costliest = _Top(), _Top()
-        self._exchanges: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the row of a sample."""
@@ -181,8 +119,7 @@ class Report:
         name = str(row.get("uid") or row.get("id") or "without uid")
         self._slowest.add(row.get("total_s") or row.get("work_s") or 0.0, name)
         self._costliest.add((row.get("prompt_tokens") or 0) + (row.get("completion_tokens") or 0), name)
-        for exchange in row.get("judges") or ():
-            self._add_exchange(row, exchange)
+        self.judges.add(row.get("judges") or (), row.get("batch"))
         if self.group_by is not None:
             value = look_up(row, self.group_by)
             if value is not MISSING:
@@ -190,13 +127,6 @@ class Report:
                 part.outcomes[outcome] += 1
                 if score is not None:
                     part.score.add(score)
-
-    def _add_exchange(self, row: Mapping[str, Any], exchange: Mapping[str, Any]) -> None:
-        if row.get("batch") is not None:  # all samples of a batch call have its exchanges
-            if exchange.get("id") in self._exchanges:
-                return
-            self._exchanges.add(str(exchange.get("id")))
-        self.judges.setdefault(str(exchange.get("model") or exchange.get("url")), _Judge()).add(exchange)
 
     @property
     def samples(self) -> int:
@@ -227,8 +157,8 @@ class Report:
             "partly_failed": sum(0 < group.rewards < group.samples for group in groups),
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the summary as values of JSON."""
+    def to_dict(self, prices: Prices | None = None) -> dict[str, Any]:
+        """Return the summary as values of JSON; with prices, also the costs of judges."""
         return {
             "samples": self.samples,
             "validation": self.validation,
@@ -240,7 +170,7 @@ class Report:
             "reward": self.reward.to_dict(),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
             **self.groups(),
-            "judges": {name: judge.to_dict() for name, judge in self.judges.items()},
+            "judges": self.judges.to_dict(prices),
             "slowest": [{"seconds": seconds, "sample": name} for seconds, name in self.slowest],
             "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self.costliest],
             **({} if self.group_by is None else {"by": self.group_by, "parts": self._parts()}),

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from reward_loop._util import cli_options
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
 from reward_loop.records.health import health
+from reward_loop.records.judges import parse_prices
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
 from reward_loop.records.show import counted, show_report, show_warnings
@@ -32,6 +34,7 @@ def report(
             "[cyan]components.acc[/].",
         ),
     ] = None,
+    price: cli_options.Price = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Summarise the records of a run, also while it runs.
@@ -43,6 +46,7 @@ def report(
     docs/reports.md describes the summary.
     """
     out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
+    prices = None if price is None else parse_prices(price)
     reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
     for row in reader.rows():
         found.add(row)
@@ -55,9 +59,9 @@ def report(
         )
     warnings = health(folder)
     if as_json:
-        print(encode({**found.to_dict(), "warnings": warnings}).decode())
+        print(encode({**found.to_dict(prices), "warnings": warnings}).decode())
     else:
-        show_report(found, out)
+        show_report(found, out, prices)
         show_warnings(warnings, out)
     if reader.incomplete:
         err.print(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.text import cut, duration, rounded
+from reward_loop.records.judges import Judges, Prices
 from reward_loop.records.report import SHOWN, Report
 
 __all__ = ["counted", "outcomes_of", "show_details", "show_report", "show_warnings", "slowest_of"]
@@ -18,8 +19,14 @@ _PARTS = 30
 _NAME = 60
 
 
-def show_report(report: Report, out: Console) -> None:
-    """Print the whole summary."""
+def show_report(report: Report, out: Console, prices: Prices | None = None) -> None:
+    """Print the whole summary.
+
+    Args:
+        report: the summary.
+        out: where it is printed.
+        prices: adds the costs of judges.
+    """
     table = Table.grid(padding=(0, 2))
     validation = f", {report.validation} of them in validation" if report.validation else ""
     table.add_row("samples", f"{report.samples}{validation}")
@@ -29,10 +36,10 @@ def show_report(report: Report, out: Console) -> None:
     table.add_row("masked", str(report.masked))
     table.add_row("slowest", slowest_of(report))
     out.print(table, highlight=False)
-    show_details(report, out)
+    show_details(report, out, prices)
 
 
-def show_details(report: Report, out: Console) -> None:
+def show_details(report: Report, out: Console, prices: Prices | None = None) -> None:
     """Print causes of failures, components, groups, judges, costly samples, and the parts of ``group_by``."""
     _show_causes(report, out)
     _show_spreads("component", {name: spread.to_dict() for name, spread in report.components.items()}, out)
@@ -43,7 +50,7 @@ def show_details(report: Report, out: Console) -> None:
             f"{groups['all_failed']} without a reward, {groups['partly_failed']} with a reward for some samples only",
             highlight=False,
         )
-    _show_judges(report, out)
+    _show_judges(report.judges, prices, out)
     if report.costliest:
         shown = ", ".join(f"{cut(name, _NAME)} {tokens:,.0f}" for tokens, name in report.costliest)
         out.print(f"most tokens: {escape(shown)}", highlight=False)
@@ -107,18 +114,19 @@ def _show_spreads(title: str, spreads: Mapping[str, Mapping[str, Any]], out: Con
     out.print(table, highlight=False)
 
 
-def _show_judges(report: Report, out: Console) -> None:
-    if not report.judges:
+def _show_judges(judges: Judges, prices: Prices | None, out: Console) -> None:
+    if not judges:
         return
     out.print()
-    table = _table("judge", "requests", "errors", "no verdict", "p50 s", "p95 s", "max s", "tokens")
-    for name, judge in report.judges.items():
+    cost = ("cost",) if prices is not None else ()
+    table = _table("judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens", *cost)
+    for name, judge in judges:
         seconds = judge.seconds.to_dict()
         tokens = judge.prompt_tokens + judge.completion_tokens
         counts = (str(value) for value in (judge.requests, judge.errors, judge.no_verdict))
-        table.add_row(
-            escape(cut(name, _NAME)), *counts, *(_number(seconds[key]) for key in ("p50", "p95", "max")), f"{tokens:,}"
-        )
+        times = (_number(seconds[key]) for key in ("p50", "p95", "max"))
+        costs = (_number(judge.cost(prices)),) if prices is not None else ()
+        table.add_row(escape(cut(name, _NAME)), *counts, *times, f"{tokens:,}", *costs)
     out.print(table, highlight=False)
 
 
@@ -137,9 +145,10 @@ def _show_parts(report: Report, out: Console) -> None:
 
 
 def _table(first: str, *columns: str) -> Table:
-    table = Table(escape(first), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(escape(first), overflow="fold", min_width=12)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

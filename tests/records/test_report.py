@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Report, Spread, look_up
+from reward_loop.records.report import Report, look_up
+from reward_loop.records.spread import Spread
 
 
 def sample(uid: str, **fields: Any) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def serve(
         "log_dir": None if log_dir is None else str(log_dir),
         **more,
     }
-    config = parse(RewardLoopConfig, options, "reward_loop")
+    config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     scorer = load_scorer(
         fn,
         manager,

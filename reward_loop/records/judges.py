@@ -1,0 +1,100 @@
+"""Counts of the requests to judges, for summaries."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from reward_loop.errors import ConfigError
+from reward_loop.records.spread import Spread
+
+__all__ = ["JudgeCounts", "Judges", "Prices", "parse_prices"]
+
+Prices = tuple[float, float]
+"""The prices of a million tokens of requests and of replies."""
+
+
+def parse_prices(text: str) -> Prices:
+    """Return the prices in ``PROMPT:REPLY``, the value of ``--price``.
+
+    Raises:
+        ConfigError: they are not two numbers of at least 0.
+    """
+    try:
+        prompt, reply = map(float, text.split(":"))
+    except ValueError:
+        prompt = reply = math.nan
+    if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
+        raise ConfigError(f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6")
+    return prompt, reply
+
+
+class JudgeCounts:
+    """The requests to one model."""
+
+    def __init__(self) -> None:
+        self.requests = self.errors = self.no_verdict = self.prompt_tokens = self.completion_tokens = 0
+        self.statuses: Counter[str] = Counter()
+        self.seconds = Spread()
+
+    def add(self, exchange: Mapping[str, Any]) -> None:
+        """Add a request."""
+        self.requests += 1
+        self.errors += bool(exchange.get("error"))
+        self.no_verdict += bool(exchange.get("unscored"))
+        self.statuses[str(exchange.get("status") or "no answer")] += 1
+        self.prompt_tokens += exchange.get("prompt_tokens") or 0
+        self.completion_tokens += exchange.get("completion_tokens") or 0
+        self.seconds.add(exchange.get("seconds") or 0.0)
+
+    def cost(self, prices: Prices) -> float:
+        """Return the cost of the tokens, in the unit of the prices."""
+        return (self.prompt_tokens * prices[0] + self.completion_tokens * prices[1]) / 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as values of JSON."""
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "no_verdict": self.no_verdict,
+            "statuses": dict(self.statuses),
+            "seconds": self.seconds.to_dict(),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
+
+class Judges:
+    """The requests to judges by model, or by URL where a request names no model."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, JudgeCounts] = {}
+        self._of_batches: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def __iter__(self) -> Iterator[tuple[str, JudgeCounts]]:
+        return iter(self._by_name.items())
+
+    def add(self, exchanges: Sequence[Mapping[str, Any]], batch: str | None = None) -> None:
+        """Add the requests of a sample.
+
+        Args:
+            exchanges: the requests with their replies.
+            batch: the ID of the sample's batch call, all of whose samples have the same requests; they count once.
+        """
+        for exchange in exchanges:
+            if batch is not None:
+                if (name := str(exchange.get("id"))) in self._of_batches:
+                    continue
+                self._of_batches.add(name)
+            self._by_name.setdefault(str(exchange.get("model") or exchange.get("url")), JudgeCounts()).add(exchange)
+
+    def to_dict(self, prices: Prices | None = None) -> dict[str, Any]:
+        """Return the counts of each judge as values of JSON; with prices, also ``cost``."""
+        return {
+            name: counts.to_dict() | ({} if prices is None else {"cost": counts.cost(prices)}) for name, counts in self
+        }

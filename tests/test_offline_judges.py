@@ -1,0 +1,93 @@
+"""The judges in the summary of ``reward-loop score``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import cli
+from reward_loop.testing import FakeJudge, Status
+
+ROWS = 6
+JUDGE = """
+from reward_loop.client import Judge, Number
+
+judge = Judge("{{answer}}", Number(0, 1), model="judge-7b")
+
+async def compute_score(solution_str, reward_router_address):
+    return (await judge(reward_router_address, answer=solution_str)).reward()
+
+def sync(solution_str, reward_router_address):
+    import asyncio
+    return asyncio.run(compute_score(solution_str, reward_router_address))
+
+async def of_lists(solution_strs, reward_router_address):
+    await judge(reward_router_address, answer=solution_strs[0])
+    return [1.0] * len(solution_strs)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJudge]:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps({"solution_str": f"{i}"}) + "\n" for i in range(ROWS)))
+    monkeypatch.chdir(tmp_path)
+    with FakeJudge("Score: 1", model="judge-7b") as judge:
+        yield judge
+
+
+def run(command: str, *arguments: str) -> str:
+    done = CliRunner().invoke(cli.app, [command, *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def score(server: FakeJudge, function: str, *more: str) -> str:
+    return run("score", f"judge.py:{function}", "rollouts.jsonl", "--router-address", server.address, *more)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "requests"),
+    [
+        ("compute_score", (), ROWS),
+        ("sync", (), ROWS),
+        ("sync", ("--isolation", "process"), ROWS),
+        ("of_lists", ("--manager", "batch"), 1),
+    ],
+)
+def test_the_judges_of_a_scoring_are_those_of_the_report_on_its_records(
+    server: FakeJudge, function: str, options: tuple[str, ...], requests: int
+) -> None:
+    server.script(Status(500), "I cannot tell.")
+    options = (*options, "-O", "retry.initial_wait=0.001", "--price", "1:2", "--json")
+    scored = json.loads(score(server, function, "--log-dir", "records", *options))["judges"]
+    reported = json.loads(run("report", "records", "--price", "1:2", "--json"))["judges"]
+    assert scored == reported
+    judge = scored["judge-7b"]
+    assert (judge["requests"], judge["errors"], judge["no_verdict"]) == (requests + 1, 1, 1)
+    assert judge["cost"] == pytest.approx((judge["prompt_tokens"] + 2 * judge["completion_tokens"]) / 1e6)
+
+
+def test_judges_are_shown_without_records_and_costs_only_with_prices(server: FakeJudge) -> None:
+    shown = score(server, "compute_score")
+    assert "cost" not in shown
+    assert shown.split("judge-7b")[1].split()[:3] == [str(ROWS), "0", "0"]
+    assert "cost" in score(server, "compute_score", "--price", "1:2", "--restart")
+
+
+def test_a_resumed_scoring_counts_only_its_own_requests(server: FakeJudge) -> None:
+    server.script(*[Status(400)] * 2)
+    score(server, "compute_score")
+    shown = score(server, "compute_score", "--retry-failed")
+    assert shown.split("judge-7b")[1].split()[0] == "2"
+    assert "judges only the requests of this run" in " ".join(shown.split())
+
+
+def test_no_judge_is_shown_for_a_function_without_requests(server: FakeJudge, tmp_path: Path) -> None:
+    (tmp_path / "rule.py").write_text("def compute_score(solution_str): return 1.0\n")
+    shown = run("score", "rule.py:compute_score", "rollouts.jsonl")
+    assert "judge" not in shown
