@@ -11,10 +11,11 @@ from rich.console import Console
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
+from reward_loop.records.configuration import changes
 from reward_loop.records.health import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
-from reward_loop.records.show import counted, show_report, show_warnings
+from reward_loop.records.show import counted, show_changes, show_report, show_warnings
 
 __all__ = ["report"]
 
@@ -38,8 +39,9 @@ def report(
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, the slowest and the costliest samples, and the warnings
-    of the health monitors of a verl run.
+    failures of judges, the slowest and the costliest samples, and of a verl run
+    the warnings of the health monitors, and the options that changed when the
+    run was resumed.
     docs/reports.md describes the summary.
     """
     out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
@@ -53,12 +55,13 @@ def report(
             f"--group-by: no row has a field {group_by!r}{did_you_mean(group_by, fields) or '.'} Known: "
             f"{listing(fields)}"
         )
-    warnings = health(folder)
+    warnings, starts = health(folder), changes(folder)
     if as_json:
-        print(encode({**found.to_dict(), "warnings": warnings}).decode())
+        print(encode({**found.to_dict(), "warnings": warnings, "configuration": starts}).decode())
     else:
         show_report(found, out)
         show_warnings(warnings, out)
+        show_changes(starts, out)
     if reader.incomplete:
         err.print(
             f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util.text import cut, duration, rounded
+from reward_loop._util.text import cut, duration, rounded, shorten
 from reward_loop.records.report import SHOWN, Report
 
-__all__ = ["counted", "outcomes_of", "show_details", "show_report", "show_warnings", "slowest_of"]
+__all__ = ["counted", "outcomes_of", "show_changes", "show_details", "show_report", "show_warnings", "slowest_of"]
 
 _PARTS = 30
 _NAME = 60
@@ -61,6 +61,19 @@ def show_warnings(warnings: Sequence[Mapping[str, Any]], out: Console) -> None:
         out.print(f"- {escape(message)}", highlight=False)
     if len(warnings) > _PARTS:
         out.print(f"and {len(warnings) - _PARTS} more; --json prints all", highlight=False)
+
+
+def show_changes(starts: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the options that changed when the run was resumed, as `configuration.changes` returns them."""
+    for start in starts:
+        if not start["changes"]:
+            continue
+        out.print(f"\nconfiguration, since step {start['step']}:", highlight=False)
+        for change in start["changes"][:_PARTS]:
+            values = ("unset" if value is None else shorten(value) for value in (change["before"], change["after"]))
+            out.print(f"- {escape(change['option'])}: {escape(' -> '.join(values))}", highlight=False)
+        if len(start["changes"]) > _PARTS:
+            out.print(f"and {len(start['changes']) - _PARTS} more; --json prints all", highlight=False)
 
 
 def outcomes_of(report: Report) -> str:
