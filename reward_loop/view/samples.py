@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.filters import BadRequestError, Order, SampleFilter, check_parameters
+from reward_loop.view.filters import BadRequestError, Order, SampleFilter
 from reward_loop.view.index import Index
 from reward_loop.view.search import TextSearch
 
@@ -62,7 +62,6 @@ class Samples:
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        check_parameters(query)
         chosen, order = self._filter(query), Order.parse(query)
         offset, limit = _page(query)
         count = self._index.rows(f"SELECT count(*) AS n FROM samples WHERE {chosen.where}", chosen.parameters)

@@ -15,6 +15,7 @@ pytest.importorskip("duckdb")
 from starlette.testclient import TestClient
 
 from reward_loop.records import Records
+from reward_loop.records.configuration import config_row
 from reward_loop.records.events import advantage_row
 from reward_loop.records.health import open_health, warning_row
 from reward_loop.records.reader import RecordsReader
@@ -104,6 +105,26 @@ def test_steps(client: TestClient) -> None:
     assert (first["phases"], first["hidden_share"], first["waiting_s"], first["warnings"]) == (None, None, None, [])
     (validation,) = get(client, "steps", validate="true")["rows"]
     assert validation["count"] == 1
+
+
+def test_the_configuration_of_each_start_and_of_another_run(client: TestClient, folder: Path, tmp_path: Path) -> None:
+    assert get(client, "config") == {"starts": []}
+    missing = {"a": False, "b": False, "differences": []}
+    assert get(client, "config/compare", other=str(tmp_path)) == missing
+    other = Records(tmp_path / "config")
+    other.write_rows([config_row({"lr": lr, "n": 8}, step) for lr, step in ((1, 1), (2, 4))])
+    flushed(other)
+    assert get(client, "config/compare", other=str(tmp_path)) == {**missing, "b": True}
+    writer = Records(tmp_path)
+    record(writer, "a")
+    flushed(writer)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as second:
+            starts = get(second, "config")["starts"]
+            changed = [(start["step"], start["changes"]) for start in starts]
+            assert changed == [(1, []), (4, [{"option": "lr", "before": 1, "after": 2}])]
+            assert get(second, "config/compare", other=str(tmp_path)) == {"a": True, "b": True, "differences": []}
 
 
 def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
@@ -278,6 +299,31 @@ def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: 
     answer = client.get(f"/api/{query}")
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("route", "known"),
+    [
+        ("run", "none"),
+        ("steps", "validate"),
+        ("groups", "limit, offset, order, sort, step, validate"),
+        ("sample/any", "data_source, group, limit, "),
+        ("judges", "step, validate"),
+        ("timeline", "step"),
+        ("compare", "on, other, threshold"),
+        ("config", "none"),
+        ("config/compare", "other"),
+        ("health", "none"),
+        ("changes", "none"),
+    ],
+)
+def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones(
+    client: TestClient, route: str, known: str
+) -> None:
+    answer = client.get(f"/api/{route}?outcom=failed")
+    assert answer.status_code == 400
+    assert "There is no parameter 'outcom'" in answer.json()["error"]
+    assert f" Parameters: {known}" in answer.json()["error"]
 
 
 def test_an_unknown_parameter_of_samples_is_an_error_that_lists_the_valid_ones(client: TestClient) -> None:
