@@ -165,14 +165,15 @@ def score(
     from reward_loop.managers.scorer import load_scorer
     from reward_loop.offline.estimate import dry_run_options, estimate
     from reward_loop.offline.rows import check_fields
-    from reward_loop.offline.show_estimate import estimate_as_json, parse_prices, show_estimate
+    from reward_loop.offline.show_estimate import estimate_as_json, show_estimate
+    from reward_loop.records.prices import parse_price
 
     config = parse(RewardLoopConfig, options, "reward_loop")
     if dry_run:
         config = dry_run_options(config)
     elif price is not None:
         raise ConfigError("--price has an effect with --dry-run only")
-    prices = None if price is None else parse_prices(price)
+    prices = None if price is None else parse_price(price)
     with Inputs.open(files) as source, reserve_stdout() as stdout:
         if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
             raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")

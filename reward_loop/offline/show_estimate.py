@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
@@ -10,33 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.text import rounded
-from reward_loop.errors import ConfigError
 from reward_loop.offline.estimate import CHARACTERS_PER_TOKEN, Estimate
+from reward_loop.records.prices import Price
 
-__all__ = ["estimate_as_json", "parse_prices", "show_estimate"]
-
-Prices = tuple[float, float]
-"""The prices of a million tokens of requests and of replies."""
+__all__ = ["estimate_as_json", "show_estimate"]
 
 
-def parse_prices(text: str) -> Prices:
-    """Return the prices in ``PROMPT:REPLY``.
-
-    Raises:
-        ConfigError: they are not two numbers of at least 0.
-    """
-    try:
-        prompt, reply = map(float, text.split(":"))
-    except ValueError:
-        prompt = reply = math.nan
-    if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
-        raise ConfigError(f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6")
-    return prompt, reply
-
-
-def estimate_as_json(found: Estimate, prices: Prices | None) -> dict[str, Any]:
+def estimate_as_json(found: Estimate, price: Price | None) -> dict[str, Any]:
     """Return the estimate as values of JSON."""
-    low, high = (None, None) if prices is None else found.cost(*prices)
+    low, high = (None, None) if price is None else found.cost(price)
     return {
         "rows": found.rows,
         "tried": found.tried,
@@ -51,7 +32,7 @@ def estimate_as_json(found: Estimate, prices: Prices | None) -> dict[str, Any]:
     }
 
 
-def show_estimate(found: Estimate, prices: Prices | None, out: Console) -> None:
+def show_estimate(found: Estimate, price: Price | None, out: Console) -> None:
     """Print the estimate, and how it was made."""
     table = Table.grid(padding=(0, 2))
     table.add_row("rows", f"{found.rows:,}; the function was called for {found.tried:,}, and no request was sent")
@@ -63,7 +44,7 @@ def show_estimate(found: Estimate, prices: Prices | None, out: Console) -> None:
         longest = found.max_reply_tokens
         text = "unknown: requests have no max_tokens" if longest is None else f"at most {rounded(longest)} (max_tokens)"
         table.add_row("reply tokens", text)
-        table.add_row("cost", _cost(found, prices))
+        table.add_row("cost", _cost(found, price))
     out.print(table, highlight=False)
     if found.requests:
         out.print("Not counted: requests that depend on a reply, and retries.", highlight=False)
@@ -78,8 +59,8 @@ def show_estimate(found: Estimate, prices: Prices | None, out: Console) -> None:
         out.print(f"{failed}: {escape(example)}", highlight=False)
 
 
-def _cost(found: Estimate, prices: Prices | None) -> str:
-    if prices is None:
+def _cost(found: Estimate, price: Price | None) -> str:
+    if price is None:
         return "unknown: give --price PROMPT:REPLY"
-    low, high = found.cost(*prices)
+    low, high = found.cost(price)
     return f"{rounded(low)} and the replies" if high is None else f"{rounded(low)} to {rounded(high)}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_loop._util.causes import Causes
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.types import Outcome
 
 __all__ = ["MISSING", "Report", "Spread", "look_up"]
@@ -144,10 +145,12 @@ class Report:
 
     Args:
         group_by: a field of the rows, as a dotted path, by whose values samples are also counted separately.
+        prices: the prices of models.
     """
 
-    def __init__(self, group_by: str | None = None) -> None:
+    def __init__(self, group_by: str | None = None, prices: Prices = NO_PRICES) -> None:
         self.group_by = group_by
+        self.prices = prices
         self.outcomes: Counter[str] = Counter()
         self.causes = Causes()
         self.score = Spread()
@@ -213,6 +216,11 @@ class Report:
         """Tokens and name of the samples whose requests used the most tokens, the costliest first."""
         return self._costliest.to_list()
 
+    def cost_of(self, judge: str) -> float | None:
+        """Return the cost of all requests to a judge; ``None`` if its price is unknown."""
+        found = self.judges[judge]
+        return self.prices.cost(judge, found.prompt_tokens, found.completion_tokens)
+
     def groups(self) -> dict[str, int]:
         """Return counts of groups of at least two samples.
 
@@ -240,7 +248,7 @@ class Report:
             "reward": self.reward.to_dict(),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
             **self.groups(),
-            "judges": {name: judge.to_dict() for name, judge in self.judges.items()},
+            "judges": {name: {**judge.to_dict(), "cost": self.cost_of(name)} for name, judge in self.judges.items()},
             "slowest": [{"seconds": seconds, "sample": name} for seconds, name in self.slowest],
             "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self.costliest],
             **({} if self.group_by is None else {"by": self.group_by, "parts": self._parts()}),

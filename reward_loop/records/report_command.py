@@ -13,11 +13,20 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
 from reward_loop.records.configuration import changes
 from reward_loop.records.health import health
+from reward_loop.records.prices import Prices
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.report import Report
 from reward_loop.records.show import counted, show_changes, show_report, show_warnings
 
-__all__ = ["report"]
+__all__ = ["PRICE", "report"]
+
+PRICE = typer.Option(
+    metavar="[MODEL=]PROMPT:REPLY",
+    help="The prices of a million tokens of requests and of replies, e.g. [cyan]0.15:0.6[/]; with a model, of that "
+    "model only. May be repeated.",
+    show_default=False,
+)
+"""The option ``--price`` of commands that show costs."""
 
 
 def report(
@@ -33,6 +42,7 @@ def report(
             "[cyan]components.acc[/].",
         ),
     ] = None,
+    price: Annotated[list[str] | None, PRICE] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Summarise the records of a run, also while it runs.
@@ -45,7 +55,8 @@ def report(
     docs/reports.md describes the summary.
     """
     out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
-    reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
+    found, fields = Report(group_by, Prices.parse(price or ())), set[str]()
+    reader = RecordsReader(folder)
     for row in reader.rows():
         found.add(row)
         if group_by is not None and not found.parts:

@@ -124,14 +124,15 @@ def _show_judges(report: Report, out: Console) -> None:
     if not report.judges:
         return
     out.print()
-    table = _table("judge", "requests", "errors", "no verdict", "p50 s", "p95 s", "max s", "tokens")
+    has_cost = ["cost"] if report.prices else []
+    table = _table("judge", "requests", "errors", "no verdict", "p50 s", "p95 s", "max s", "tokens", *has_cost)
     for name, judge in report.judges.items():
         seconds = judge.seconds.to_dict()
         tokens = judge.prompt_tokens + judge.completion_tokens
         counts = (str(value) for value in (judge.requests, judge.errors, judge.no_verdict))
-        table.add_row(
-            escape(cut(name, _NAME)), *counts, *(_number(seconds[key]) for key in ("p50", "p95", "max")), f"{tokens:,}"
-        )
+        cost = [_number(report.cost_of(name))] if report.prices else []
+        spread = (_number(seconds[key]) for key in ("p50", "p95", "max"))
+        table.add_row(escape(cut(name, _NAME)), *counts, *spread, f"{tokens:,}", *cost)
     out.print(table, highlight=False)
 
 

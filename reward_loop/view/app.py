@@ -26,6 +26,7 @@ from reward_loop.records.configuration import changes as configuration_changes
 from reward_loop.records.configuration import configurations, differences
 from reward_loop.records.files import EVENTS
 from reward_loop.records.health import health as read_health
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.filters import (
     GROUPS_PARAMETERS,
@@ -35,10 +36,12 @@ from reward_loop.view.filters import (
 )
 from reward_loop.view.follower import Follower
 from reward_loop.view.index import Index
+from reward_loop.view.judges import PARAMETERS as JUDGES_PARAMETERS
 from reward_loop.view.judges import judges
+from reward_loop.view.labels import Labels
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
-from reward_loop.view.summaries import Summaries
+from reward_loop.view.summaries import Summaries, without_samples
 from reward_loop.view.timeline import timeline
 
 __all__ = ["create_app"]
@@ -53,15 +56,17 @@ _NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
 """The fields of a step for which the trainer has recorded no events."""
 
 
-def create_app(index: Index) -> FastAPI:
+def create_app(index: Index, prices: Prices = NO_PRICES) -> FastAPI:
     """Return the ASGI app of the viewer, which follows the folder while it runs.
 
     Args:
         index: an open index, up to date.
+        prices: the prices of models, for the cost of judges.
     """
     follower, phases = Follower(index), PhaseReader(index.folder)
     reading, comparing = threading.Lock(), threading.Lock()
-    samples, summaries = Samples(index, RecordsReader(index.folder)), Summaries(index)
+    reader, summaries = RecordsReader(index.folder), Summaries(index)
+    samples, labels = Samples(index, reader, prices), Labels(index, reader)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -112,10 +117,14 @@ def create_app(index: Index) -> FastAPI:
         with reading:
             phases.update()
             known = {} if validate else phases.steps()
-        rows = summaries.steps(validate)
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
             warnings[warning["step"]].append(warning["message"])
+        rows = summaries.steps(validate)
+        if others := (known.keys() | warnings.keys()) - {row["step"] for row in rows}:
+            # With generation ahead, the samples of a step have the number of an earlier one.
+            rows += map(without_samples, others)
+            rows.sort(key=lambda row: (row["step"] is None, row["step"]))
         return _json(
             {
                 "rows": [
@@ -140,9 +149,9 @@ def create_app(index: Index) -> FastAPI:
             raise HTTPException(404, f"There is no sample {name}.")
         return _json(found)
 
-    @app.get("/api/judges", dependencies=_only("step", "validate"))
+    @app.get("/api/judges", dependencies=_only(*JUDGES_PARAMETERS))
     def all_judges(request: Request) -> Response:
-        return _json({"rows": judges(index, request.query_params)})
+        return _json(judges(index, labels, prices, request.query_params))
 
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:

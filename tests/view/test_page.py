@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with server(folder) as address:
+    with server(folder, "--price", "2000:10000") as address:
         yield address
 
 
@@ -195,6 +195,9 @@ def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Pag
     open_first_sample(page, "step/4?sort=reward&order=desc")
     reply = page.locator(".exchange .reply")
     assert WORDS_OF_THE_JUDGE in reply.inner_text()
+    cost = re.search(r"Cost\s+([\d.]+)", page.locator(".figures").inner_text())
+    assert cost
+    assert f"cost {cost[1]}" in page.locator(".exchange .about").inner_text()
     assert "said Score: 3" in reply.inner_text()
     assert re.fullmatch(r"Score: (9|10)/10", reply.locator("mark").inner_text())
     assert "You are a strict teacher" in page.locator(".exchange .message").first.inner_text()
@@ -257,6 +260,13 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     open_view(page, "judges")
     card = page.locator(".judge", has_text="judge-7b").first
     card.locator(".histogram rect").nth(2).wait_for()
+    figures = card.locator(".figures")
+    assert re.search(r"Cost\s+[\d.]+", figures.inner_text())
+    assert "Equal to the label" not in figures.inner_text()
+    page.get_by_label("Compare verdicts with").select_option("components.acc")
+    page.wait_for_url(re.compile("label=components.acc"))
+    figures.get_by_text("Spearman").wait_for()
+    assert re.search(r"Equal to the label\s+\d+ %\s+of \d+ verdicts", figures.inner_text())
     open_view(page, "compare")
     page.get_by_label("Folder to compare with").fill(str(folder))
     page.get_by_role("button", name="Compare").click()

@@ -103,7 +103,8 @@ export async function showRun(view, route, run) {
 
   async function refresh() {
     const requests = [get("steps", { validate }), get("health"), get("config")];
-    const [{ rows }, { warnings }, { starts }] = await Promise.all(requests);
+    const [{ rows: all }, { warnings }, { starts }] = await Promise.all(requests);
+    const rows = all.filter((row) => row.step !== null);
     parts.head.replaceChildren(...head(run, rows, validate));
     parts.warnings.replaceChildren(...warningList(warnings));
     showCharts(parts.charts, charts, rows, run, { warnings, starts }, validate);
@@ -116,7 +117,9 @@ export async function showRun(view, route, run) {
 }
 
 function head(run, rows, validate) {
-  const last = rows.at(-1);
+  const scored = rows.filter((row) => row.count);
+  const last = scored.at(-1);
+  const overlapped = rows.findLast((row) => row.hidden_share !== null);
   const unscored = run.samples - (run.outcomes.scored ?? 0);
   const about = [
     names(run.functions),
@@ -133,14 +136,14 @@ function head(run, rows, validate) {
     ),
     figures([
       ["Samples", count(run.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
-      ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${last.step}` : null],
-      last && ["Reward, last step", fixed(last.reward?.mean), change(rows)],
+      ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${rows.at(-1).step}` : null],
+      last && ["Reward, last step", fixed(last.reward?.mean), change(scored)],
       ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
       last && ["Judge latency, last step", seconds(last.judge_s?.p95), "95 % are faster"],
-      last?.hidden_share != null && [
+      overlapped && [
         "Judging hidden, last step",
-        percent(last.hidden_share),
-        `${seconds(last.waiting_s)} waited`,
+        percent(overlapped.hidden_share),
+        `${seconds(overlapped.waiting_s)} waited`,
       ],
     ]),
     ...run.notes.map((note) => el("p", { class: "note" }, note)),
