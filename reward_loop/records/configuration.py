@@ -47,7 +47,7 @@ MAX_BYTES = 512 * 1024
 
 _SECRET_NAME = re.compile(
     r"(api|access|account|auth|private|secret|signing)_?key|secret|passw|passphrase|credential|authorization"
-    r"|(^|_)(token|auth|pwd|cookie)$"
+    r"|(^|_)(token|auth|cookie)$|_pwd$"
 )
 _KEY_NAME = re.compile(r"(^|_)key$")
 _WORD = re.compile(r"[a-z_]{0,32}")
@@ -95,9 +95,12 @@ def config_row(config: Mapping[str, Any], step: int) -> dict[str, Any]:
 
 
 def hide_environment() -> None:
-    """Hide the values of environment variables with the name of a secret, in all records of this process."""
+    """Hide the values of environment variables with the name of a secret, in all records of this process.
+
+    Paths of files and folders are not hidden: other options contain them, too.
+    """
     for name, value in os.environ.items():
-        if _is_secret(name):
+        if _is_secret(name) and not os.path.exists(value):
             hide(value)
 
 
