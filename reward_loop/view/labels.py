@@ -106,15 +106,19 @@ class Labels:
         known: dict[str, float | None] = {}
         for row in self._index.rows(_VERDICTS.format(where=chosen.where, limit=LABELLED), chosen.parameters):
             if row["id"] not in known:
-                known[row["id"]] = _number(look_up(self._fields(row), label))
+                fields = _components(row) if label.startswith("components.") else self._fields(row)
+                known[row["id"]] = _number(look_up(fields, label))
             number = known[row["id"]]
             if number is not None:
                 pairs[row["model"], row["backend"], row["function"]].append((row["verdict"], number))
         return {judge: agreement(found) for judge, found in pairs.items()}
 
     def _fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        components = orjson.loads(sample["components"] or "{}")
-        return {**(self._reader.text(sample) or {}), "components": components}
+        return {**(self._reader.text(sample) or {}), **_components(sample)}
+
+
+def _components(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {"components": orjson.loads(sample["components"] or "{}")}
 
 
 def _number(value: Any) -> float | None:
