@@ -14,6 +14,8 @@ library's own writer; the others are copies with other values. Steps have 5,120 
   component, a field or the reward. `search_ms_p95`: the same with a text to search for.
 - `follow_lag_s`: another process writes 2,000 records a second through the library's writer, in real time. The age of
   the oldest record that is not shown yet, just before an update: the largest of all updates.
+- `console_errors`: the errors in the console of a headless Chromium that opens the pages; null without Chromium and
+  Playwright, and then `note` has the reason.
 - `rss_mb`: the largest resident memory of the server, from its first start to its end.
 
 The last line of the output is JSON.
@@ -173,6 +175,19 @@ def make_folder(folder: Path, count: int) -> None:
         exchanges.close()
 
 
+PAGES = {
+    "run": ".chart canvas",
+    "samples": ".tabulator-row",
+    "step/{step}": ".groups .tabulator-row",
+    "step/{step}?sort=reward&order=desc": ".tabulator-row",
+    "sample/{sample}": ".exchange .reply",
+    "judges": ".judge .histogram rect",
+    "timeline": "h2",
+    "compare": "h2",
+}
+"""The views of the page, each with an element that is there when its data are shown."""
+
+
 class Viewer:
     """A running `reward-loop view`.
 
@@ -269,6 +284,32 @@ def measure_requests(viewer: Viewer, count: int, times: int) -> dict[str, float]
     }
 
 
+def console_errors(viewer: Viewer, count: int) -> dict[str, Any]:
+    """Return the number of errors in the console of a browser that opens each page, and prints them."""
+    try:
+        import playwright  # noqa: F401
+    except ModuleNotFoundError:
+        return {"console_errors": None, "note": "console_errors: Playwright is not installed"}
+    from tools.browser import CHROMIUM, browser
+
+    if CHROMIUM is None:
+        return {"console_errors": None, "note": "console_errors: there is no Chromium"}
+    step = max(1, count // STEP) - 1
+    (row,) = viewer.get("samples", step=step, limit=1, text="word")["rows"]  # with texts
+    errors: list[str] = []
+    with browser() as chromium:
+        page = chromium.new_page(base_url=str(viewer.client.base_url))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        for view, shown in PAGES.items():
+            page.goto("/#/" + view.format(step=step, sample=row["id"]))
+            page.wait_for_selector(shown, timeout=60_000)
+        page.close()
+    for error in errors:
+        print(f"console error: {error}", file=sys.stderr)
+    return {"console_errors": len(errors)}
+
+
 def write_at_rate(folder: Path, first: int, seconds: float, written: Synchronized[int]) -> None:
     """Write `RATE` records a second; a process of its own."""
     writer = records(folder)
@@ -331,10 +372,11 @@ def main() -> None:
             result["ready_s"] = round(time.perf_counter() - began, 2)
             result["ready_cpu_s"] = viewer.cpu_s()
             result |= measure_requests(viewer, count, times)
+            result |= console_errors(viewer, count)
             result |= measure_following(viewer, folder, count, seconds)
             result["rss_mb"] = round(max(result["rss_mb"], viewer.rss_mb()))
     for name, value in result.items():
-        print(f"{name:16}{value:>12,}")
+        print(f"{name:16}{value:>12}" if value is None or isinstance(value, str) else f"{name:16}{value:>12,}")
     print(json.dumps(result))
 
 

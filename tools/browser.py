@@ -42,9 +42,10 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
+def server(folder: Path, *options: str) -> Iterator[str]:
     """Run ``reward-loop view`` on a folder, and yield its address."""
-    command = [sys.executable, "-c", "from reward_loop.cli import main; main()", "view", str(folder), "--port", "0"]
+    main = "from reward_loop.cli import main; main()"
+    command = [sys.executable, "-c", main, "view", str(folder), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

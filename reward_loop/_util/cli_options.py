@@ -78,11 +78,11 @@ MoreOptions = Annotated[
     ),
 ]
 Price = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        metavar="PROMPT:REPLY",
-        help="The prices of a million tokens of requests and of replies, e.g. [cyan]0.15:0.6[/]: adds the cost of each "
-        "judge.",
+        metavar="[MODEL=]PROMPT:REPLY",
+        help="Add the cost of each judge, at these prices of a million tokens of requests and of replies, e.g. "
+        "[cyan]0.15:0.6[/]; with a model, of that model only. Repeatable.",
         show_default=False,
     ),
 ]

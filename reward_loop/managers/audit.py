@@ -14,15 +14,13 @@ from reward_loop._util.text import shorten
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
+from reward_loop.records.files import AUDIT
 from reward_loop.records.rows import VERSION
 from reward_loop.types import RewardResult, RewardSample
 
-__all__ = ["AUDIT", "Audit"]
+__all__ = ["Audit"]
 
 logger = logging.getLogger(__name__)
-
-AUDIT = "audit"
-"""The sub-folder of the records, and the kind of its rows."""
 
 MAX_RUNNING = 64
 """The largest number of second calls in flight. Above it, samples are not chosen: the judge is too slow for them."""

@@ -20,7 +20,8 @@ from reward_loop.offline import Fields, Inputs, Summary, score_file
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.run import partial_of
 from reward_loop.records import records
-from reward_loop.records.judges import Judges, Prices, parse_prices
+from reward_loop.records.judges import Judges
+from reward_loop.records.prices import Prices
 from reward_loop.records.show import outcomes_of, show_report
 from reward_loop.types import Policy
 
@@ -165,7 +166,7 @@ def score(
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:
         config = dry_run_options(config)
-    prices = None if price is None else parse_prices(price)
+    prices = Prices.parse(price or ())
     with Inputs.open(files) as source, reserve_stdout() as stdout:
         if log_dir is not None and log_dir.resolve() in [path.resolve() for path in source.paths]:
             raise ConfigError(f"--log-dir {log_dir} is the folder that is scored: name another one")
@@ -273,7 +274,7 @@ def _identity(
 
 
 def _summary(
-    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices | None
+    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices
 ) -> dict[str, Any]:
     """Return the summary for ``--json``."""
     return {
@@ -291,7 +292,7 @@ def _summary(
 
 
 def _show(
-    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices | None, out: Console
+    summary: Summary, usage: Usage, output: Path | None, log_dir: str | None, prices: Prices, out: Console
 ) -> None:
     show_report(summary.report, out, prices)
     out.print()

@@ -15,6 +15,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.rows import Fields, Row
+from reward_loop.records.prices import Price
 
 __all__ = ["Estimate", "dry_run_options", "estimate"]
 
@@ -42,10 +43,10 @@ class Estimate:
     causes: Causes = field(default_factory=Causes)
     """Why tried rows failed, other than for a request that was not sent."""
 
-    def cost(self, prompt_price: float, reply_price: float) -> tuple[float, float | None]:
-        """Return the cost without any reply, and with the longest replies, at prices for a million tokens."""
-        low = self.prompt_tokens * prompt_price / 1e6
-        return low, None if self.max_reply_tokens is None else low + self.max_reply_tokens * reply_price / 1e6
+    def cost(self, price: Price) -> tuple[float, float | None]:
+        """Return the cost without any reply, and with the longest replies; ``None`` if their length is unknown."""
+        longest = self.max_reply_tokens
+        return price.cost(self.prompt_tokens, 0), None if longest is None else price.cost(self.prompt_tokens, longest)
 
 
 def dry_run_options(config: RewardLoopConfig) -> RewardLoopConfig:

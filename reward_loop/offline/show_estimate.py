@@ -10,14 +10,15 @@ from rich.table import Table
 
 from reward_loop._util.text import rounded
 from reward_loop.offline.estimate import CHARACTERS_PER_TOKEN, Estimate
-from reward_loop.records.judges import Prices
+from reward_loop.records.prices import Prices
 
 __all__ = ["estimate_as_json", "show_estimate"]
 
 
-def estimate_as_json(found: Estimate, prices: Prices | None) -> dict[str, Any]:
+def estimate_as_json(found: Estimate, prices: Prices) -> dict[str, Any]:
     """Return the estimate as values of JSON."""
-    low, high = (None, None) if prices is None else found.cost(*prices)
+    price = prices.of_all(found.models)
+    low, high = (None, None) if price is None else found.cost(price)
     return {
         "rows": found.rows,
         "tried": found.tried,
@@ -32,7 +33,7 @@ def estimate_as_json(found: Estimate, prices: Prices | None) -> dict[str, Any]:
     }
 
 
-def show_estimate(found: Estimate, prices: Prices | None, out: Console) -> None:
+def show_estimate(found: Estimate, prices: Prices, out: Console) -> None:
     """Print the estimate, and how it was made."""
     table = Table.grid(padding=(0, 2))
     table.add_row("rows", f"{found.rows:,}; the function was called for {found.tried:,}, and no request was sent")
@@ -59,8 +60,9 @@ def show_estimate(found: Estimate, prices: Prices | None, out: Console) -> None:
         out.print(f"{failed}: {escape(example)}", highlight=False)
 
 
-def _cost(found: Estimate, prices: Prices | None) -> str:
-    if prices is None:
-        return "unknown: give --price PROMPT:REPLY"
-    low, high = found.cost(*prices)
+def _cost(found: Estimate, prices: Prices) -> str:
+    price = prices.of_all(found.models)
+    if price is None:
+        return "unknown: the models have different prices" if prices else "unknown: give --price PROMPT:REPLY"
+    low, high = found.cost(price)
     return f"{rounded(low)} and the replies" if high is None else f"{rounded(low)} to {rounded(high)}"

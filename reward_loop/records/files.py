@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EVENTS", "EXCHANGES", "TEXTS", "Place", "RecordFiles"]
+__all__ = ["AUDIT", "CONFIG", "EVENTS", "EXCHANGES", "HEALTH", "TEXTS", "Place", "RecordFiles"]
 
 logger = logging.getLogger(__name__)
 
 TEXTS, EXCHANGES = "texts", "exchanges"
 """The sub-folders of texts: those of samples, and those of their exchanges with model servers."""
 
-EVENTS = "events"
-"""The sub-folder of the trainer's events."""
+EVENTS, AUDIT, HEALTH, CONFIG = "events", "audit", "health", "config"
+"""The sub-folders of rows that are not samples: the trainer's events, second calls of judges, values and warnings of
+the health monitors, and configurations."""
 
 SEGMENTS = 512
 """A segment ends when it is larger than this part of the folder's maximum size."""
@@ -126,7 +127,8 @@ class RecordFiles:
         Exchanges are deleted first, down to half of the size that all texts may take; then the texts of samples.
         """
         try:
-            rows = sum(size for folder in (self.folder, self.folder / EVENTS) for _, size, _ in _files(folder))
+            folders = (self.folder, *(self.folder / name for name in (EVENTS, AUDIT, HEALTH, CONFIG)))
+            rows = sum(size for folder in folders for _, size, _ in _files(folder))
             left = {kind: sorted(_files(self.folder / kind)) for kind in (TEXTS, EXCHANGES)}
         except OSError:
             return  # `_append` reports a file system that does not work

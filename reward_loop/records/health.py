@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from reward_loop.records.files import HEALTH
 from reward_loop.records.lines import check_version, read_lines
 from reward_loop.records.rows import VERSION
 from reward_loop.records.writer import Records, records
 
 __all__ = ["health", "open_health", "values_row", "warning_row"]
-
-HEALTH = "health"
-"""The sub-folder."""
 
 VALUES, WARNING = "values", "warning"
 """The kinds of rows."""

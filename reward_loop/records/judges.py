@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reward_loop.errors import ConfigError
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.spread import Spread
 
-__all__ = ["JudgeCounts", "Judges", "Prices", "parse_prices"]
-
-Prices = tuple[float, float]
-"""The prices of a million tokens of requests and of replies."""
-
-
-def parse_prices(text: str) -> Prices:
-    """Return the prices in ``PROMPT:REPLY``, the value of ``--price``.
-
-    Raises:
-        ConfigError: they are not two numbers of at least 0.
-    """
-    try:
-        prompt, reply = map(float, text.split(":"))
-    except ValueError:
-        prompt = reply = math.nan
-    if not (math.isfinite(prompt + reply) and min(prompt, reply) >= 0):
-        raise ConfigError(f"--price {text}: expected the prices of a million tokens as PROMPT:REPLY, such as 0.15:0.6")
-    return prompt, reply
+__all__ = ["JudgeCounts", "Judges"]
 
 
 class JudgeCounts:
@@ -49,9 +30,9 @@ class JudgeCounts:
         self.completion_tokens += exchange.get("completion_tokens") or 0
         self.seconds.add(exchange.get("seconds") or 0.0)
 
-    def cost(self, prices: Prices) -> float:
-        """Return the cost of the tokens, in the unit of the prices."""
-        return (self.prompt_tokens * prices[0] + self.completion_tokens * prices[1]) / 1e6
+    def cost(self, name: str, prices: Prices) -> float | None:
+        """Return the cost of the tokens of the model of this name; ``None`` if its price is unknown."""
+        return prices.cost(name, self.prompt_tokens, self.completion_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as values of JSON."""
@@ -93,8 +74,6 @@ class Judges:
                 self._of_batches.add(name)
             self._by_name.setdefault(str(exchange.get("model") or exchange.get("url")), JudgeCounts()).add(exchange)
 
-    def to_dict(self, prices: Prices | None = None) -> dict[str, Any]:
-        """Return the counts of each judge as values of JSON; with prices, also ``cost``."""
-        return {
-            name: counts.to_dict() | ({} if prices is None else {"cost": counts.cost(prices)}) for name, counts in self
-        }
+    def to_dict(self, prices: Prices = NO_PRICES) -> dict[str, Any]:
+        """Return the counts of each judge as values of JSON, with ``cost``, which is ``None`` if it is unknown."""
+        return {name: {**counts.to_dict(), "cost": counts.cost(name, prices)} for name, counts in self}

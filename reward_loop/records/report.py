@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_loop._util.causes import Causes
-from reward_loop.records.judges import Judges, Prices
+from reward_loop.records.judges import Judges
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.spread import Spread
 from reward_loop.types import Outcome
 
@@ -157,7 +158,7 @@ class Report:
             "partly_failed": sum(0 < group.rewards < group.samples for group in groups),
         }
 
-    def to_dict(self, prices: Prices | None = None) -> dict[str, Any]:
+    def to_dict(self, prices: Prices = NO_PRICES) -> dict[str, Any]:
         """Return the summary as values of JSON; with prices, also the costs of judges."""
         return {
             "samples": self.samples,

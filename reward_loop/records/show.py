@@ -9,23 +9,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from reward_loop._util.text import cut, duration, rounded
-from reward_loop.records.judges import Judges, Prices
+from reward_loop._util.text import cut, duration, rounded, shorten
+from reward_loop.records.judges import Judges
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.report import SHOWN, Report
 
-__all__ = ["counted", "outcomes_of", "show_details", "show_report", "show_warnings", "slowest_of"]
+__all__ = ["counted", "outcomes_of", "show_changes", "show_details", "show_report", "show_warnings", "slowest_of"]
 
 _PARTS = 30
 _NAME = 60
 
 
-def show_report(report: Report, out: Console, prices: Prices | None = None) -> None:
+def show_report(report: Report, out: Console, prices: Prices = NO_PRICES) -> None:
     """Print the whole summary.
 
     Args:
         report: the summary.
         out: where it is printed.
-        prices: adds the costs of judges.
+        prices: the prices of models; they add the costs of judges.
     """
     table = Table.grid(padding=(0, 2))
     validation = f", {report.validation} of them in validation" if report.validation else ""
@@ -39,7 +40,7 @@ def show_report(report: Report, out: Console, prices: Prices | None = None) -> N
     show_details(report, out, prices)
 
 
-def show_details(report: Report, out: Console, prices: Prices | None = None) -> None:
+def show_details(report: Report, out: Console, prices: Prices = NO_PRICES) -> None:
     """Print causes of failures, components, groups, judges, costly samples, and the parts of ``group_by``."""
     _show_causes(report, out)
     _show_spreads("component", {name: spread.to_dict() for name, spread in report.components.items()}, out)
@@ -68,6 +69,19 @@ def show_warnings(warnings: Sequence[Mapping[str, Any]], out: Console) -> None:
         out.print(f"- {escape(message)}", highlight=False)
     if len(warnings) > _PARTS:
         out.print(f"and {len(warnings) - _PARTS} more; --json prints all", highlight=False)
+
+
+def show_changes(starts: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the options that changed when the run was resumed, as `configuration.changes` returns them."""
+    for start in starts:
+        if not start["changes"]:
+            continue
+        out.print(f"\nconfiguration, since step {start['step']}:", highlight=False)
+        for change in start["changes"][:_PARTS]:
+            values = ("unset" if value is None else shorten(value) for value in (change["before"], change["after"]))
+            out.print(f"- {escape(change['option'])}: {escape(' -> '.join(values))}", highlight=False)
+        if len(start["changes"]) > _PARTS:
+            out.print(f"and {len(start['changes']) - _PARTS} more; --json prints all", highlight=False)
 
 
 def outcomes_of(report: Report) -> str:
@@ -114,18 +128,18 @@ def _show_spreads(title: str, spreads: Mapping[str, Mapping[str, Any]], out: Con
     out.print(table, highlight=False)
 
 
-def _show_judges(judges: Judges, prices: Prices | None, out: Console) -> None:
+def _show_judges(judges: Judges, prices: Prices, out: Console) -> None:
     if not judges:
         return
     out.print()
-    cost = ("cost",) if prices is not None else ()
+    cost = ("cost",) if prices else ()
     table = _table("judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens", *cost)
     for name, judge in judges:
         seconds = judge.seconds.to_dict()
         tokens = judge.prompt_tokens + judge.completion_tokens
         counts = (str(value) for value in (judge.requests, judge.errors, judge.no_verdict))
         times = (_number(seconds[key]) for key in ("p50", "p95", "max"))
-        costs = (_number(judge.cost(prices)),) if prices is not None else ()
+        costs = (_number(judge.cost(name, prices)),) if prices else ()
         table.add_row(escape(cut(name, _NAME)), *counts, *times, f"{tokens:,}", *costs)
     out.print(table, highlight=False)
 

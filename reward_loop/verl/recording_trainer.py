@@ -1,4 +1,4 @@
-"""Records the phases of each training step and the advantages, and logs samples as tables."""
+"""Records the configuration, the phases of each training step and the advantages, and logs samples as tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import transfer_queue as tq
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.managers.recording import open_records
 from reward_loop.records import Records
+from reward_loop.records.configuration import config_row, hide_environment, open_configuration
 from reward_loop.records.events import WaitsFor, advantage_row, phase_event
 from reward_loop.verl.compat.adapters import running_loggers
 from reward_loop.verl.reward_metrics import StepRewards, final_outputs, session_of
@@ -44,7 +45,7 @@ class RecordedSeconds(dict[str, float]):
 
 
 class RecordingTrainer(PPOTrainer):
-    """The part of `RewardLoopTrainer` that records events and advantages, in the folder ``reward_loop.log_dir``, and
+    """The part of `RewardLoopTrainer` that records configuration, events and advantages in ``reward_loop.log_dir``, and
     logs tables of samples.
 
     All timings of verl and of the trainer modes go through ``timing_raw``, so their sums equal verl's ``timing_s/*``.
@@ -77,13 +78,25 @@ class RecordingTrainer(PPOTrainer):
         self._timing_raw.update(seconds)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains, and then writes the remaining events."""
+        """Records the configuration, trains, and then writes the remaining events."""
         self._table = SampleTable.of(self._settings.options, self.config.trainer.logger)
+        if self._settings.options.log_dir:
+            try:
+                self._record_configuration(self._settings.options.log_dir)
+            except Exception:  # observability must not stop a run
+                logger.exception("the configuration is not recorded")
         try:
             super().fit(agent_loop_manager)
         finally:
             if self._records is not None:
                 self._records.flush()
+
+    def _record_configuration(self, folder: str) -> None:
+        config: Any = OmegaConf.to_container(self._settings.config, resolve=True)
+        config["reward_loop"]["job"] = None  # the address of the limiter service, which contains its key
+        hide_environment()
+        # A checkpoint has been loaded, so this is the last step of the process before.
+        open_configuration(folder).write_rows([config_row(config, self.global_steps + 1)])
 
     def _record_phase(self, name: str, seconds: float) -> None:
         assert self._records is not None

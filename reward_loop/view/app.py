@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -22,16 +22,26 @@ from starlette.exceptions import HTTPException
 from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compare import compare, read_scoring
+from reward_loop.records.configuration import changes as configuration_changes
+from reward_loop.records.configuration import configurations, differences
 from reward_loop.records.files import EVENTS
 from reward_loop.records.health import health as read_health
+from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.filters import BadRequestError
+from reward_loop.view.filters import (
+    GROUPS_PARAMETERS,
+    SAMPLES_PARAMETERS,
+    BadRequestError,
+    check_parameters,
+)
 from reward_loop.view.follower import Follower
 from reward_loop.view.index import Index
+from reward_loop.view.judges import PARAMETERS as JUDGES_PARAMETERS
 from reward_loop.view.judges import judges
+from reward_loop.view.labels import Labels
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
-from reward_loop.view.summaries import Summaries
+from reward_loop.view.summaries import Summaries, without_samples
 from reward_loop.view.timeline import timeline
 
 __all__ = ["create_app"]
@@ -46,15 +56,17 @@ _NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
 """The fields of a step for which the trainer has recorded no events."""
 
 
-def create_app(index: Index) -> FastAPI:
+def create_app(index: Index, prices: Prices = NO_PRICES) -> FastAPI:
     """Return the ASGI app of the viewer, which follows the folder while it runs.
 
     Args:
         index: an open index, up to date.
+        prices: the prices of models, for the cost of judges.
     """
     follower, phases = Follower(index), PhaseReader(index.folder)
     reading, comparing = threading.Lock(), threading.Lock()
-    samples, summaries = Samples(index, RecordsReader(index.folder)), Summaries(index)
+    reader, summaries = RecordsReader(index.folder), Summaries(index)
+    samples, labels = Samples(index, reader, prices), Labels(index, reader)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +97,7 @@ def create_app(index: Index) -> FastAPI:
     def on_config_error(request: Request, error: ConfigError) -> Response:
         return _json({"error": str(error)}, 400)
 
-    @app.get("/api/run")
+    @app.get("/api/run", dependencies=_only())
     def run() -> Response:
         notes = [] if follower.problem is None else [f"New records cannot be read: {follower.problem}"]
         return _json(
@@ -100,15 +112,19 @@ def create_app(index: Index) -> FastAPI:
             }
         )
 
-    @app.get("/api/steps")
+    @app.get("/api/steps", dependencies=_only("validate"))
     def steps(validate: bool = False) -> Response:
         with reading:
             phases.update()
             known = {} if validate else phases.steps()
-        rows = summaries.steps(validate)
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
             warnings[warning["step"]].append(warning["message"])
+        rows = summaries.steps(validate)
+        if others := (known.keys() | warnings.keys()) - {row["step"] for row in rows}:
+            # With generation ahead, the samples of a step have the number of an earlier one.
+            rows += map(without_samples, others)
+            rows.sort(key=lambda row: (row["step"] is None, row["step"]))
         return _json(
             {
                 "rows": [
@@ -118,43 +134,59 @@ def create_app(index: Index) -> FastAPI:
             }
         )
 
-    @app.get("/api/samples")
+    @app.get("/api/samples", dependencies=_only(*SAMPLES_PARAMETERS))
     def page(request: Request) -> Response:
         return _json(samples.page(request.query_params))
 
-    @app.get("/api/groups")
+    @app.get("/api/groups", dependencies=_only(*GROUPS_PARAMETERS))
     def groups(request: Request) -> Response:
         return _json(samples.groups(request.query_params))
 
-    @app.get("/api/sample/{name:path}")
+    @app.get("/api/sample/{name:path}", dependencies=_only(*SAMPLES_PARAMETERS))
     def sample(name: str, request: Request) -> Response:
         found = samples.sample(name, request.query_params)
         if found is None:
             raise HTTPException(404, f"There is no sample {name}.")
         return _json(found)
 
-    @app.get("/api/judges")
+    @app.get("/api/judges", dependencies=_only(*JUDGES_PARAMETERS))
     def all_judges(request: Request) -> Response:
-        return _json({"rows": judges(index, request.query_params)})
+        return _json(judges(index, labels, prices, request.query_params))
 
-    @app.get("/api/timeline")
+    @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:
         try:
             return _json(timeline(index.folder, step))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
 
-    @app.get("/api/compare")
+    @app.get("/api/compare", dependencies=_only("other", "on", "threshold"))
     def compared(other: str, on: str | None = None, threshold: float | None = None) -> Response:
         with comparing:  # each reads both folders into memory
             a, b = (read_scoring(path, on=on) for path in (index.folder, Path(other)))
             return _json(compare(a, b, threshold=threshold).to_dict())
 
-    @app.get("/api/health")
+    @app.get("/api/config", dependencies=_only())
+    def config() -> Response:
+        return _json({"starts": configuration_changes(index.folder)})
+
+    @app.get("/api/config/compare", dependencies=_only("other"))
+    def config_compared(other: str) -> Response:
+        known = [configurations(folder) for folder in (index.folder, Path(other))]
+        a, b = (found[-1]["options"] if found else None for found in known)
+        return _json(
+            {
+                "a": a is not None,
+                "b": b is not None,
+                "differences": [] if a is None or b is None else differences(a, b),
+            }
+        )
+
+    @app.get("/api/health", dependencies=_only())
     def health() -> Response:
         return _json({"warnings": read_health(index.folder)})
 
-    @app.get("/api/changes")
+    @app.get("/api/changes", dependencies=_only())
     async def changes() -> StreamingResponse:
         return StreamingResponse(_changes(index, follower), media_type="text/event-stream")
 
@@ -164,6 +196,15 @@ def create_app(index: Index) -> FastAPI:
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+def _only(*names: str) -> list[Any]:
+    """Return the dependencies of a route that refuses all other parameters."""
+
+    def check(request: Request) -> None:
+        check_parameters(request.query_params, names)
+
+    return [Depends(check)]
 
 
 def _json(value: Any, status: int = 200) -> Response:

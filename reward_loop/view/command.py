@@ -12,10 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from reward_loop._util import cli_options
 from reward_loop._util.output import print_line
 from reward_loop._util.sockets import url_of
 from reward_loop._util.web_command import api_key, open_listener, serve_until_signal
 from reward_loop.errors import ConfigError
+from reward_loop.records.prices import Prices
 
 if TYPE_CHECKING:
     from reward_loop.view.index import Index
@@ -35,6 +37,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
     host: Annotated[str, typer.Option(help="Address to listen on. Without a key, only loopback.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    price: cli_options.Price = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +57,7 @@ def view(
 
       ssh -L 8765:localhost:8765 NODE reward-loop view checkpoints/rewards
     """
-    key = api_key(api_key_env)
+    key, prices = api_key(api_key_env), Prices.parse(price or ())
     try:
         from reward_loop.view.index import Index
     except ModuleNotFoundError as error:
@@ -63,7 +66,7 @@ def view(
         raise ConfigError("reward-loop view needs DuckDB: pip install 'reward-loop[view]'") from error
     with open_listener(host, port, key) as listener, Index(folder) as index:
         _update(index)
-        _serve(index, listener, host, key, open_browser)
+        _serve(index, listener, host, key, open_browser, prices)
 
 
 def _update(index: Index) -> None:
@@ -85,12 +88,14 @@ def _update(index: Index) -> None:
         Summaries(index).compute()
 
 
-def _serve(index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool) -> None:
+def _serve(
+    index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool, prices: Prices
+) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from reward_loop.view.app import create_app
     from reward_loop.view.guard import Guard, host_names
 
-    app = create_app(index)
+    app = create_app(index, prices)
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")
     guarded = Guard(app, host_names(listener, host), key, any_address)
     url = url_of(listener) + "/"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from reward_loop._util.text import did_you_mean, listing
 
-__all__ = ["BadRequestError", "Order", "SampleFilter", "check_parameters", "component", "number_of"]
+__all__ = [
+    "GROUPS_PARAMETERS",
+    "SAMPLES_PARAMETERS",
+    "BadRequestError",
+    "Order",
+    "SampleFilter",
+    "check_parameters",
+    "component",
+    "number_of",
+]
 
 NUMBERS = (
     "step",
@@ -31,8 +40,13 @@ _COMPONENT = "components."
 _EQUAL = ("step", "validate", "group", "outcome", "data_source")
 """The parameters that compare a field with a value."""
 
-_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", "sort", "order", "offset", "limit")
-"""All parameters of a page of samples, in addition to ``where.FIELD``."""
+_PAGE = ("sort", "order", "offset", "limit")
+
+SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD")
+"""All parameters of a page of samples. FIELD stands for any field."""
+
+GROUPS_PARAMETERS = ("step", "validate", *_PAGE)
+"""All parameters of a page of groups."""
 
 
 class BadRequestError(Exception):
@@ -55,17 +69,20 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def check_parameters(query: Mapping[str, str]) -> None:
-    """Check that a request for samples has known parameters only.
+def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
+    """Check that a request has known parameters only.
+
+    Args:
+        query: the parameters of the request.
+        known: the names of the parameters; with ``where.FIELD``, all names that begin with ``where.`` are known.
 
     Raises:
         BadRequestError: it has another one.
     """
     for name in query:
-        if name not in _PARAMETERS and not name.startswith("where."):
+        if name not in known and not ("where.FIELD" in known and name.startswith("where.")):
             raise BadRequestError(
-                f"There is no parameter {name!r}{did_you_mean(name, _PARAMETERS) or '.'} "
-                f"Parameters: {listing(_PARAMETERS)}, where.FIELD"
+                f"There is no parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
             )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from reward_loop.records.prices import Prices
 from reward_loop.view.filters import SampleFilter
 from reward_loop.view.index import Index
+from reward_loop.view.labels import Labels
 
-__all__ = ["judges"]
+__all__ = ["PARAMETERS", "judges"]
 
 BINS = 20
 """The number of intervals of a histogram."""
@@ -49,17 +52,38 @@ FROM calls JOIN ends USING (judge) WHERE {value} IS NOT NULL GROUP BY ALL
 """
 
 
-def judges(index: Index, query: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return statistics of each model, backend and function, the most frequent first.
+PARAMETERS = ("step", "validate", "label")
+"""The parameters of a request for judges."""
+
+
+def judges(index: Index, labels: Labels, prices: Prices, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return statistics of each model, backend and function, the most frequent first, as ``rows``.
 
     Args:
         index: the index.
-        query: the parameters of the request: ``step`` and ``validate``.
+        labels: the labels of the samples.
+        prices: the prices of the models.
+        query: the parameters of the request: ``step``, ``validate`` and ``label``.
+
+    Returns:
+        also the fields that may be ``labels``, and the ``label`` that was used, or ``None``.
 
     Raises:
         BadRequestError: a parameter is not valid.
     """
     chosen = SampleFilter.parse({name: query[name] for name in ("step", "validate") if name in query})
+    fields = labels.fields(chosen)
+    label = labels.choose(query.get("label"), fields)
+    agreements = {} if label is None else labels.agreements(label, chosen)
+    rows = _statistics(index, chosen)
+    for row in rows:
+        found = agreements.get((row["model"], row["backend"], row["function"]))
+        row["agreement"] = None if found is None else asdict(found)
+        row["cost"] = prices.cost(row["model"], row["prompt_tokens"], row["completion_tokens"])
+    return {"rows": rows, "labels": fields, "label": label}
+
+
+def _statistics(index: Index, chosen: SampleFilter) -> list[dict[str, Any]]:
     with index.cursor() as cursor:
         cursor.execute(_CALLS.format(where=chosen.where, shortest=SHORTEST_S), chosen.parameters)
 

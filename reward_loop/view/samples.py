@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from reward_loop.records.prices import Prices
 from reward_loop.records.reader import RecordsReader
-from reward_loop.view.filters import BadRequestError, Order, SampleFilter, check_parameters
+from reward_loop.view.filters import BadRequestError, Order, SampleFilter
 from reward_loop.view.index import Index
 from reward_loop.view.search import TextSearch
 
@@ -46,11 +48,14 @@ class Samples:
 
     Args:
         index: the index.
+        reader: reads the texts.
+        prices: the prices of models.
     """
 
-    def __init__(self, index: Index, reader: RecordsReader) -> None:
+    def __init__(self, index: Index, reader: RecordsReader, prices: Prices) -> None:
         self._index = index
         self._reader = reader
+        self._prices = prices
         self._search = TextSearch(index)
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +67,6 @@ class Samples:
         Raises:
             BadRequestError: a parameter is not valid.
         """
-        check_parameters(query)
         chosen, order = self._filter(query), Order.parse(query)
         offset, limit = _page(query)
         count = self._index.rows(f"SELECT count(*) AS n FROM samples WHERE {chosen.where}", chosen.parameters)
@@ -138,10 +142,12 @@ class Samples:
             [*same.parameters, known["group"]],
         )
         chosen = self._filter(query) if query else same
+        exchanges = [{**one, "cost": self._prices.cost_of(one)} for one in self._reader.exchanges(row)]
         return {
             "row": row,
             "texts": self._reader.text(row),
-            "exchanges": self._reader.exchanges(row),
+            "exchanges": exchanges,
+            "cost": _cost(row, exchanges),
             "group": group,
             "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
             "next": self._neighbour(known["keys"], chosen, order),
@@ -168,6 +174,13 @@ class Samples:
             last = prompt[-1] if prompt else None
             prompt = last.get("content") if isinstance(last, dict) else last
         return None if prompt is None else str(prompt)[:PROMPT]
+
+
+def _cost(row: Mapping[str, Any], exchanges: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the cost of a sample; ``None`` if it is unknown, or if its exchanges belong to other samples, too."""
+    if not exchanges or row.get("batch") is not None or any(one["cost"] is None for one in exchanges):
+        return None
+    return math.fsum(one["cost"] for one in exchanges)
 
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:

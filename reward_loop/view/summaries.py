@@ -12,7 +12,7 @@ import orjson
 from reward_loop.view.filters import number_of
 from reward_loop.view.index import Index
 
-__all__ = ["Summaries"]
+__all__ = ["Summaries", "without_samples"]
 
 _MISSING = "CREATE OR REPLACE TEMP TABLE missing AS SELECT step, validate FROM summaries WHERE content IS NULL"
 _CHOSEN = (
@@ -62,6 +62,9 @@ SELECT e.step, e.validate, list(DISTINCT model) FILTER (model IS NOT NULL) AS mo
 FROM exchanges e JOIN missing ON e.step IS NOT DISTINCT FROM missing.step AND e.validate = missing.validate
 GROUP BY ALL
 """
+
+_QUANTILES = ("p10", "p50", "p90")
+_GROUP_COUNTS = ("groups", "zero_variance_groups", "all_failed_groups")
 
 _INTERNAL = ("first_time", "last_time", "functions", "data_sources", "models")
 """The fields of a summary that only the summary of the run shows."""
@@ -126,17 +129,23 @@ class Summaries:
         return [{"step": row["step"], "validate": row["validate"], **orjson.loads(row["content"])} for row in rows]
 
 
+def without_samples(step: int) -> dict[str, Any]:
+    """Return the summary of a training step that has no samples, such as the last one with generation ahead."""
+    counts = ("count", "scored", "unscored", "failed", "masked", "prompt_tokens", "completion_tokens", *_GROUP_COUNTS)
+    spread, times = (dict.fromkeys(names) for names in (("mean", "std", "min", "max", *_QUANTILES), ("p50", "p95")))
+    found = {"step": step, "validate": False, **dict.fromkeys(counts, 0), "reward": spread, "response_length": None}
+    return {**found, "total_s": times, "judge_s": times, "components": {}}
+
+
 def _computed(cursor: duckdb.DuckDBPyConnection) -> dict[tuple[int | None, bool], dict[str, Any]]:
     """Return the summaries of the steps in the table ``missing``."""
     found: dict[tuple[int | None, bool], dict[str, Any]] = {}
     for key, row in _keyed(cursor, _STEPS):
-        low, middle, high = row.pop("reward_quantiles") or (None,) * 3
-        row["reward"] |= {"p10": low, "p50": middle, "p90": high}
+        row["reward"] |= zip(_QUANTILES, row.pop("reward_quantiles") or (None,) * 3, strict=True)
         for name in ("total_s", "judge_s"):
             row[name] = dict(zip(("p50", "p95"), row[name] or (None, None), strict=True))
         row |= {"functions": row["functions"] or [], "data_sources": row["data_sources"] or []}
-        nothing = dict.fromkeys(("groups", "zero_variance_groups", "all_failed_groups"), 0)
-        found[key] = {**row, **nothing, "components": {}, "models": []}
+        found[key] = {**row, **dict.fromkeys(_GROUP_COUNTS, 0), "components": {}, "models": []}
     for statement in (_GROUPS, _MODELS):
         for key, row in _keyed(cursor, statement):
             found[key] |= {name: value or ([] if name == "models" else 0) for name, value in row.items()}

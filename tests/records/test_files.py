@@ -16,7 +16,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardLoopConfig, RewardSample
 from reward_loop.records import Records, records, writer
-from reward_loop.records.files import EXCHANGES, TEXTS, RecordFiles
+from reward_loop.records.files import AUDIT, CONFIG, EVENTS, EXCHANGES, HEALTH, TEXTS, RecordFiles
 from tests.gsm8k import ROOT
 
 
@@ -152,6 +152,18 @@ def test_exchanges_may_use_the_whole_size_if_there_are_few_other_texts(tmp_path:
         files.add_texts(EXCHANGES, [b"e" * 1199 + b"\n"])
     assert names(tmp_path / TEXTS) == ["000000"]
     assert 415 <= len(names(tmp_path / EXCHANGES)) <= 426
+
+
+@pytest.mark.parametrize("kind", [EVENTS, AUDIT, HEALTH, CONFIG])
+def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -> None:
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "host-1-a.jsonl").write_bytes(b"r" * 400_000)
+    files = RecordFiles(tmp_path, max_bytes=512_000)
+    for _ in range(300):
+        files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
+    assert folder_size(tmp_path) <= 512_000 + 1200
+    assert (tmp_path / kind / "host-1-a.jsonl").stat().st_size == 400_000
+    assert len(names(tmp_path / TEXTS)) > 90
 
 
 def test_processes_share_the_size_of_a_folder(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ pytest.importorskip("duckdb")
 from starlette.testclient import TestClient
 
 from reward_loop.records import Records
+from reward_loop.records.configuration import config_row
 from reward_loop.records.events import advantage_row
 from reward_loop.records.health import open_health, warning_row
+from reward_loop.records.prices import Prices
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view.app import create_app
 from reward_loop.view.guard import Guard
@@ -104,6 +106,26 @@ def test_steps(client: TestClient) -> None:
     assert (first["phases"], first["hidden_share"], first["waiting_s"], first["warnings"]) == (None, None, None, [])
     (validation,) = get(client, "steps", validate="true")["rows"]
     assert validation["count"] == 1
+
+
+def test_the_configuration_of_each_start_and_of_another_run(client: TestClient, folder: Path, tmp_path: Path) -> None:
+    assert get(client, "config") == {"starts": []}
+    missing = {"a": False, "b": False, "differences": []}
+    assert get(client, "config/compare", other=str(tmp_path)) == missing
+    other = Records(tmp_path / "config")
+    other.write_rows([config_row({"lr": lr, "n": 8}, step) for lr, step in ((1, 1), (2, 4))])
+    flushed(other)
+    assert get(client, "config/compare", other=str(tmp_path)) == {**missing, "b": True}
+    writer = Records(tmp_path)
+    record(writer, "a")
+    flushed(writer)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as second:
+            starts = get(second, "config")["starts"]
+            changed = [(start["step"], start["changes"]) for start in starts]
+            assert changed == [(1, []), (4, [{"option": "lr", "before": 1, "after": 2}])]
+            assert get(second, "config/compare", other=str(tmp_path)) == {"a": True, "b": True, "differences": []}
 
 
 def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
@@ -269,6 +291,7 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         "samples?sort=reward%22%3B%20DROP%20TABLE%20samples%3B",
         "groups?sort=prompt",
         "judges?step=x",
+        "judges?label=reward",
         "timeline",
         "timeline?step=x",
         "compare",
@@ -278,6 +301,107 @@ def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: 
     answer = client.get(f"/api/{query}")
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]
+
+
+def test_the_agreement_of_judges_with_a_component(client: TestClient) -> None:
+    found = get(client, "judges", step=1)
+    assert (found["labels"], found["label"]) == (["components.a/b", "components.acc"], None)
+    assert [row["agreement"] for row in found["rows"]] == [None]
+    found = get(client, "judges", step=1, label="components.a/b")
+    assert found["label"] == "components.a/b"
+    expected = {"pairs": 5, "equal": 1.0, "kappa": 1.0, "pearson": pytest.approx(1), "spearman": pytest.approx(1)}
+    assert [row["agreement"] for row in found["rows"]] == [expected]
+    assert get(client, "judges", step=1, label="components.nothing")["rows"][0]["agreement"] is None
+
+
+def test_the_agreement_of_judges_with_a_label_among_the_texts(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for number, label in enumerate([0, 1, 2, 9, "no number", None]):
+        info = {"label": label, "name": "x"}
+        record(writer, f"{number}", step=1, extra_info=info, ground_truth="7", exchanges=[exchange(number)])
+    record(writer, "no verdict", extra_info={"label": 1}, exchanges=[exchange(7, score=None, unscored="none")])
+    record(writer, "no text", full=0.0, exchanges=[exchange(8)])
+    flushed(writer)
+    (row,) = (row for row in RecordsReader(tmp_path).rows() if row["uid"] == "0")
+    batch = {**row, "id": "batch-0", "uid": "batch", "batch": "b"}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(batch) + "\n")
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            found = get(client, "judges")
+            assert (found["labels"], found["label"]) == (["extra_info.label", "ground_truth"], "extra_info.label")
+            agreement = found["rows"][0]["agreement"]
+            assert (agreement["pairs"], agreement["equal"]) == (4, 0.75)
+            assert agreement["spearman"] == pytest.approx(1.0)
+            assert get(client, "judges", label="none")["label"] is None
+            assert get(client, "judges", label="ground_truth")["rows"][0]["agreement"]["pairs"] == 6
+
+
+def test_the_cost_of_judges_and_samples_at_given_prices(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    exchanges = [exchange(1, prompt_tokens=100, completion_tokens=10), exchange(2, model="other", prompt_tokens=50)]
+    record(writer, "a", exchanges=exchanges)
+    record(writer, "b", exchanges=exchanges[:1])
+    record(writer, "c")
+    flushed(writer)
+    with Index(tmp_path) as index:
+        index.update()
+        for texts, costs in (
+            ((), {"a": None, "b": None, "c": None}),
+            (("judge-7b=1000:10000",), {"a": None, "b": 0.2, "c": None}),
+            (("judge-7b=1000:10000", "2000:0"), {"a": 0.3, "b": 0.2, "c": None}),
+        ):
+            with TestClient(create_app(index, Prices.parse(texts))) as client:
+                known = {row["uid"]: row["id"] for row in get(client, "samples")["rows"]}
+                found = {uid: get(client, f"sample/{name}")["cost"] for uid, name in known.items()}
+                assert found == pytest.approx(costs)
+                judges = {row["model"]: row["cost"] for row in get(client, "judges")["rows"]}
+                assert judges["judge-7b"] == (pytest.approx(0.4) if texts else None)
+
+
+def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> None:
+    """In the mode `reward_pipeline` with one step ahead, the last step trains on the samples of the step before."""
+    writer = open_health(tmp_path / "run")
+    warning = {"monitor": "score_jump", "subject": "", "message": "a jump", "value": 1.0, "threshold": 0.5, "since": 3}
+    writer.write_rows([warning_row(step=3, **warning)])
+    assert writer.flush()
+    events = made_up.phases(2, ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))
+    rows = [made_up.row("a_0", 1.0, 2.0), made_up.row("b_0", 1.0, 2.0, step=None)]
+    with Index(made_up.write(tmp_path / "run", events, rows)) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            found = get(client, "steps")["rows"]
+            assert [(row["step"], row["count"]) for row in found] == [(1, 1), (2, 0), (3, 0), (None, 1)]
+            assert found[1]["phases"]["update_actor"] == 5.0
+            assert found[2]["warnings"] == ["a jump"]
+            assert found[1].keys() == found[0].keys()
+            assert found[1]["reward"].keys() == found[0]["reward"].keys()
+            assert [row["step"] for row in get(client, "steps", validate="true")["rows"]] == []
+
+
+@pytest.mark.parametrize(
+    ("route", "known"),
+    [
+        ("run", "none"),
+        ("steps", "validate"),
+        ("groups", "limit, offset, order, sort, step, validate"),
+        ("sample/any", "data_source, group, limit, "),
+        ("judges", "label, step, validate"),
+        ("timeline", "step"),
+        ("compare", "on, other, threshold"),
+        ("config", "none"),
+        ("config/compare", "other"),
+        ("health", "none"),
+        ("changes", "none"),
+    ],
+)
+def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones(
+    client: TestClient, route: str, known: str
+) -> None:
+    answer = client.get(f"/api/{route}?outcom=failed")
+    assert answer.status_code == 400
+    assert "There is no parameter 'outcom'" in answer.json()["error"]
+    assert f" Parameters: {known}" in answer.json()["error"]
 
 
 def test_an_unknown_parameter_of_samples_is_an_error_that_lists_the_valid_ones(client: TestClient) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
 from reward_loop import RewardSample
+from reward_loop.records.configuration import config_row, open_configuration
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run
 
@@ -74,13 +76,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("view") / "rewards"
     in_a_thread(write_run, folder, steps=STEPS, groups=GROUPS, size=SIZE)
     in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
+    starts = [config_row({"actor": {"lr": lr}, "note": ATTACK}, step) for lr, step in ((1e-6, 1), (5e-7, 3))]
+    open_configuration(folder).write_rows(starts)
+    assert open_configuration(folder).flush()
     (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many_groups()))
     return folder
 
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with server(folder) as address:
+    with server(folder, "--price", "2000:10000") as address:
         yield address
 
 
@@ -136,6 +141,13 @@ def test_the_run_shows_charts_and_leads_to_a_step(page: Page) -> None:
     assert page.title() == "Step 2 · reward_loop"
 
 
+def test_the_run_shows_the_options_that_changed_when_it_was_resumed(page: Page) -> None:
+    open_view(page, "run")
+    shown = page.locator("section[aria-label=Configuration]")
+    assert "From step 3, " in shown.inner_text()
+    assert shown.locator("td").all_inner_texts() == ["actor.lr", "0.000001", "5e-7"]
+
+
 def test_the_table_of_samples_sorts_and_the_link_keeps_the_order(page: Page) -> None:
     open_view(page, "step/2")
     wait_for_total(page, GROUPS * SIZE)
@@ -183,6 +195,9 @@ def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Pag
     open_first_sample(page, "step/4?sort=reward&order=desc")
     reply = page.locator(".exchange .reply")
     assert WORDS_OF_THE_JUDGE in reply.inner_text()
+    cost = re.search(r"Cost\s+([\d.]+)", page.locator(".figures").inner_text())
+    assert cost
+    assert f"cost {cost[1]}" in page.locator(".exchange .about").inner_text()
     assert "said Score: 3" in reply.inner_text()
     assert re.fullmatch(r"Score: (9|10)/10", reply.locator("mark").inner_text())
     assert "You are a strict teacher" in page.locator(".exchange .message").first.inner_text()
@@ -245,11 +260,30 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     open_view(page, "judges")
     card = page.locator(".judge", has_text="judge-7b").first
     card.locator(".histogram rect").nth(2).wait_for()
+    figures = card.locator(".figures")
+    assert re.search(r"Cost\s+[\d.]+", figures.inner_text())
+    assert "Equal to the label" not in figures.inner_text()
+    page.get_by_label("Compare verdicts with").select_option("components.acc")
+    page.wait_for_url(re.compile("label=components.acc"))
+    figures.get_by_text("Spearman").wait_for()
+    assert re.search(r"Equal to the label\s+\d+ %\s+of \d+ verdicts", figures.inner_text())
     open_view(page, "compare")
     page.get_by_label("Folder to compare with").fill(str(folder))
     page.get_by_role("button", name="Compare").click()
     page.wait_for_selector("h2:has-text('Agreement')")
     assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
+    page.wait_for_selector("text=The recorded options are equal.")
+
+
+def test_the_comparison_of_two_runs_shows_the_options_that_differ(page: Page, tmp_path: Path) -> None:
+    in_a_thread(write_run, tmp_path / "other", steps=1, groups=1, size=2)
+    writer = open_configuration(tmp_path / "other")
+    writer.write_rows([config_row({"actor": {"lr": 1.0}, "note": ATTACK}, 1)])
+    assert writer.flush()
+    open_view(page, f"compare?other={quote(str(tmp_path / 'other'))}")
+    page.wait_for_selector("h2:has-text('Agreement')")
+    cells = page.locator("section[aria-label=Configuration] td").all_inner_texts()
+    assert cells == ["actor.lr", "5e-7", "1"]
 
 
 def test_hostile_content_stays_text_on_dark_pages(page: Page) -> None:

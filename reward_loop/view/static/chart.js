@@ -30,7 +30,7 @@ export class Chart {
    * @param {function(number)} [options.onStep]: called with the step that was clicked
    */
   constructor({ title, format = number, isStacked = false, isWide = false, range = null, onStep = null }) {
-    Object.assign(this, { format, isStacked, range, onStep, marks: [], shape: "" });
+    Object.assign(this, { format, isStacked, range, onStep, marks: [], edges: [], shape: "" });
     this.legend = el("div", { class: "legend" });
     this.at = el("span", { class: "at" });
     this.reset = el(
@@ -58,12 +58,14 @@ export class Chart {
    * Shows data. The figure must be in the page.
    * @param {number[]} steps
    * @param {Series[]} series
-   * @param {number[]} marks: steps to mark on the axis
+   * @param {number[]} marks: steps to mark on the axis by a triangle
+   * @param {number[]} edges: steps to mark by a line before them
    */
-  show(steps, series, marks = []) {
+  show(steps, series, marks = [], edges = []) {
     this.steps = steps;
     this.series = series;
     this.marks = marks;
+    this.edges = edges;
     const shape = JSON.stringify([steps.length > POINTS_UP_TO, ...series.map((one) => one.label)]);
     const data = [steps, ...(this.isStacked ? stacked(series) : series.map((one) => one.values))];
     if (shape === this.shape) {
@@ -102,7 +104,7 @@ export class Chart {
       series: [{}, ...this.series.map((one, i) => line(one, i, hasPoints, this.isStacked))],
       bands: bands(this.series),
       hooks: {
-        draw: [(plot) => drawMarks(plot, this.marks)],
+        draw: [(plot) => drawMarks(plot, this.marks), (plot) => drawEdges(plot, this.edges)],
         setCursor: [(plot) => this.showValues(plot.cursor.idx)],
         setScale: [(plot, key) => key === "x" && this.noteZoom(plot)],
         ready: [(plot) => this.listen(plot)],
@@ -203,6 +205,24 @@ function drawMarks(plot, marks) {
     ctx.lineTo(x + size, y);
     ctx.lineTo(x - size, y);
     ctx.fill();
+  }
+  ctx.restore();
+}
+
+/** Draws a dashed line half a step before each of some steps. */
+function drawEdges(plot, steps) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = property("--muted");
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const step of steps) {
+    const x = plot.valToPos(step - 0.5, "x", true);
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
   }
   ctx.restore();
 }

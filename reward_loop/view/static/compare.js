@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, plural } from "./format.js";
+import { optionTable } from "./options.js";
 import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
@@ -18,9 +19,12 @@ export async function showCompare(view, { query: { other } }, run) {
     );
     return { title: "Compare" };
   }
-  const found = await get("compare", { other }).catch((error) => error);
+  const requests = [get("compare", { other }), get("config/compare", { other })];
+  const [found, options] = await Promise.all(requests.map((request) => request.catch((error) => error)));
   view.append(
-    ...(found instanceof Error ? [el("p", { class: "note bad" }, found.message)] : result(found, run, other)),
+    el("p", { class: "about" }, `a: ${visible(run.folder)}`, el("br"), `b: ${visible(other)}`),
+    ...(found instanceof Error ? [el("p", { class: "note bad" }, found.message)] : result(found)),
+    ...(options instanceof Error ? [] : configuration(options)),
   );
   return { title: "Compare" };
 }
@@ -40,13 +44,12 @@ function form(other) {
   return el("form", { class: "filters", onsubmit: submit }, input, el("button", {}, "Compare"));
 }
 
-function result(found, run, other) {
+function result(found) {
   const alone = [
     found.only_a && `${plural(found.only_a, "sample")} only in a`,
     found.only_b && `${plural(found.only_b, "sample")} only in b`,
   ];
   return [
-    el("p", { class: "about" }, `a: ${visible(run.folder)}`, el("br"), `b: ${visible(other)}`),
     figures([
       ["Samples in both", count(found.both), alone.filter(Boolean).join(", ")],
       ["Changed", count(found.changed), "outcome or score"],
@@ -56,6 +59,18 @@ function result(found, run, other) {
     el("div", { class: "two" }, agreements(found), outcomes(found)),
     ...largest(found),
   ];
+}
+
+/** Returns the options that differ, of the last start of each run. */
+function configuration({ a, b, differences }) {
+  const missing = [a ? null : "a", b ? null : "b"].filter(Boolean).join(" and ");
+  if (!a && !b) return [];
+  const content = missing
+    ? el("p", { class: "hint" }, `The configuration of ${missing} was not recorded.`)
+    : differences.length
+      ? optionTable(differences, "a", "b")
+      : el("p", { class: "hint" }, "The recorded options are equal.");
+  return [el("section", { "aria-label": "Configuration" }, el("h2", {}, "Configuration"), content)];
 }
 
 function agreements({ agreement, label_a: labelA, label_b: labelB }) {

@@ -1,7 +1,7 @@
 /** An exchange with a judge or model server, word for word. */
 
 import { el } from "./dom.js";
-import { count, plural, seconds, time, value } from "./format.js";
+import { count, number, plural, seconds, time, value } from "./format.js";
 import { conversation, textBlock, visible } from "./text.js";
 import { markVerdict } from "./verdict.js";
 
@@ -41,6 +41,7 @@ function about(exchange) {
     exchange.status == null ? "no status" : `status ${exchange.status}`,
     seconds(exchange.seconds),
     tokens,
+    exchange.cost == null ? null : `cost ${number(exchange.cost)}`,
     exchange.finish_reason && `finish reason ${exchange.finish_reason}`,
     `attempt ${exchange.attempt ?? 1}`,
     time(exchange.time),

@@ -1,9 +1,10 @@
-/** The run: its figures and charts over the steps, the warnings, and a table of the steps. */
+/** The run: its figures and charts over the steps, warnings, changed options, and a table of the steps. */
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
+import { changedSteps, startList } from "./options.js";
 import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
@@ -95,15 +96,19 @@ const CHARTS = [
 /** Shows the run. */
 export async function showRun(view, route, run) {
   const validate = route.query.validate === "1";
-  const parts = { head: el("div"), warnings: el("div"), charts: el("div", { class: "charts" }), steps: el("div") };
-  view.append(parts.head, parts.warnings, parts.charts, parts.steps);
+  const parts = { head: el("div"), warnings: el("div"), charts: el("div", { class: "charts" }) };
+  Object.assign(parts, { starts: el("div"), steps: el("div") });
+  view.append(parts.head, parts.warnings, parts.charts, parts.starts, parts.steps);
   const charts = new Map();
 
   async function refresh() {
-    const [{ rows }, { warnings }] = await Promise.all([get("steps", { validate }), get("health")]);
+    const requests = [get("steps", { validate }), get("health"), get("config")];
+    const [{ rows: all }, { warnings }, { starts }] = await Promise.all(requests);
+    const rows = all.filter((row) => row.step !== null);
     parts.head.replaceChildren(...head(run, rows, validate));
     parts.warnings.replaceChildren(...warningList(warnings));
-    showCharts(parts.charts, charts, rows, run, warnings, validate);
+    showCharts(parts.charts, charts, rows, run, { warnings, starts }, validate);
+    parts.starts.replaceChildren(...startList(starts));
     parts.steps.replaceChildren(rows.length ? stepTable(rows, run, validate) : noSteps(run));
   }
 
@@ -112,7 +117,9 @@ export async function showRun(view, route, run) {
 }
 
 function head(run, rows, validate) {
-  const last = rows.at(-1);
+  const scored = rows.filter((row) => row.count);
+  const last = scored.at(-1);
+  const overlapped = rows.findLast((row) => row.hidden_share !== null);
   const unscored = run.samples - (run.outcomes.scored ?? 0);
   const about = [
     names(run.functions),
@@ -129,14 +136,14 @@ function head(run, rows, validate) {
     ),
     figures([
       ["Samples", count(run.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
-      ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${last.step}` : null],
-      last && ["Reward, last step", fixed(last.reward?.mean), change(rows)],
+      ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${rows.at(-1).step}` : null],
+      last && ["Reward, last step", fixed(last.reward?.mean), change(scored)],
       ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
       last && ["Judge latency, last step", seconds(last.judge_s?.p95), "95 % are faster"],
-      last?.hidden_share != null && [
+      overlapped && [
         "Judging hidden, last step",
-        percent(last.hidden_share),
-        `${seconds(last.waiting_s)} waited`,
+        percent(overlapped.hidden_share),
+        `${seconds(overlapped.waiting_s)} waited`,
       ],
     ]),
     ...run.notes.map((note) => el("p", { class: "note" }, note)),
@@ -207,7 +214,7 @@ function phases(rows) {
   return [...new Set(rows.flatMap((row) => Object.keys(row.phases ?? {})))];
 }
 
-function showCharts(element, charts, rows, run, warnings, validate) {
+function showCharts(element, charts, rows, run, { warnings, starts }, validate) {
   const steps = rows.map((row) => row.step);
   const marks = [
     ...new Set([
@@ -215,6 +222,7 @@ function showCharts(element, charts, rows, run, warnings, validate) {
       ...rows.filter((row) => row.warnings?.length).map((row) => row.step),
     ]),
   ];
+  const changed = changedSteps(starts);
   const onStep = (step) => open("step", [step], { validate: validate ? 1 : null });
   for (const { title, series, ...options } of CHARTS) {
     const lines = series(rows, run);
@@ -223,7 +231,7 @@ function showCharts(element, charts, rows, run, warnings, validate) {
       charts.set(title, new Chart({ title, ...options, onStep }));
       element.append(charts.get(title).node);
     }
-    charts.get(title).show(steps, lines, marks);
+    charts.get(title).show(steps, lines, marks, changed);
   }
 }
 

@@ -1,0 +1,243 @@
+"""The configuration of a run in its records: its starts, the changes between them, and secrets that are left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reward_loop import cli
+from reward_loop.errors import ConfigError
+from reward_loop.records import configuration
+from reward_loop.records.configuration import (
+    MAX_VALUE,
+    NOT_RECORDED,
+    changes,
+    config_row,
+    configurations,
+    differences,
+    hide_environment,
+    open_configuration,
+    public_options,
+)
+
+FIRST: dict[str, Any] = {"trainer": {"nnodes": 1, "logger": ["console"]}, "reward": {"path": None}, "empty": {}}
+
+
+def start(folder: Path, config: dict[str, Any], step: int, process: str) -> None:
+    """Write the configuration of a process as its trainer does."""
+    (folder / "config").mkdir(parents=True, exist_ok=True)
+    with (folder / "config" / f"{process}.jsonl").open("a") as file:
+        file.write(json.dumps(config_row(config, step)) + "\n")
+
+
+def with_sample(folder: Path) -> Path:
+    row = {"version": 1, "kind": "sample", "time": 1.0, "id": "a", "uid": "a", "outcome": "scored", "score": 1.0}
+    folder.mkdir(exist_ok=True)
+    (folder / "host-1-a.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+def test_options_have_dotted_names_and_lists_are_values() -> None:
+    assert public_options(FIRST) == {
+        "trainer.nnodes": 1,
+        "trainer.logger": ["console"],
+        "reward.path": None,
+        "empty": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "api_key",
+        "apiKey",
+        "OPENAI_API_KEY",
+        "api-key",
+        "hf_token",
+        "token",
+        "password",
+        "db_passwd",
+        "client_secret",
+        "AWS_ACCESS_KEY_ID",
+        "credentials",
+        "authorization",
+        "judge_key",
+        "key",
+    ],
+)
+def test_a_value_whose_name_says_secret_is_not_recorded(name: str) -> None:
+    config = {"a": {"kwargs": {name: "Abc-123"}, "list": [{name: "Abc-123"}]}}
+    assert public_options(config) == {f"a.kwargs.{name}": NOT_RECORDED, "a.list": [{name: NOT_RECORDED}]}
+
+
+def test_values_of_environment_variables_and_headers_are_not_recorded() -> None:
+    config = {"server": {"env": {"ANY_NAME": "x"}}, "ray": {"env_vars": {"B": 5}}, "headers": {"x-any": "y"}}
+    assert set(public_options(config).values()) == {NOT_RECORDED}
+
+
+def test_everything_below_a_secret_name_is_not_recorded() -> None:
+    assert public_options({"credentials": {"user": {"name": "u"}, "number": 7}}) == {
+        "credentials.user.name": NOT_RECORDED,
+        "credentials.number": NOT_RECORDED,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        ("http://user:pass@host:1/v1", f"http://{NOT_RECORDED}@host:1/v1"),
+        ("https://host/v1?key=abc#x", "https://host/v1"),
+        ("use sk-abcdefghijklmnopqrst now", f"use {NOT_RECORDED} now"),
+        ("hf_abcdefghijklmnopqrst", NOT_RECORDED),
+    ],
+)
+def test_secrets_within_other_values_are_not_recorded(value: str, recorded: str) -> None:
+    assert public_options({"a": {"url": value}, "b": [value]}) == {"a.url": recorded, "b": [recorded]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_key", "prompt"),
+        ("api_key_env", "OPENAI_API_KEY"),
+        ("max_tokens", 5),
+        ("tokenizer", "/m/Qwen"),
+        ("reward_fn_key", "data_source"),
+        ("ppo_max_token_len_per_gpu", 16384),
+        ("hf_token", None),
+    ],
+)
+def test_options_that_are_not_secrets_are_recorded(name: str, value: Any) -> None:
+    assert public_options({"data": {name: value}}) == {f"data.{name}": value}
+
+
+def test_the_value_of_a_secret_environment_variable_is_hidden_in_any_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_JUDGE_TOKEN", "a-secret-0123456789")
+    hide_environment()
+    writer = open_configuration(tmp_path)
+    writer.write_rows([config_row({"kwargs": {"judge": "a-secret-0123456789"}}, 1)])
+    assert writer.flush()
+    assert "0123456789" not in writer.path.read_text()
+    assert configurations(tmp_path)[0]["options"] == {"kwargs.judge": "[API key]"}
+
+
+def test_working_directory_and_paths_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", f"{tmp_path}/work")
+    monkeypatch.setenv("SECRETS_PATH", str(tmp_path))
+    monkeypatch.setenv("SECRETS_TOKEN", str(tmp_path))
+    hide_environment()
+    writer = open_configuration(tmp_path)
+    writer.write_rows([config_row({"trainer": {"default_local_dir": f"{tmp_path}/work/checkpoints"}}, 1)])
+    assert writer.flush()
+    assert configurations(tmp_path)[0]["options"] == {"trainer.default_local_dir": f"{tmp_path}/work/checkpoints"}
+
+
+def test_long_values_are_cut_and_the_row_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = public_options({"text": "x" * 5000, "list": ["y" * 100] * 100})
+    assert [len(value) for value in options.values()] == [MAX_VALUE, MAX_VALUE]
+    monkeypatch.setattr(configuration, "MAX_BYTES", 1000)
+    row = config_row({f"option{number}": "x" * 80 for number in range(100)}, 1)
+    assert 5 < len(row["options"]) < 12
+    assert row["omitted"] == 100 - len(row["options"])
+
+
+def test_a_resumed_run_has_the_options_that_changed_since_the_start_before(tmp_path: Path) -> None:
+    assert changes(tmp_path) == []
+    start(tmp_path, FIRST, 1, "z-first")
+    start(tmp_path, FIRST, 5, "b-same")
+    start(tmp_path, {**FIRST, "trainer": {"nnodes": 2, "logger": ["console"], "new": True}}, 9, "a-third")
+    assert [(one["step"], one["changes"]) for one in changes(tmp_path)] == [
+        (1, []),
+        (5, []),
+        (
+            9,
+            [
+                {"option": "trainer.new", "before": None, "after": True},
+                {"option": "trainer.nnodes", "before": 1, "after": 2},
+            ],
+        ),
+    ]
+
+
+def test_differences_ignore_an_option_that_is_unset_or_missing() -> None:
+    assert differences({"a": None, "b": 1}, {"b": 1}) == []
+    assert differences({"a": 1}, {"b": 2}) == [
+        {"option": "a", "before": 1, "after": None},
+        {"option": "b", "before": None, "after": 2},
+    ]
+
+
+def test_incomplete_lines_are_left_out_and_a_newer_version_is_an_error(tmp_path: Path) -> None:
+    start(tmp_path, FIRST, 1, "a")
+    with (tmp_path / "config" / "a.jsonl").open("a") as file:
+        file.write('{"version":1,"kind":"conf')
+    assert len(configurations(tmp_path)) == 1
+    (tmp_path / "config" / "b.jsonl").write_text('{"version":2,"kind":"config"}\n')
+    with pytest.raises(ConfigError, match="version 2"):
+        configurations(tmp_path)
+
+
+def test_the_report_shows_what_changed(tmp_path: Path) -> None:
+    start(with_sample(tmp_path), FIRST, 1, "a")
+    start(tmp_path, {**FIRST, "lr": "[x]"}, 4, "b")
+    shown = " ".join(CliRunner().invoke(cli.app, ["report", str(tmp_path)]).output.split())
+    assert "configuration, since step 4: - lr: unset -> '[x]'" in shown
+    found = json.loads(CliRunner().invoke(cli.app, ["report", str(tmp_path), "--json"]).output)
+    assert [one["changes"] for one in found["configuration"]] == [
+        [],
+        [{"option": "lr", "before": None, "after": "[x]"}],
+    ]
+
+
+@pytest.mark.integration  # imports verl
+class TestTrainer:
+    """verl's trainer records its configuration once, when training starts."""
+
+    @pytest.fixture
+    def trainer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from verl.trainer.ppo.v1 import PPOTrainerSync
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+        from reward_loop.records import Records
+        from reward_loop.verl.trainer import with_reward_loop
+        from tests.verl.configs import resolved
+
+        made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
+        kwargs = "reward.custom_reward_function.reward_kwargs"
+        options = (f"reward_loop.log_dir={tmp_path}", f"+{kwargs}.api_key=Abc-123", f"+{kwargs}.model=qwen")
+        made._settings = resolved(*options).with_job("10.0.0.1:1/secret")
+        made._records, made.global_steps, made.fitted = Records(tmp_path), 6, 0
+        monkeypatch.setattr(PPOTrainer, "fit", lambda self, workers: setattr(self, "fitted", self.fitted + 1))
+        return made
+
+    def fit(self, trainer: Any) -> None:
+        from reward_loop.verl.recording_trainer import RecordingTrainer
+
+        RecordingTrainer.fit(trainer, None)
+        assert trainer.fitted == 1
+
+    def test_the_configuration_is_recorded_without_secrets(self, trainer: Any, tmp_path: Path) -> None:
+        self.fit(trainer)
+        assert open_configuration(tmp_path).flush()
+        (found,) = configurations(tmp_path)
+        assert (found["step"], found["omitted"]) == (7, 0)
+        options, kwargs = found["options"], "reward.custom_reward_function.reward_kwargs"
+        assert (options[f"{kwargs}.api_key"], options[f"{kwargs}.model"]) == (NOT_RECORDED, "qwen")
+        assert options["algorithm.adv_estimator"] == "gae"
+        assert options["data.prompt_key"] == "prompt"
+        (path,) = (tmp_path / "config").iterdir()
+        assert "secret" not in path.read_text().replace("client_secret", "")
+        assert path.stat().st_size < 100_000
+
+    def test_a_configuration_that_cannot_be_recorded_does_not_stop_the_run(
+        self, trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("reward_loop.verl.recording_trainer.config_row", lambda *_: 1 / 0)
+        self.fit(trainer)
+        assert "the configuration is not recorded" in caplog.text
