@@ -266,7 +266,7 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     page.get_by_label("Compare verdicts with").select_option("components.acc")
     page.wait_for_url(re.compile("label=components.acc"))
     figures.get_by_text("Spearman").wait_for()
-    assert re.search(r"Equal to the label\s+\d+ %\s+of \d+ verdicts", figures.inner_text())
+    assert re.search(r"Equal to the label\s+\d+ %\s+of \d+ verdicts, kappa", figures.inner_text())
     open_view(page, "compare")
     page.get_by_label("Folder to compare with").fill(str(folder))
     page.get_by_role("button", name="Compare").click()

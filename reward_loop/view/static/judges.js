@@ -1,4 +1,4 @@
-/** Judges by model and function: latency, failures, tokens, cost, agreement with a label, and verdicts over the steps. */
+/** Judges by model and function: latency, failures, tokens, cost, agreement with a label, verdicts over the steps. */
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
@@ -78,10 +78,10 @@ function labelChoice(labels, label, query) {
 /** Returns the figures of the agreement with the label. */
 function agreementFigures(agreement) {
   if (!agreement) return [];
+  const { pairs, equal, kappa, pearson, spearman } = agreement;
   return [
-    ["Equal to the label", percent(agreement.equal), `of ${plural(agreement.pairs, "verdict")}`],
-    ["Cohen's kappa", fixed(agreement.kappa, 2), "with the label"],
-    ["Spearman", fixed(agreement.spearman, 2), `Pearson ${fixed(agreement.pearson, 2)}`],
+    ["Equal to the label", percent(equal), `of ${plural(pairs, "verdict")}, kappa ${fixed(kappa, 2)}`],
+    ["Spearman", fixed(spearman, 2), `Pearson ${fixed(pearson, 2)}`],
   ];
 }
 
