@@ -205,7 +205,7 @@ def test_a_sample_shows_the_words_of_the_judge_with_its_verdict_marked(page: Pag
     page.get_by_role("button", name="Markdown").click()
     assert page.locator(".texts .markdown strong").first.inner_text() == "Step 1."
     page.get_by_text("Complete answer of the server").click()
-    assert '"choices"' in page.locator(".exchange details[open]").inner_text()
+    page.locator(".exchange details[open]", has_text='"choices"').wait_for()
 
 
 def test_keys_go_through_the_samples_and_show_help(page: Page) -> None:
