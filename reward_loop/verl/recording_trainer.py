@@ -79,7 +79,7 @@ class RecordingTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Records the configuration, trains, and then writes the remaining events."""
-        self._table = SampleTable.of(self._settings.options, self.config.trainer.logger)
+        self._table = SampleTable.of(self._settings.options, self._settings.config.trainer.logger)
         if self._settings.options.log_dir:
             try:
                 self._record_configuration(self._settings.options.log_dir)
