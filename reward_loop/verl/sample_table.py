@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.records import cleaned, hide
+from reward_loop.records import cleaned
+from reward_loop.records.configuration import hide_environment
 from reward_loop.types import Outcome, is_returned
 from reward_loop.verl.reward_metrics import Info, StepRewards, final_outputs, is_scored, session_of
 
@@ -30,9 +30,6 @@ STEPS_PER_FILE = 50
 """The number of training steps in one file of MLflow. To add rows, MLflow reads and writes the whole file. It also
 lists all files of a run in a tag of at most 8,000 characters."""
 
-_SECRET = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-"""The ends of the names of environment variables whose values are hidden."""
-
 Table = Sequence[Sequence[Any]]
 
 ReadSamples = Callable[[list[str]], Iterable[tuple[str, str, float]]]
@@ -51,9 +48,7 @@ class SampleTable:
         self._size = size
         self._every = every
         self._failed: set[str] = set()
-        for name, value in os.environ.items():
-            if name.endswith(_SECRET):
-                hide(value)
+        hide_environment()
 
     @classmethod
     def of(cls, options: RewardLoopConfig, loggers: str | Collection[str]) -> Self | None:
