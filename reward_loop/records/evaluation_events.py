@@ -96,10 +96,10 @@ def evaluation_events() -> EvaluationEvents | None:
     exporters = [_exporter(name) for name in _exporter_names()]
     if not exporters:
         return None
-    size = None if OTEL_BLRP_MAX_QUEUE_SIZE in os.environ else MAX_QUEUE
     provider = LoggerProvider()
     for exporter in exporters:
         try:
+            size = int(os.environ.get(OTEL_BLRP_MAX_QUEUE_SIZE, MAX_QUEUE))
             processor = BatchLogRecordProcessor(exporter, max_queue_size=size)
         except ValueError as error:
             raise ConfigError(f"reward_loop.otel: the variables OTEL_BLRP_* are invalid: {error}") from error

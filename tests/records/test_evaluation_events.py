@@ -294,6 +294,7 @@ def test_the_option_without_the_package_names_the_extra() -> None:
         ({"OTEL_LOGS_EXPORTER": "nonesuch"}, "the exporter 'nonesuch' of OTEL_LOGS_EXPORTER is not installed"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier"}, "invalid OTLP protocol 'carrier'"),
         ({"OTEL_BLRP_MAX_QUEUE_SIZE": "10"}, "max_export_batch_size"),
+        ({"OTEL_BLRP_MAX_QUEUE_SIZE": "many"}, "OTEL_BLRP_.* are invalid: .*'many'"),
     ],
 )
 def test_wrong_variables_are_errors_that_name_the_option(

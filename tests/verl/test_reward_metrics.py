@@ -399,6 +399,7 @@ def test_agent_loop_workers_end_after_training_and_before_the_limits_do(
     monkeypatch.setattr(PPOTrainerSeparateAsync, "fit", fit)
     monkeypatch.setattr(trainer.ray, "kill", killed.append)
     run: Any = object.__new__(RewardLoopTrainer)
+    run._settings, run._records = resolved(), None
     run._health = SimpleNamespace(flush=lambda: None)
     manager = SimpleNamespace(agent_loop_workers=["first", "second"])
     if ends == "well":
