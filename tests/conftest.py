@@ -67,8 +67,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Set the time limit of integration tests, let them fail once, and run the longest files first.
 
-    On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. With ``-r R``, pytest lists the
-    tests that ran a second time.
+    On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. The summary shows the errors of
+    the first runs.
     """
     for item in items:
         if item.get_closest_marker("integration"):
@@ -78,6 +78,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     ranks = {folder / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), not item.path.is_relative_to(folder / "verl")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why tests ran a second time."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first run of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
 
 
 @pytest.fixture(scope="session")
