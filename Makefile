@@ -1,7 +1,7 @@
 # Every command makes the virtual environment .venv first, and starts at once if it is there already. The tests of
 # SGLang need .venv-sglang as well: `make test` makes it, and skips these tests where it cannot be made.
 
-# With this variable, which container images like to set, each of some hundred processes would compile all modules again.
+# Container images often set this variable. With it, each of the hundreds of processes compiles all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \

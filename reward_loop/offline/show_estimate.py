@@ -62,7 +62,9 @@ def show_estimate(found: Estimate, prices: Prices, out: Console) -> None:
 
 def _cost(found: Estimate, prices: Prices) -> str:
     price = prices.of_all(found.models)
+    if not prices:
+        return "unknown: give --price PROMPT:REPLY"
     if price is None:
-        return "unknown: the models have different prices" if prices else "unknown: give --price PROMPT:REPLY"
+        return "unknown: --price does not give all models the same price"
     low, high = found.cost(price)
     return f"{rounded(low)} and the replies" if high is None else f"{rounded(low)} to {rounded(high)}"

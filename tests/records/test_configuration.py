@@ -128,14 +128,14 @@ def test_the_value_of_a_secret_environment_variable_is_hidden_in_any_option(
 
 
 def test_working_directory_and_paths_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PWD", f"{tmp_path}/work")
+    monkeypatch.setenv("PWD", f"{tmp_path}/project")
     monkeypatch.setenv("SECRETS_PATH", str(tmp_path))
     monkeypatch.setenv("SECRETS_TOKEN", str(tmp_path))
     hide_environment()
     writer = open_configuration(tmp_path)
-    writer.write_rows([config_row({"trainer": {"default_local_dir": f"{tmp_path}/work/checkpoints"}}, 1)])
+    writer.write_rows([config_row({"trainer": {"default_local_dir": f"{tmp_path}/project/checkpoints"}}, 1)])
     assert writer.flush()
-    assert configurations(tmp_path)[0]["options"] == {"trainer.default_local_dir": f"{tmp_path}/work/checkpoints"}
+    assert configurations(tmp_path)[0]["options"] == {"trainer.default_local_dir": f"{tmp_path}/project/checkpoints"}
 
 
 def test_long_values_are_cut_and_the_row_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

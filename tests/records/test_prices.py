@@ -48,3 +48,12 @@ def test_two_prices_for_one_model_are_an_error() -> None:
         Prices.parse(["judge=1:2", "judge=3:4"])
     with pytest.raises(ConfigError, match="two prices for all other models"):
         Prices.parse(["1:2", "3:4"])
+
+
+def test_several_models_have_one_price_only_if_it_is_the_same() -> None:
+    prices = Prices.parse(["1:2", "large=3:4", "larger=3:4"])
+    assert prices.of_all(["large", "larger"]) == Price(3.0, 4.0)
+    assert prices.of_all(["small"]) == prices.of_all([]) == Price(1.0, 2.0)
+    assert prices.of_all(["large", "small"]) is None
+    assert Prices.parse(["large=3:4"]).of_all(["small"]) is None
+    assert NO_PRICES.of_all(["large"]) is None
