@@ -12,7 +12,7 @@ VERL ?=
 OLDEST_VERL := 0.9.0
 TRL := trl==1.16.0
 
-.PHONY: help demo test lint setup sglang trl docs docs-serve clean
+.PHONY: help demo test test-sglang test-docs lint setup sglang trl docs docs-serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -25,11 +25,20 @@ help:  ## show this list
 demo: setup  ## train a small policy with verl on rewards from a served reward model (five to ten minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: lint .venv/verl-$(or $(VERL),$(OLDEST_VERL)) .venv/trl  ## run all checks and tests
-	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.')
-	@$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,$(MAKE) --no-print-directory .venv-docs/reward-loop.stamp || echo 'The site is not built.')
+# SGLang and the site have environments of their own. Without them, their tests are skipped.
+TEST_ENVIRONMENTS := .venv/verl-$(or $(VERL),$(OLDEST_VERL)) .venv/trl \
+	$(if $(or $(VERL),$(findstring not integration,$(ARGS))),,test-sglang test-docs)
+
+test: setup  ## run all checks and tests
+	@$(MAKE) --no-print-directory -j2 lint $(TEST_ENVIRONMENTS)
 	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
+
+test-sglang: setup
+	@$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.'
+
+test-docs: setup
+	@$(MAKE) --no-print-directory .venv-docs/reward-loop.stamp || echo 'The site is not built.'
 
 # Another release of verl, for the same environment: its folder comes first on the path of modules.
 .venv/verl-%: | setup
