@@ -10,6 +10,7 @@ file in it contains a hash of its inputs (`fingerprint`).
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import sysconfig
@@ -24,6 +25,7 @@ SGLANG_STAMP = VENV / "reward-loop.stamp"
 REQUIREMENTS = CHECKOUT / "tools" / "sglang-cpu" / "requirements.txt"
 """Beside it is the module that replaces SGLang's CUDA kernels."""
 FREE_GIB = 2
+IMPORTS = "import sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 
 
 def main() -> None:
@@ -39,12 +41,11 @@ def main() -> None:
             f"{FREE_GIB} GiB of disk are needed for .venv-sglang, and {free:.1f} GiB are free on the disk of {CHECKOUT}"
         )
     began = time.monotonic()
-    say("1/2", "making .venv-sglang")
+    say("1/3", "making .venv-sglang")
     shutil.rmtree(VENV, ignore_errors=True)
     run(sys.executable, "-m", "venv", "--without-pip", str(VENV))
-    say("2/2", "installing SGLang for the CPU with uv")
-    # Each server imports most of it in three processes; compiling it at that time would take three times as long.
-    uv = (sys.executable, "-m", "uv", "pip", "install", "--python", str(PYTHON), "--no-deps", "--compile-bytecode")
+    say("2/3", "installing SGLang for the CPU with uv")
+    uv = (sys.executable, "-m", "uv", "pip", "install", "--python", str(PYTHON), "--no-deps")
     run(*uv, "--requirements", str(REQUIREMENTS), env=uv_environment())
     packages = VENV / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (packages / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{REQUIREMENTS.parent}\n")
@@ -53,6 +54,10 @@ def main() -> None:
     operators = packages / "torchvision" / "_meta_registrations.py"
     operators.unlink()
     operators.touch()
+    # The three processes of a server would compile the same modules at the same time. Most modules are never imported,
+    # so compiling all of them takes longer than this import.
+    say("3/3", "compiling what a server of SGLang imports")
+    run(str(PYTHON), "-W", "ignore", "-c", IMPORTS, env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"})
     SGLANG_STAMP.write_text(wanted)
     say("done", f".venv-sglang is ready after {time.monotonic() - began:.0f} s")
 
