@@ -58,6 +58,8 @@ class Sglang(Engine):
         }
         if _on_cpu(model):
             options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
+            # By default, an idle server computes in a loop, which takes a core from all others.
+            options["sleep_on_idle"] = True
         # On a CPU, the memory saver finds no CUDA and the server does not start; the sleep endpoints work without it.
         elif model.enable_sleep_mode:
             # Without the backup, the weights are missing after wake-up: SGLang expects a trainer to send them.
