@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from tests.local_ray import module_environment
 from tests.verl import minibatches
+from tests.verl.runs import run_forked
 
 VOCABULARY = 256
 LENGTHS = (3, 7, 5, 9, 2, 6, 11, 4)
@@ -232,35 +234,32 @@ def run(model: Path, directory: Path, ranks: int = 1, names: list[str] | None = 
     names = list(CASES) if names is None else names
     for name in names:
         (directory / name).mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.verl.engines", str(model), str(directory), str(ranks), *names]
+    module = ["tests.verl.engines", str(model), str(directory), str(ranks), *names]
     environment = {
         **os.environ,
+        **module_environment(),
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
-    with (directory / f"log-{ranks}").open("w+") as log:
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(ranks)
-        ]
-        codes = [process.wait(timeout=600) for process in processes]
-        log.seek(0)
-        assert codes == [0] * ranks, log.read()[-5000:]
+
+    def process(rank: int) -> tuple[int | None, Path]:
+        folder = directory / f"process-{ranks}-{rank}"
+        folder.mkdir()
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_forked(module, own, folder, folder / "log"), folder / "log"
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for status, log in pool.map(process, range(ranks)):
+            assert status == 0, log.read_text()[-5000:]
 
 
 def _main() -> None:
     model, directory, ranks, *names = sys.argv[1:]
+    torch.set_num_threads(1)
     torch.distributed.init_process_group(
         backend="cpu:gloo",
         rank=int(os.environ["RANK"]),

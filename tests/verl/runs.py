@@ -164,14 +164,32 @@ def train(
     else:
         if not own_ray:
             environment["RAY_ADDRESS"] = ray_address()
-        _wait([*shlex.split(worker_python()), str(FORKED), *command[2:]], environment, directory, log)
-        ended = directory / "status"
-        status = int(ended.read_text()) if ended.exists() else None
+        status = run_forked(command[2:], environment, directory, log)
     output = _text(log)
     if status != returncode:
         stop_ray()
         raise AssertionError(f"the exit status is {status}:\n{output[-8000:]}")
     return Run(returncode, output, directory)
+
+
+def run_forked(module: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> int | None:
+    """Runs ``python -m MODULE ARGUMENTS`` in a process of the fork server of `worker_python`, and waits for its end.
+
+    Args:
+        module: the name of the module, and its arguments.
+        environment: all environment variables.
+        directory: its current directory, of this process alone.
+        log: receives its output.
+
+    Returns:
+        The exit status, or ``None`` if a signal killed the process.
+
+    Raises:
+        AssertionError: it did not end within `TIMEOUT_S`.
+    """
+    _wait([*shlex.split(worker_python()), str(FORKED), *module], environment, directory, log)
+    ended = directory / "status"
+    return int(ended.read_text()) if ended.exists() else None
 
 
 def _wait(command: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> int:
