@@ -112,7 +112,8 @@ def test_sglang_on_a_cpu_takes_no_gpus() -> None:
 def test_sglang_on_a_cpu_needs_no_other_option_and_has_no_memory_saver() -> None:
     model = settled("sglang", engine_args={"device": "cpu"}, enable_sleep_mode=True, threads=3)
     assert command(model).endswith(
-        " --served-model-name judge --dtype auto --device cpu --disable-overlap-schedule --disable-cuda-graph --sleep-on-idle"
+        " --served-model-name judge --dtype auto --device cpu --disable-overlap-schedule --disable-cuda-graph"
+        " --sleep-on-idle"
     )
     environment = ENGINES["sglang"].environment(model)
     assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
