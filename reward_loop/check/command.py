@@ -86,14 +86,12 @@ def command(
     files += [] if data is None else [data]
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
-    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
-    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
-    cli_options.check_not_repeated(context, more)
+    reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse
 
-    options = parse(RewardLoopConfig, {"timeout": timeout or None, **more}, cli_options.option_names(context))
+    given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
+    options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
         report = _try(fn, files, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
