@@ -68,8 +68,8 @@ def test_every_row_in_order_with_its_columns(tmp_path):
     assert scored[10]["reward_extra_info"]["length"] == 2
     assert progress == list(range(13))
     assert (summary.rows, summary.mean, summary.resumed) == (12, pytest.approx(1 / 3), 0)
-    assert len(summary.slowest) == 5
-    assert summary.slowest == sorted(summary.slowest, reverse=True)
+    assert len(summary.report.slowest) == 5
+    assert summary.report.slowest == sorted(summary.report.slowest, reverse=True)
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl"]
 
 
@@ -100,7 +100,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert scored[7]["score"] == 1.0
     assert [row["score"] for row in scored[1:7]] == [None] * 6
     assert summary.outcomes == {"scored": 2, "failed": 6}
-    assert sum(count for count, _ in summary.causes.most_common()) == 6
+    assert sum(count for count, _ in summary.report.causes.most_common()) == 6
 
 
 def test_unscored_failed_and_not_finite(tmp_path):
@@ -480,7 +480,7 @@ def test_causes_are_counted_with_the_first_example_of_each(tmp_path):
         return 1
 
     summary = score(write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl", judge)
-    (count, first), (other, second) = summary.causes.most_common()
+    (count, first), (other, second) = summary.report.causes.most_common()
     assert (count, other) == (3, 1)
     assert "sample line 4: " in first
     assert "KeyError: 'rubric'" in first

@@ -172,9 +172,6 @@ def option_names(context: typer.Context) -> Callable[[str], str]:
     """Return a function that returns the name of an option of the reward loop in messages, from its dotted path.
 
     An option of the command has its own name, such as ``--timeout``; all others are given by ``--option``.
-
-    Args:
-        context: the context of the command.
     """
 
     def name_of(path: str) -> str:

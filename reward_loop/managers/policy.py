@@ -98,14 +98,7 @@ def fail_reward(
     )
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     after, masked = reward_after_policy(result, options)
-    record_reward_change(
-        options,
-        sample,
-        failure.function or "",
-        outcome=Outcome.FAILED,
-        error=result.error,
-        reward=after,
-        masked=masked,
-    )
+    changes = {"outcome": Outcome.FAILED, "error": result.error, "reward": after, "masked": masked}
+    record_reward_change(options, sample, failure.function or "", **changes)
     failures.count(result)
     return apply_policy(result, options)

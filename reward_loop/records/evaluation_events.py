@@ -65,12 +65,7 @@ class EvaluationEvents:
         self._has_failed = False
 
     def send(self, active: ActiveSample, result: RewardResult) -> None:
-        """Queue the events of a sample. An error is logged once, and costs only events.
-
-        Args:
-            active: the sample, with its exchanges.
-            result: the result of the function.
-        """
+        """Queue the events of a sample. An error is logged once, and costs only events."""
         try:
             now = time.time_ns()
             for attributes in _evaluations(active, result):
