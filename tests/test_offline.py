@@ -312,6 +312,23 @@ def test_another_run_is_not_continued(tmp_path, change):
     assert score(source, output, identity=identity, restart=True).resumed == 0
 
 
+def test_a_partial_file_that_another_program_wrote_is_not_continued(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    foreign = write_jsonl(tmp_path / "out.jsonl.partial", [{"a": 1}, {"a": 2}])
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match=r"out.jsonl.partial contains the results.*--restart"):
+        score(source, output)
+    assert foreign.read_bytes() == before
+
+
+def test_failed_rows_are_not_scored_again_with_a_damaged_identity_file(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    score(source, output, fails_for("7"), config={"retry": {"max_attempts": 1}})
+    (tmp_path / "out.jsonl.run").write_bytes(b"")  # a full disk leaves such a file
+    with pytest.raises(ConfigError, match=r"out.jsonl.run is damaged.*--restart"):
+        score(source, output, retry_failed=True)
+
+
 def test_two_runs_at_once_are_refused(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with PartialResults(tmp_path / "out.jsonl.partial", {}):

@@ -114,7 +114,7 @@ class PartialResults:
                     break
                 if good == 0:
                     changed = differences(header, record)
-                elif changed and record["outcome"] != Outcome.FAILED:
+                elif changed and record.get("outcome") != Outcome.FAILED:
                     raise ConfigError(
                         f"{self.path} contains the results of an interrupted run with another {changed}. Rerun the old "
                         "command to finish it, or discard it with --restart"
