@@ -82,9 +82,11 @@ def _apply(args: Any, sample: Any, reward: Reward) -> Any:
     """Mark the sample, and return its reward in the form that slime expects."""
     info = info_of(reward)
     parts = returned_numbers(info)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    earlier = metadata.get("reward_loop")
     if info["reward_masked"]:
         sample.remove_sample = True
-    elif isinstance(sample.metadata, dict) and sample.metadata.get("reward_loop", {}).get("reward_masked"):
+    elif isinstance(earlier, dict) and earlier.get("reward_masked"):
         sample.remove_sample = False  # an earlier call removed it
     if isinstance(sample.metadata, dict):
         sample.metadata["reward_loop"] = {
