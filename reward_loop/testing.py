@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, get_args
 
 from aiohttp import web
@@ -202,18 +201,14 @@ class FakeJudge:
         self._url = self._stack.enter_context(in_background(self._serve, name="fake-judge"))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     async def __aenter__(self) -> Self:
         return await asyncio.to_thread(self.__enter__)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._stack.close)
 
     @asynccontextmanager
     async def _serve(self) -> AsyncIterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +19,9 @@ __all__ = [
     "Reward",
     "RewardResult",
     "RewardSample",
+    "finite_number",
     "is_returned",
+    "returned_numbers",
 ]
 
 Policy = Literal["raise", "default", "mask"]
@@ -46,9 +49,29 @@ _MEASURED = ("/seconds", "/wait_seconds", "/queue_seconds", "/attempts")
 """The ends of the keys under which the manager `composite` reports its measurements."""
 
 
-def is_returned(key: str) -> bool:
+def is_returned(key: object) -> bool:
     """Return whether a key of ``reward_extra_info`` comes from the function, and not from the reward loop."""
-    return key not in RESERVED_KEYS and not key.endswith(_MEASURED)
+    return key not in RESERVED_KEYS and not str(key).endswith(_MEASURED)
+
+
+def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers that the function returned, ``score`` included, without texts and measurements.
+
+    Keys that are no strings are left out.
+    """
+    numbers = {key: finite_number(value) for key, value in extra_info.items() if isinstance(key, str)}
+    return {key: number for key, number in numbers.items() if number is not None and is_returned(key)}
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number, also one of numpy or torch, as a float; ``None`` if it is no number, or not finite."""
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # no number; Decimal("sNaN"); 10**400
+        return None
+    return number if math.isfinite(number) else None
 
 
 class Outcome(StrEnum):

@@ -68,8 +68,8 @@ def test_every_row_in_order_with_its_columns(tmp_path):
     assert scored[10]["reward_extra_info"]["length"] == 2
     assert progress == list(range(13))
     assert (summary.rows, summary.mean, summary.resumed) == (12, pytest.approx(1 / 3), 0)
-    assert len(summary.slowest) == 5
-    assert summary.slowest == sorted(summary.slowest, reverse=True)
+    assert len(summary.report.slowest) == 5
+    assert summary.report.slowest == sorted(summary.report.slowest, reverse=True)
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl"]
 
 
@@ -100,7 +100,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert scored[7]["score"] == 1.0
     assert [row["score"] for row in scored[1:7]] == [None] * 6
     assert summary.outcomes == {"scored": 2, "failed": 6}
-    assert sum(count for count, _ in summary.causes.most_common()) == 6
+    assert sum(count for count, _ in summary.report.causes.most_common()) == 6
 
 
 def test_unscored_failed_and_not_finite(tmp_path):
@@ -312,6 +312,23 @@ def test_another_run_is_not_continued(tmp_path, change):
     assert score(source, output, identity=identity, restart=True).resumed == 0
 
 
+def test_a_partial_file_that_another_program_wrote_is_not_continued(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    foreign = write_jsonl(tmp_path / "out.jsonl.partial", [{"a": 1}, {"a": 2}])
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match=r"out.jsonl.partial contains the results.*--restart"):
+        score(source, output)
+    assert foreign.read_bytes() == before
+
+
+def test_failed_rows_are_not_scored_again_with_a_damaged_identity_file(tmp_path):
+    source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    score(source, output, fails_for("7"), config={"retry": {"max_attempts": 1}})
+    (tmp_path / "out.jsonl.run").write_bytes(b"")  # a full disk leaves such a file
+    with pytest.raises(ConfigError, match=r"out.jsonl.run is damaged.*--restart"):
+        score(source, output, retry_failed=True)
+
+
 def test_two_runs_at_once_are_refused(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with PartialResults(tmp_path / "out.jsonl.partial", {}):
@@ -480,7 +497,7 @@ def test_causes_are_counted_with_the_first_example_of_each(tmp_path):
         return 1
 
     summary = score(write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl", judge)
-    (count, first), (other, second) = summary.causes.most_common()
+    (count, first), (other, second) = summary.report.causes.most_common()
     assert (count, other) == (3, 1)
     assert "sample line 4: " in first
     assert "KeyError: 'rubric'" in first

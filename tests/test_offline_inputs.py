@@ -131,7 +131,7 @@ def test_several_inputs_are_one_after_another(tmp_path):
             inputs.default_output()
         output = tmp_path / "out"
         summary = score(inputs, output)
-        ((count, example),) = summary.causes.most_common()
+        ((count, example),) = summary.report.causes.most_common()
         assert count == 3
         assert f"{tmp_path}/1.jsonl line 2: " in example
         assert [json.loads(line)["row"] for line in output.read_text().splitlines()] == list(range(6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,12 +18,13 @@ __all__ = [
     "RewardKwargs",
     "RouterAddress",
     "Timeout",
-    "check_not_repeated",
     "function_and_files",
     "json_or_text",
+    "more_options",
     "nested",
     "option_names",
     "pairs",
+    "values",
 ]
 
 manager_names: Callable[[], Iterable[str]] = tuple
@@ -137,16 +138,26 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
     return found
 
 
-def check_not_repeated(context: typer.Context, options: Mapping[str, Any]) -> None:
-    """Check that no option of ``-O`` is also given by an option of the command that is named like it.
+def values(items: Sequence[str] | None, option: str) -> dict[str, Any]:
+    """Parses the values of a repeatable option of the form ``NAME=VALUE``, where a value is JSON or plain text.
+
+    Arguments and errors are those of `pairs`.
+    """
+    return {name: json_or_text(value) for name, value in pairs(items, option).items()}
+
+
+def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the options of the reward loop that ``--option`` sets, as nested dicts.
 
     Args:
         context: the context of the command.
-        options: the values of ``-O``, after `nested`.
+        items: the values of ``--option``.
 
     Raises:
-        typer.BadParameter: both are given, such as ``--timeout 10 -O timeout=5``.
+        typer.BadParameter: an item is malformed, names contradict each other, or an option of the command with the same
+            name is also given, such as ``--timeout 10 -O timeout=5``.
     """
+    options = nested(pairs(items, "--option"), "--option")
     for name, value in options.items():
         if _is_given(context, name):
             option = _flag(name)
@@ -154,15 +165,13 @@ def check_not_repeated(context: typer.Context, options: Mapping[str, Any]) -> No
                 f"{option}={context.params[name]} and -O {name}={value} set the same option: give one of them",
                 param_hint=option,
             )
+    return options
 
 
 def option_names(context: typer.Context) -> Callable[[str], str]:
     """Return a function that returns the name of an option of the reward loop in messages, from its dotted path.
 
     An option of the command has its own name, such as ``--timeout``; all others are given by ``--option``.
-
-    Args:
-        context: the context of the command.
     """
 
     def name_of(path: str) -> str:

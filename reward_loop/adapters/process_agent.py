@@ -28,7 +28,7 @@ from reward_loop.agent import RewardAgent
 from reward_loop.config import Config, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
-from reward_loop.types import Reward, RewardSample, is_returned
+from reward_loop.types import Reward, RewardSample
 
 __all__ = [
     "ENVIRONMENT",
@@ -36,7 +36,6 @@ __all__ = [
     "ProcessAgent",
     "Source",
     "close_agent",
-    "components",
     "info_of",
     "load_config",
     "missing_field",
@@ -240,15 +239,6 @@ def info_of(reward: Reward) -> dict[str, Any]:
     """Return the extra info of a reward, also of a manager that was written for verl and sets no outcome."""
     defaults = {"reward_outcome": "scored", "reward_masked": False, "reward_error": ""}
     return {**defaults, **(reward.get("reward_extra_info") or {})}
-
-
-def components(reward: Reward) -> dict[str, float]:
-    """Return the numbers in a reward that its function returned: the components, without texts and measurements."""
-    return {
-        name: float(value)
-        for name, value in info_of(reward).items()
-        if isinstance(value, int | float) and is_returned(name)
-    }
 
 
 def missing_field(agent: ProcessAgent, name: str, known: Sequence[str]) -> ConfigError:

@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from reward_loop._util.text import listing
-from reward_loop.adapters.process_agent import ProcessAgent, components, info_of, process_agent
+from reward_loop.adapters.process_agent import ProcessAgent, info_of, process_agent
 from reward_loop.errors import ConfigError
-from reward_loop.types import Reward, RewardSample
+from reward_loop.types import Reward, RewardSample, returned_numbers
 
 __all__ = ["custom_rm", "normalise"]
 
@@ -81,10 +81,12 @@ def _to_sample(agent: ProcessAgent, sample: Any, is_group: bool) -> RewardSample
 def _apply(args: Any, sample: Any, reward: Reward) -> Any:
     """Mark the sample, and return its reward in the form that slime expects."""
     info = info_of(reward)
-    parts = components(reward)
+    parts = returned_numbers(info)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    earlier = metadata.get("reward_loop")
     if info["reward_masked"]:
         sample.remove_sample = True
-    elif isinstance(sample.metadata, dict) and sample.metadata.get("reward_loop", {}).get("reward_masked"):
+    elif isinstance(earlier, dict) and earlier.get("reward_masked"):
         sample.remove_sample = False  # an earlier call removed it
     if isinstance(sample.metadata, dict):
         sample.metadata["reward_loop"] = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from reward_loop.adapters.process_agent import components, info_of, missing_field, process_agent
+from reward_loop.adapters.process_agent import info_of, missing_field, process_agent
 from reward_loop.errors import ConfigError, ScoringError
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, returned_numbers
 
 __all__ = ["reward"]
 
@@ -53,7 +53,7 @@ async def reward(task: Any, trace: Any) -> float:
     )
     [found] = await agent.score([sample])
     info = info_of(found)
-    trace.record_metrics(components(found))
+    trace.record_metrics(returned_numbers(info))
     if info["reward_masked"]:
         # The error of a failure names the sample already.
         raise ScoringError(info["reward_error"] or f"sample {trace.id}: the function gave no score")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,7 +23,6 @@ from reward_loop.offline import Fields, Inputs
 
 if TYPE_CHECKING:
     from reward_loop.check.report import Report
-    from reward_loop.config import RewardLoopConfig
 
 __all__ = ["command"]
 
@@ -86,70 +85,49 @@ def command(
     files += [] if data is None else [data]
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
-    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
-    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
-    cli_options.check_not_repeated(context, more)
+    reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
     # Imported here to keep the start of the other commands fast.
+    from reward_loop.check.dry_run import check
     from reward_loop.config import RewardLoopConfig, parse
+    from reward_loop.managers.scorer import load_scorer
+    from reward_loop.scoring import load_function
 
-    options = parse(RewardLoopConfig, {"timeout": timeout or None, **more}, cli_options.option_names(context))
+    given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
+    options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
+    err = Console(stderr=True, soft_wrap=True, emoji=False)
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
-        report = _try(fn, files, rows, paths, data_source, reward_kwargs, manager, router_address, concurrency, options)
+        if fn is not None:
+            load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
+        try:
+            scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
+        except FunctionLoadError as error:
+            err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
+            raise typer.Exit(1) from None
+        fields = Fields(paths, data_source=data_source, requires=scorer.requires)
+        with Inputs.open(files) as inputs:
+            samples = [fields.to_sample(row) for row in islice(inputs.rows(), rows)]
+        spinner = Spinner("dots", "loading")
+        # stdout is already redirected to stderr. Live must not redirect it again.
+        with Live(spinner, console=err, transient=True, redirect_stdout=False):
+            report = run(
+                check(
+                    scorer.loaded,
+                    samples,
+                    reward_kwargs=reward_kwargs,
+                    manager=manager,
+                    router_address=router_address,
+                    options=options,
+                    concurrency=concurrency,
+                    on_step=lambda step: spinner.update(text=f"checking {step}"),
+                )
+            )
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:
             _show(report, Console(file=stdout, soft_wrap=True, emoji=False))
     if report.problems:
         raise typer.Exit(1)
-
-
-def _try(
-    fn: str | None,
-    files: list[str],
-    rows: int,
-    paths: dict[str, str],
-    data_source: str | None,
-    reward_kwargs: dict[str, Any],
-    manager: str,
-    router_address: str | None,
-    concurrency: int,
-    options: RewardLoopConfig,
-) -> Report:
-    # Imported here for the same reason.
-    from reward_loop.check.dry_run import check
-    from reward_loop.managers.scorer import load_scorer
-    from reward_loop.scoring import load_function
-
-    err = Console(stderr=True, soft_wrap=True, emoji=False)
-    if fn is not None:
-        load_function(
-            fn
-        )  # an error here is wrong usage (status 2), an error below a problem of the function (status 1)
-    try:
-        scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
-    except FunctionLoadError as error:
-        err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
-    fields = Fields(paths, data_source=data_source, requires=scorer.requires)
-    with Inputs.open(files) as inputs:
-        samples = [fields.to_sample(row) for row in islice(inputs.rows(), rows)]
-    spinner = Spinner("dots", "loading")
-    # stdout is already redirected to stderr. Live must not redirect it again.
-    with Live(spinner, console=err, transient=True, redirect_stdout=False):
-        return run(
-            check(
-                scorer.loaded,
-                samples,
-                reward_kwargs=reward_kwargs,
-                manager=manager,
-                router_address=router_address,
-                options=options,
-                concurrency=concurrency,
-                on_step=lambda step: spinner.update(text=f"checking {step}"),
-            )
-        )
 
 
 def _show(report: Report, out: Console) -> None:

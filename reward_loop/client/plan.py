@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from reward_loop.errors import RequestError
@@ -54,9 +53,7 @@ class RequestPlan:
         _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _active
         _active = None
 

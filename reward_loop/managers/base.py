@@ -150,7 +150,7 @@ class RewardLoopManagerBase:
         if self._decoder is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
         responses = data.batch["responses"]
-        row = _last_row(data.non_tensor_batch, responses)
+        row = last_row(data)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
         broken: list[str] = []
@@ -308,13 +308,9 @@ def last_row(data: Any) -> dict[str, Any]:
 
     A single item, whose responses are one-dimensional, is that row.
     """
-    return _last_row(data.non_tensor_batch, data.batch["responses"])
-
-
-def _last_row(columns: Mapping[str, Any], responses: Any) -> dict[str, Any]:
-    if responses.ndim == 1:
-        return dict(columns)
-    return {name: column[-1] for name, column in columns.items()}
+    if data.batch["responses"].ndim == 1:
+        return dict(data.non_tensor_batch)
+    return {name: column[-1] for name, column in data.non_tensor_batch.items()}
 
 
 def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[str, Any]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import ComponentConfig, Config, RewardLoopConfig
-from reward_loop.errors import BudgetSpentError, ConfigError, InvalidScoreError
+from reward_loop.errors import ConfigError, InvalidScoreError
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import DEFAULT, Limits
 from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.policy import policy_of
 from reward_loop.managers.registry import register
 from reward_loop.scoring import ScoringFunction, load_function
 from reward_loop.scoring.outcome import failed_after
@@ -28,6 +29,9 @@ _OF_THE_FUNCTION = ComponentConfig.model_fields.keys() & RewardLoopConfig.model_
     "default_score",
 } | {"limit", "name", "reward_kwargs"}
 """Component options that have an effect only if the component has its own function (``path``)."""
+
+_STOPS = ("raise", "stop")
+"""The policies that stop the run."""
 
 
 @register("composite")
@@ -110,8 +114,8 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
             if score is not None:
                 info[name] = score
                 total += component.config.weight * score
-            elif decides is None or (component.stops(result) and not stops):
-                decides, stops = replace(result, policy=policy), component.stops(result)
+            elif decides is None or (policy in _STOPS and not stops):
+                decides, stops = replace(result, policy=None if policy == "stop" else policy), policy in _STOPS
         called = results.values()
         if decides is None:
             decides = RewardResult(Outcome.SCORED, total)
@@ -192,20 +196,12 @@ class _Component:
             self.function = default
         self.failures = failure_bound(options, limits, where)
 
-    def resolve(self, result: RewardResult) -> tuple[float | None, Policy | None]:
+    def resolve(self, result: RewardResult) -> tuple[float | None, Policy | Literal["stop"] | None]:
         """Return ``(score, None)``, where the score may be the default score, or ``(None, policy)`` without a score."""
         if result.score is not None:
             return result.score, None
-        policy: Policy | None = self.options.on_failed if result.outcome is Outcome.FAILED else self.options.on_unscored
-        if isinstance(result.exception, BudgetSpentError):  # its policy is budget.at_cap
-            policy = "default" if self.options.budget.at_cap == "default" else None
+        policy = policy_of(result, self.options)
         return (self.options.default_score, None) if policy == "default" else (None, policy)
-
-    def stops(self, result: RewardResult) -> bool:
-        """Return whether a result without a score stops the run."""
-        if isinstance(result.exception, BudgetSpentError):
-            return self.options.budget.at_cap == "stop"
-        return self.resolve(result)[1] == "raise"
 
 
 def _merged(options: C, own: Mapping[str, Any]) -> C:

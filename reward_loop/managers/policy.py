@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import BudgetSpentError, ScoringError, UnscoredError
 from reward_loop.limits.failures import FailureBound, SharedFailureBound
 from reward_loop.managers.recording import record_reward_change
-from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, Policy, Reward, RewardResult, RewardSample
 
 __all__ = ["apply_policy", "fail_reward", "policy_of", "reward_after_policy"]
 
@@ -45,7 +47,7 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     }
 
 
-def policy_of(result: RewardResult, options: RewardLoopConfig) -> str:
+def policy_of(result: RewardResult, options: RewardLoopConfig) -> Policy | Literal["stop"]:
     """Return what happens to a result without a score: ``raise``, ``stop``, ``default`` or ``mask``."""
     if isinstance(result.exception, BudgetSpentError):
         return options.budget.at_cap
@@ -98,14 +100,7 @@ def fail_reward(
     )
     sample = RewardSample("", uid=failure.sample_uid, data_source=failure.data_source)
     after, masked = reward_after_policy(result, options)
-    record_reward_change(
-        options,
-        sample,
-        failure.function or "",
-        outcome=Outcome.FAILED,
-        error=result.error,
-        reward=after,
-        masked=masked,
-    )
+    changes = {"outcome": Outcome.FAILED, "error": result.error, "reward": after, "masked": masked}
+    record_reward_change(options, sample, failure.function or "", **changes)
     failures.count(result)
     return apply_policy(result, options)

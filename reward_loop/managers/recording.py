@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
@@ -69,19 +69,10 @@ def record_sample(
     writer.write(row, text, exchanges_of(active) if active.exchanges else ())
 
 
-def record_reward_change(
-    options: RewardLoopConfig,
-    sample: RewardSample,
-    function: str,
-    *,
-    outcome: Outcome | None = None,
-    error: str | None = None,
-    reward: float | None = None,
-    masked: bool = False,
-) -> None:
+def record_reward_change(options: RewardLoopConfig, sample: RewardSample, function: str, **changes: Any) -> None:
     """Record that the reward of a recorded sample has changed; see `reward_change_row` for the arguments."""
     if (writer := open_records(options)) is not None:
-        writer.write(reward_change_row(sample, function, outcome=outcome, error=error, reward=reward, masked=masked))
+        writer.write(reward_change_row(sample, function, **changes))
 
 
 def _fraction(sample: RewardSample) -> float:

@@ -11,7 +11,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring import load_function
 
-__all__ = ["Scorer", "load_scorer", "scores_groups"]
+__all__ = ["Scorer", "functions_of", "load_scorer", "scores_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ def load_scorer(
     )
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
     return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))
+
+
+def functions_of(manager: Any) -> list[Any]:
+    """Return the scoring functions of a manager: its own, and those of a composite's components."""
+    found = [getattr(manager, "function", None), *getattr(manager, "functions", {}).values()]
+    return [function for function in found if function is not None]
 
 
 def scores_groups(manager: Any) -> bool:

@@ -138,10 +138,7 @@ def score(
     if not files:
         raise ConfigError(f"name the rollouts, too: reward-loop score {fn} FILE")
     paths = cli_options.pairs(field, "--field")
-    given = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    reward_kwargs = {key: cli_options.json_or_text(value) for key, value in given.items()}
-    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
-    cli_options.check_not_repeated(context, more)
+    reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
     options = {
         "timeout": timeout or None,
         "max_threads": concurrency,
@@ -153,7 +150,7 @@ def score(
         "default_score": default_score,
         "max_failed_share": max_failed_share,
         "log_dir": None if log_dir is None else str(log_dir),
-        **more,
+        **cli_options.more_options(context, option),
     }
     # Imported here to keep the start of the other commands fast.
     from reward_loop.config import RewardLoopConfig, parse

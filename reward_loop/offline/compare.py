@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.paths import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.agreement import Agreement, Pair, agreement
 from reward_loop.offline.rows import check_input, read_rows
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import MISSING, look_up
 from reward_loop.types import Outcome
 
 __all__ = ["Comparison", "Scoring", "compare", "read_scoring"]

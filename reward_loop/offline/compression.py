@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["SUFFIXES", "create", "import_zstandard", "is_zstandard", "open_binary"]
+__all__ = ["SUFFIXES", "create", "import_zstandard", "open_binary"]
 
 SUFFIXES = (".gz", ".zst")
 """The suffixes of compressed files that are written. Files are read by their content, whatever their suffix is."""
@@ -36,11 +36,6 @@ def import_zstandard() -> ModuleType:
     except ImportError as error:
         raise ConfigError(".zst files need zstandard: pip install zstandard") from error
     return zstandard
-
-
-def is_zstandard(path: Path) -> bool:
-    """Whether a file that is written gets compressed with Zstandard."""
-    return path.suffix.lower() == ".zst"
 
 
 @contextlib.contextmanager

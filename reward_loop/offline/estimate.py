@@ -13,6 +13,7 @@ from reward_loop._util.signals import run
 from reward_loop.client.plan import NOT_SENT, RequestPlan
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.scorer import functions_of
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.rows import Fields, Row
 from reward_loop.records.prices import Price
@@ -77,8 +78,7 @@ def estimate(source: Inputs, manager: Any, fields: Fields, concurrency: int) -> 
     Raises:
         ConfigError: a function runs in processes, where its requests cannot be stopped.
     """
-    functions = [getattr(manager, "function", None), *getattr(manager, "functions", {}).values()]
-    if any(getattr(function, "in_processes", False) for function in functions):
+    if any(getattr(function, "in_processes", False) for function in functions_of(manager)):
         raise ConfigError("--dry-run: the function runs in processes, where its requests would be sent")
     rows = source.count()
     # At random, because groups of responses make every fourth or eighth row alike.

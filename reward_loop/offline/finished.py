@@ -67,7 +67,7 @@ class FinishedOutput:
 
         Raises:
             ConfigError: the file is not an output of `reward-loop score`, its number of rows differs from that of the
-                input, or it contains results of a different run.
+                input, it contains results of a different run, or the identity file is damaged.
         """
         has_results, rows = False, 0
         for _, record in self._records():
@@ -79,12 +79,22 @@ class FinishedOutput:
                 f"{self.output} has {rows} rows, and {source.name} has {expected} rows: it is the output of another "
                 "input"
             )
-        changed = differences(header, json.loads(self._identity.read_bytes())) if self.is_identified else ""
+        changed = differences(header, self._read_identity()) if self.is_identified else ""
         if has_results and changed:
             raise ConfigError(
                 f"{self.output} is the output of a run with another {changed}. Use the old command to score its failed "
                 "rows again, or score all rows again with --restart"
             )
+
+    def _read_identity(self) -> Mapping[str, Any]:
+        try:
+            identity: Mapping[str, Any] = json.loads(self._identity.read_bytes())
+        except ValueError:
+            raise ConfigError(
+                f"{self._identity} is damaged, so nothing shows which run wrote {self.output}: score all rows again "
+                "with --restart, or delete the damaged file if the command is the same"
+            ) from None
+        return identity
 
     def take_over(self, results: PartialResults) -> None:
         """Copy the records of rows that did not fail to the partial results, unless these contain the row already."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,7 @@ def read_folder(folder: Path) -> Iterator[tuple[Mapping[str, Any] | bytes, str |
         ConfigError: the folder contains neither.
     """
     if dumps := _dumps(folder):
-        for path in dumps:
-            with path.open("rb") as lines:
-                for line in lines:
-                    if line.strip():
-                        yield line, None
+        yield from ((line, None) for line in _lines(dumps))
         return
     reader = _reader(folder)
     for row in reader.rows():
@@ -58,7 +54,7 @@ def count_folder(folder: Path) -> int:
         ConfigError: as `read_folder`.
     """
     if dumps := _dumps(folder):
-        return sum(bool(line.strip()) for path in dumps for line in path.read_bytes().split(b"\n"))
+        return sum(1 for _ in _lines(dumps))
     return sum(1 for _ in _reader(folder).rows())
 
 
@@ -75,6 +71,13 @@ def _reader(folder: Path) -> RecordsReader:
             f"{folder} is not a file of rollouts: it is a folder with neither records nor rollout dumps of verl "
             "(STEP.jsonl)"
         ) from error
+
+
+def _lines(dumps: Iterable[Path]) -> Iterator[bytes]:
+    """Yield the lines of dumps that are not blank."""
+    for path in dumps:
+        with path.open("rb") as lines:
+            yield from (line for line in lines if line.strip())
 
 
 def _dumps(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from reward_loop._util.json import to_json
@@ -53,9 +52,7 @@ class PartialResults:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def __len__(self) -> int:
@@ -117,7 +114,7 @@ class PartialResults:
                     break
                 if good == 0:
                     changed = differences(header, record)
-                elif changed and record["outcome"] != Outcome.FAILED:
+                elif changed and record.get("outcome") != Outcome.FAILED:
                     raise ConfigError(
                         f"{self.path} contains the results of an interrupted run with another {changed}. Rerun the old "
                         "command to finish it, or discard it with --restart"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from reward_loop._util.text import rounded
 from reward_loop.limits.local import LocalLimits
+from reward_loop.managers.scorer import functions_of
 from reward_loop.types import Outcome
 
 __all__ = ["ScoringProgress", "Usage", "usage_of"]
@@ -36,7 +36,7 @@ class Usage:
 
 def usage_of(manager: Any) -> Usage:
     """Return the tokens and the cost of the calls of a manager's functions."""
-    holders = [manager, getattr(manager, "function", None), *getattr(manager, "functions", {}).values()]
+    holders = (manager, *functions_of(manager))
     found = {id(limits): limits for holder in holders if (limits := getattr(holder, "limits", None)) is not None}
     if not all(isinstance(limits, LocalLimits) for limits in found.values()):
         return Usage(None, None)
@@ -44,14 +44,7 @@ def usage_of(manager: Any) -> Usage:
 
 
 class ScoringProgress:
-    """Shows the number of completed rows, and of this run's rows the failures, the mean score, tokens and cost.
-
-    Args:
-        total: the number of rows.
-        manager: the manager that scores them.
-        console: where progress is shown.
-        clock: returns the time in seconds.
-    """
+    """Shows the number of completed rows, and of this run's rows the failures, the mean score, tokens and cost."""
 
     def __init__(self, total: int, manager: Any, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -71,9 +64,7 @@ class ScoringProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def add(self, record: Mapping[str, Any]) -> None:

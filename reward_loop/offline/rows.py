@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.paths import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.offline.compression import SUFFIXES
@@ -20,7 +21,6 @@ __all__ = ["Fields", "Row", "check_fields", "check_format", "check_input", "coun
 
 _OTHER_FORMATS = frozenset({".arrow", ".bz2", ".csv", ".feather", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip"})
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ class Fields:
 
     def _get(self, row: Row, target: str, default: Any) -> Any:
         path = self._path(target)
-        value = _look_up(row.columns, path)
-        if value is not _MISSING:
+        value = look_up(row.columns, path)
+        if value is not MISSING:
             return value
         if target in self._requires:
             keys = ", or set single keys of it by --field extra_info.KEY=..." if target == "extra_info" else ""
@@ -248,18 +248,3 @@ def check_fields(rows: Iterable[Row], source: str, fields: Fields) -> None:
         count += 1
     if count:
         raise ConfigError(f"{source}: none of the {count} rows can be scored. {first}")
-
-
-def _look_up(columns: Any, path: str) -> Any:
-    """Return the value at a dotted path through objects and lists. A field named like the whole path has priority."""
-    if isinstance(columns, Mapping) and path in columns:
-        return columns[path]
-    value = columns
-    for part in path.split("."):
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            return _MISSING
-    return value

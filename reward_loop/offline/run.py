@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from reward_loop._util.causes import Causes
 from reward_loop._util.signals import run
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.offline.compression import import_zstandard, is_zstandard
+from reward_loop.offline.compression import import_zstandard
 from reward_loop.offline.finished import FinishedOutput
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.output import write_output, write_rows
@@ -52,16 +51,6 @@ class Summary:
     def outcomes(self) -> Counter[str]:
         """The number of rows with each outcome."""
         return self.report.outcomes
-
-    @property
-    def slowest(self) -> list[tuple[float, str]]:
-        """Seconds and name of each of the slowest rows, the slowest first."""
-        return self.report.slowest
-
-    @property
-    def causes(self) -> Causes:
-        """Errors counted by cause, with the first example of each cause."""
-        return self.report.causes
 
     @property
     def rows(self) -> int:
@@ -200,10 +189,11 @@ def score_file(
 
 def _check_output(source: Inputs, output: Path) -> None:
     check_format(output)
-    if is_zstandard(output):
-        import_zstandard()  # reports that it is missing before the first row is scored
+    # A missing package is reported before the first row is scored.
+    if output.suffix.lower() == ".zst":
+        import_zstandard()
     if is_parquet(output):
-        import_parquet()  # reports a missing pyarrow before the first row is scored
+        import_parquet()
     if output.exists() and not output.is_file():
         raise ConfigError(
             f"the output must be a file of its own, and {output} is a folder or a device: -o - writes to stdout"

@@ -114,7 +114,7 @@ def unpack(answer: bytes | memoryview) -> CallOutcome:
         if content is not None:
             found = pickle.loads(content)
     except Exception as failure:
-        error = _lost(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
+        error = RewardFunctionError(f"returned a value that cannot be unpickled ({type(failure).__name__}: {failure})")
     if remote is None:
         return CallOutcome(found, None, seconds, error)
     if not isinstance(found, BaseException):
@@ -138,18 +138,14 @@ def _pack(outcome: CallOutcome) -> bytes:
             content = _dumps(outcome.value)
         except Exception as failure:
             kind, why = type(outcome.value).__name__, f"{type(failure).__name__}: {failure}"
-            error = _lost(f"returned a {kind}, which cannot be sent back from a worker process ({why})")
+            error = RewardFunctionError(f"returned a {kind}, which cannot be sent back from a worker process ({why})")
     if content is not None and len(content) > _MAX_ANSWER_MB << 20:
         if remote is None:
-            error = _lost(
+            error = RewardFunctionError(
                 f"returned {len(content) >> 20} MB, more than the maximum of {_MAX_ANSWER_MB} MB for a worker process"
             )
         content = None
     return pickle.dumps((content, outcome.seconds, error, remote))
-
-
-def _lost(problem: str) -> RewardFunctionError:
-    return RewardFunctionError(problem)
 
 
 def _dumps(value: Any) -> bytes:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
@@ -86,9 +86,7 @@ class ActiveSample:
         self._token = _current.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         del _active[self]
         with contextlib.suppress(ValueError):  # the garbage collector closes coroutines outside of their context
             _current.reset(self._token)
@@ -170,9 +168,7 @@ class ActiveBatch(ActiveSample):
         self._token = _current.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ValueError):  # as in `ActiveSample`
             _current.reset(self._token)
         count = len(self.members)

@@ -21,7 +21,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.text import cut
 from reward_loop.records.encoding import hide
 from reward_loop.records.files import CONFIG
-from reward_loop.records.lines import check_version, read_lines
+from reward_loop.records.lines import read_rows
 from reward_loop.records.rows import VERSION
 from reward_loop.records.writer import Records, records
 
@@ -115,14 +115,8 @@ def configurations(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a newer version has written them.
     """
-    found = []
-    for path in sorted((folder / CONFIG).glob("*.jsonl")):
-        for row in read_lines(path):
-            if row is None:
-                continue
-            check_version(row.get("version", 0), path)
-            if row.get("kind") == CONFIG:
-                found.append({name: row.get(name) for name in ("time", "step", "options", "omitted")})
+    rows = (row for row in read_rows(folder / CONFIG) if row.get("kind") == CONFIG)
+    found = [{name: row.get(name) for name in ("time", "step", "options", "omitted")} for row in rows]
     return sorted(found, key=lambda row: row["time"] or 0.0)
 
 

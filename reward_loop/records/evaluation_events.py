@@ -8,12 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
-from numbers import Real
 from typing import Any
 
 from opentelemetry._logs import Logger
@@ -29,7 +27,7 @@ from reward_loop._util.text import cut, listing
 from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.records.active import ActiveSample
 from reward_loop.records.encoding import cleaned
-from reward_loop.types import Outcome, RewardResult, is_returned
+from reward_loop.types import Outcome, RewardResult, returned_numbers
 
 __all__ = ["EVENT", "EvaluationEvents", "evaluation_events"]
 
@@ -67,12 +65,7 @@ class EvaluationEvents:
         self._has_failed = False
 
     def send(self, active: ActiveSample, result: RewardResult) -> None:
-        """Queue the events of a sample. An error is logged once, and costs only events.
-
-        Args:
-            active: the sample, with its exchanges.
-            result: the result of the function.
-        """
+        """Queue the events of a sample. An error is logged once, and costs only events."""
         try:
             now = time.time_ns()
             for attributes in _evaluations(active, result):
@@ -148,7 +141,8 @@ def _evaluations(active: ActiveSample, result: RewardResult) -> Iterator[dict[st
     if isinstance(explanation := result.extra_info.get("explanation"), str):
         score["gen_ai.evaluation.explanation"] = cut(explanation, MAX_TEXT)
     yield {**shared, **cleaned(score)}
-    for name, value in _components(result.extra_info):
+    numbers = ((name, value) for name, value in returned_numbers(result.extra_info).items() if name != "score")
+    for name, value in itertools.islice(numbers, MAX_COMPONENTS):
         component = cleaned({"gen_ai.evaluation.name": cut(name, MAX_TEXT)})
         yield {**shared, **component, "gen_ai.evaluation.score.value": value}
 
@@ -186,21 +180,3 @@ def _error_type(result: RewardResult) -> str:
     if isinstance(error, RewardFunctionError) and error.__cause__ is not None:
         error = error.__cause__  # what the function raised
     return "_OTHER" if error is None else type(error).__name__
-
-
-def _components(extra_info: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    numbers = (
-        (name, _number(value))
-        for name, value in extra_info.items()
-        if isinstance(name, str) and name != "score" and is_returned(name)
-    )
-    return itertools.islice(((name, value) for name, value in numbers if value is not None), MAX_COMPONENTS)
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number as a float; ``None`` for other values."""
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:  # 10**400
-        return None
-    return number if math.isfinite(number) else None

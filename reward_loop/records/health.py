@@ -6,12 +6,12 @@ Both are in files of the sub-folder ``health``, which only the process of the tr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reward_loop.records.files import HEALTH
-from reward_loop.records.lines import check_version, read_lines
+from reward_loop.records.lines import read_rows
 from reward_loop.records.rows import VERSION
 from reward_loop.records.writer import Records, records
 
@@ -43,25 +43,11 @@ def warning_row(**fields: Any) -> dict[str, Any]:
 
 
 def health(folder: Path) -> list[dict[str, Any]]:
-    """Return the warnings of a run by step, each with step, monitor, message, value, threshold and since.
-
-    Args:
-        folder: the records folder.
-
-    Returns:
-        an empty list if there is no folder, or no warning was recorded.
+    """Return the warnings in a records folder by step, each with step, monitor, message, value, threshold and since.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    found = [row for row in _rows(folder / HEALTH) if row.get("kind") == WARNING]
+    found = [row for row in read_rows(folder / HEALTH) if row.get("kind") == WARNING]
     found.sort(key=lambda row: (row.get("time") or 0.0, row.get("step") or 0))
     return [{name: row.get(name) for name in _FIELDS} for row in found]
-
-
-def _rows(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob("*.jsonl")):
-        for row in read_lines(path):
-            if row is not None:
-                check_version(row.get("version", 0), path)
-                yield row

@@ -13,7 +13,7 @@ import orjson
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import VERSION
 
-__all__ = ["check_version", "has_step", "is_readable", "parse_line", "read_lines"]
+__all__ = ["check_version", "has_step", "is_readable", "parse_line", "read_lines", "read_rows"]
 
 _STEP = re.compile(rb'"step":\s*(-?\d{1,18})\b')
 
@@ -45,6 +45,19 @@ def read_lines(path: Path, is_wanted: Callable[[bytes], Any] | None = None) -> I
                 yield parse_line(line)
 
 
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows in all files of a folder, without incomplete lines; nothing if there is no such folder.
+
+    Raises:
+        ConfigError: a newer version has written them.
+    """
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in read_lines(path):
+            if row is not None:
+                check_version(row.get("version", 0), path)
+                yield row
+
+
 def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
     """Return whether a line has a field ``step`` with one of some steps.
 
@@ -62,11 +75,7 @@ def is_readable(row: dict[str, Any]) -> bool:
 
 
 def check_version(version: int, where: Path) -> None:
-    """Check that this version of the library reads records of a version.
-
-    Args:
-        version: the version of the records.
-        where: their file or folder.
+    """Check that this version of the library reads the records in a file or folder.
 
     Raises:
         ConfigError: a newer version has written them.

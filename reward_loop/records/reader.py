@@ -29,9 +29,6 @@ class NoRecordsError(ConfigError):
 class RecordsReader:
     """The records in a folder.
 
-    Args:
-        folder: the records folder.
-
     Raises:
         NoRecordsError: there is no such folder, or it contains no records.
         ConfigError: a newer version has written them.
@@ -71,32 +68,20 @@ class RecordsReader:
             yield row
 
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the samples that were generated for some steps, without their revisions.
-
-        Args:
-            steps: the training steps.
-        """
+        """Yield the rows of the samples that were generated for some training steps, without their revisions."""
         lines = self._lines(lambda line: has_step(line, steps, _HEAD))
         return (row for row in lines if row["kind"] == SAMPLE and row.get("step") in steps)
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the texts of a sample: prompt, response, ground truth, extra info and large components.
 
-        Args:
-            row: the row of the sample.
-
-        Returns:
-            ``None`` if they were not recorded, or have been deleted.
+        ``None`` if they were not recorded, or have been deleted.
         """
         lines = self._read(row, "text")
         return lines[0] if lines and lines[0].get("id") == row.get("id") else None
 
     def exchanges(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the exchanges of a sample with model servers; without their texts if these have been deleted.
-
-        Args:
-            row: the row of the sample.
-        """
+        """Return the exchanges of a sample with model servers; without their texts if these have been deleted."""
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_loop._util.causes import Causes
+from reward_loop._util.paths import MISSING, look_up
 from reward_loop.records.judges import Judges
 from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.spread import Spread
@@ -18,22 +19,6 @@ __all__ = ["MISSING", "Report", "look_up"]
 
 SHOWN = 5
 """The number of causes, of slowest and of costliest samples."""
-
-MISSING = object()
-"""What `look_up` returns for a field that does not exist."""
-
-
-def look_up(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, such as ``components.acc``; `MISSING` if there is none."""
-    value: Any = row
-    while path:
-        if not isinstance(value, Mapping):
-            return MISSING
-        if path in value:
-            return value[path]
-        name, _, path = path.partition(".")
-        value = value.get(name, MISSING)
-    return MISSING
 
 
 class _Top:

@@ -106,12 +106,7 @@ def _cut(value: Any) -> str | None:
 
 
 def text_row(sample: RewardSample, large: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the large fields of a sample.
-
-    Args:
-        sample: the sample.
-        large: the `large_components` of its result.
-    """
+    """Return the large fields of a sample, with the `large_components` of its result."""
     return {
         "version": VERSION,
         "uid": sample.uid,

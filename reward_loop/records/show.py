@@ -14,20 +14,14 @@ from reward_loop.records.judges import Judges
 from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.report import SHOWN, Report
 
-__all__ = ["counted", "outcomes_of", "show_changes", "show_details", "show_report", "show_warnings", "slowest_of"]
+__all__ = ["counted", "outcomes_of", "show_changes", "show_report", "show_warnings"]
 
 _PARTS = 30
 _NAME = 60
 
 
 def show_report(report: Report, out: Console, prices: Prices = NO_PRICES) -> None:
-    """Print the whole summary.
-
-    Args:
-        report: the summary.
-        out: where it is printed.
-        prices: the prices of models; they add the costs of judges.
-    """
+    """Print the whole summary; with prices, also the costs of judges."""
     table = Table.grid(padding=(0, 2))
     validation = f", {report.validation} of them in validation" if report.validation else ""
     table.add_row("samples", f"{report.samples}{validation}")
@@ -35,13 +29,9 @@ def show_report(report: Report, out: Console, prices: Prices = NO_PRICES) -> Non
     table.add_row("score", _spread(report.score.to_dict()))
     table.add_row("reward", _spread(report.reward.to_dict()))
     table.add_row("masked", str(report.masked))
-    table.add_row("slowest", slowest_of(report))
+    slowest = ", ".join(f"{cut(name, _NAME)} {duration(seconds)}" for seconds, name in report.slowest)
+    table.add_row("slowest", escape(slowest) or "none")
     out.print(table, highlight=False)
-    show_details(report, out, prices)
-
-
-def show_details(report: Report, out: Console, prices: Prices = NO_PRICES) -> None:
-    """Print causes of failures, components, groups, judges, costly samples, and the parts of ``group_by``."""
     _show_causes(report, out)
     _show_spreads("component", {name: spread.to_dict() for name, spread in report.components.items()}, out)
     groups = report.groups()
@@ -87,12 +77,6 @@ def show_changes(starts: Sequence[Mapping[str, Any]], out: Console) -> None:
 def outcomes_of(report: Report) -> str:
     """Return the counts of outcomes, such as ``1 failed, 5 scored``."""
     return ", ".join(f"{report.outcomes[name]} {name}" for name in sorted(report.outcomes)) or "none"
-
-
-def slowest_of(report: Report) -> str:
-    """Return the slowest samples with their times."""
-    shown = ", ".join(f"{cut(name, _NAME)} {duration(seconds)}" for seconds, name in report.slowest)
-    return escape(shown) or "none"
 
 
 def counted(number: int, noun: str) -> str:

@@ -68,7 +68,8 @@ def processes() -> list[int]:
     """Return the process ids of this user's processes on this machine that have a watchdog."""
     prefix = f"@{_name('')}"
     found = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
-    return sorted(int(name.removeprefix(prefix)) for name in found if name.startswith(prefix))
+    pids = (name.removeprefix(prefix) for name in found if name.startswith(prefix))
+    return sorted(int(pid) for pid in pids if pid.isdecimal())  # any program may use such a name
 
 
 answers: dict[str, Callable[..., Any]] = {"report": report}

@@ -110,19 +110,11 @@ class Records:
         self._queue(_Record(row, text, exchanges, size))
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them.
-
-        Args:
-            rows: the rows.
-        """
+        """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them."""
         self._queue(_Plain(rows, is_event=False, size=_PLAIN_SIZE * len(rows)))
 
     def write_event(self, event: Mapping[str, Any]) -> None:
-        """Queue an event of the trainer for writing.
-
-        Args:
-            event: the event; see `reward_loop.records.events`.
-        """
+        """Queue an event of the trainer (`reward_loop.records.events`) for writing."""
         self._queue(_Plain([event], is_event=True, size=_PLAIN_SIZE))
 
     def _queue(self, item: _Record | _Plain) -> None:

@@ -149,10 +149,6 @@ class ReplacingAgentLoopManager(AgentLoopManagerTQ):
     def send_again(self, uids: Collection[str], step: int) -> None:
         """Sends the prompts of dead workers to the replacements: at once, or after `hold`, at the next `release`.
 
-        Args:
-            uids: the uids of the prompts.
-            step: the training step.
-
         Raises:
             RewardLoopError: too many workers died while they had one of these prompts.
         """

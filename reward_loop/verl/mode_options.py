@@ -128,12 +128,7 @@ def _poll_interval(config: DictConfig) -> float:
 
 
 def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:
-    """Returns each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once.
-
-    Args:
-        config: verl's whole configuration.
-        options: the options of the queue.
-    """
+    """Returns each agent loop worker's share of the queue: its capacity, and how many rollouts are judged at once."""
     rollout = config.actor_rollout_ref.rollout
     workers, batch_size = rollout.agent.num_workers, config.data.train_batch_size
     of_a_step = math.ceil(batch_size / workers) * rollout.n

@@ -74,10 +74,11 @@ from reward_loop.verl.mode_options import PIPELINE_MODE, read_mode
 from reward_loop.verl.pipeline_schedule import make_schedule, mini_batch_groups
 from reward_loop.verl.progress import GENERATED, Progress, StepTimes
 from reward_loop.verl.reward_metrics import added_seconds
-from reward_loop.verl.step_batch import StepBatch, uid_of
+from reward_loop.verl.step_batch import StepBatch
 from reward_loop.verl.tq_batches import MASKS, copy, read_tags, read_trajectories, select, zero
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
+from reward_loop.verl.trajectory_keys import uid_of
 from reward_loop.verl.worker_events import Listener
 
 __all__ = ["AGENT_LOOP_MANAGER", "RewardPipelineTrainer"]

@@ -17,9 +17,10 @@ from reward_loop.records import Records
 from reward_loop.records.configuration import config_row, hide_environment, open_configuration
 from reward_loop.records.events import WaitsFor, advantage_row, phase_event
 from reward_loop.verl.compat.adapters import running_loggers
-from reward_loop.verl.reward_metrics import StepRewards, final_outputs, session_of
+from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]
 

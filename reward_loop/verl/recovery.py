@@ -30,10 +30,9 @@ from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
 from reward_loop.verl.progress import GENERATED, Recovered
-from reward_loop.verl.reward_metrics import session_of
-from reward_loop.verl.step_batch import uid_of
 from reward_loop.verl.tq_batches import read_trajectories, select, unfinished_prompts
 from reward_loop.verl.tq_rewards import read_sessions, write_rewards
+from reward_loop.verl.trajectory_keys import session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["Recovery"]
@@ -73,9 +72,6 @@ class Recovery:
     def poll(self, step: int) -> None:
         """Recovers from the deaths since the last call, if there are any. Otherwise, returns at once.
 
-        Args:
-            step: the training step.
-
         Raises:
             RewardLoopError: as `recover`.
         """
@@ -83,11 +79,7 @@ class Recovery:
             self.recover(dead, step)
 
     def recover(self, dead: Collection[int], step: int) -> Recovered:
-        """Replaces dead workers, and has their unfinished prompts judged or generated again.
-
-        Args:
-            dead: the numbers of the workers.
-            step: the training step.
+        """Replaces the dead workers with these numbers, and has their unfinished prompts judged or generated again.
 
         Raises:
             RewardLoopError: a replacement did not start; too many workers died while they had the same prompt; or the
@@ -117,12 +109,7 @@ class Recovery:
         return Recovered(workers, received, set(again), published)
 
     def _reset(self, prompts: dict[str, str], step: int) -> None:
-        """Deletes the trajectories of prompts, and resets their tags.
-
-        Args:
-            prompts: prompt uid -> partition.
-            step: the training step.
-        """
+        """Deletes the trajectories of prompts, and resets their tags. ``prompts`` maps each uid to its partition."""
         by_partition: dict[str, list[str]] = defaultdict(list)
         for uid, partition in prompts.items():
             by_partition[partition].append(uid)

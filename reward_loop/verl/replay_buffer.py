@@ -15,6 +15,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome
+from reward_loop.verl.tq_batches import extra_fields_of
+from reward_loop.verl.trajectory_keys import uid_of
 
 __all__ = ["RewardReplayBuffer", "extend"]
 
@@ -111,7 +113,7 @@ class RewardReplayBuffer(ReplayBuffer):
         decided = self._dapo_classification_cache[partition_id]
         new = self.finished_keys[partition_id] - decided.keys()
         partition = self.partitions[partition_id]
-        keys = [key for key in partition if key.split("_")[0] in new]
+        keys = [key for key in partition if uid_of(key) in new]
         if not keys:
             return
         by_reward = metric == REWARD_METRIC
@@ -123,11 +125,11 @@ class RewardReplayBuffer(ReplayBuffer):
         fields = ["extra_fields", "rm_scores"] if by_reward else ["extra_fields"]
         data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
         rewards = [float(scores.sum()) for scores in data["rm_scores"]] if by_reward else [None] * len(keys)
-        values: dict[str, dict[str, float]] = {key.split("_")[0]: {} for key in keys}
+        values: dict[str, dict[str, float]] = {uid_of(key): {} for key in keys}
         kept, undecided = set(), set()
-        for key, extra, reward in zip(keys, data["extra_fields"], rewards, strict=True):
+        for key, extra, reward in zip(keys, extra_fields_of(data), rewards, strict=True):
             uid, session, _ = key.rsplit("_", 2)
-            info = getattr(extra, "data", extra).get("reward_extra_info") or {}
+            info = extra.get("reward_extra_info") or {}
             value = reward if by_reward else info.get(metric)
             if info.get("reward_masked"):
                 continue
@@ -150,7 +152,7 @@ class RewardReplayBuffer(ReplayBuffer):
         what = "validation" if partition_id == "val" else "training"
         lines = []
         for uid in prompts[:NAMED_PROMPTS]:
-            there = {key.split("_")[1] for key in self.partitions[partition_id] if key.split("_")[0] == uid}
+            there = {key.split("_")[1] for key in self.partitions[partition_id] if uid_of(key) == uid}
             lines.append(f"prompt {uid}: rewards of rollouts {', '.join(sorted(there)) or 'none'} have arrived")
         if len(prompts) > NAMED_PROMPTS:
             lines.append(f"and {len(prompts) - NAMED_PROMPTS} more prompts")
@@ -165,9 +167,7 @@ class RewardReplayBuffer(ReplayBuffer):
 def extend(buffer: Any, **options: Any) -> RewardReplayBuffer:
     """Returns a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
 
-    Args:
-        buffer: a new buffer.
-        **options: the keyword arguments of `RewardReplayBuffer`.
+    The options are the keyword arguments of `RewardReplayBuffer`.
 
     Raises:
         ConfigError: the class of ``trainer.v1.sampler.custom_sampler`` is not a subclass of verl's ReplayBuffer.

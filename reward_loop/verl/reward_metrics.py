@@ -7,9 +7,10 @@ counts. So the metrics here are computed once per step, from all its samples.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from reward_loop.types import RESERVED_KEYS, Outcome
+from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
     "StepRewards",
     "added_seconds",
     "audit_metrics",
-    "final_outputs",
-    "session_of",
     "spread",
     "unmasked",
     "validation_metrics",
@@ -35,22 +35,6 @@ Info = Mapping[str, Any]
 
 _MEASURED = frozenset({"reward_seconds", "reward_wait_seconds", "reward_queue_seconds", "reward_attempts"})
 """Keys of the values that the reward loop measures for every sample."""
-
-
-def session_of(key: str) -> tuple[str, int]:
-    """Splits verl's key ``{uid}_{session}_{index}`` into session and index."""
-    session, index = key.rsplit("_", 1)
-    return session, int(index)
-
-
-def final_outputs(keys: Iterable[str]) -> list[str]:
-    """Returns the key of each session's last output, so that a sample with several outputs counts once."""
-    last: dict[str, tuple[int, str]] = {}
-    for key in keys:
-        session, index = session_of(key)
-        if session not in last or last[session][0] < index:
-            last[session] = (index, key)
-    return [key for _, key in last.values()]
 
 
 @contextmanager
@@ -135,8 +119,8 @@ def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a number, so that it can be averaged."""
-    return isinstance(value, int | float | np.number)
+    """Returns whether the value is a number that can be averaged. Integers beyond the range of a float cannot."""
+    return isinstance(value, float | np.number) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def is_scored(info: Info) -> bool:
@@ -271,8 +255,7 @@ def without_baseline(keys: Collection[str], masked: set[str]) -> set[str]:
     members: dict[str, set[str]] = defaultdict(set)
     left: dict[str, set[str]] = defaultdict(set)
     for key in keys:
-        session, _ = session_of(key)
-        group = session.rsplit("_", 1)[0]
+        session, group = session_of(key)[0], uid_of(key)
         members[group].add(session)
         if key not in masked:
             left[group].add(session)

@@ -12,7 +12,8 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.records import cleaned
 from reward_loop.records.configuration import hide_environment
 from reward_loop.types import Outcome, is_returned
-from reward_loop.verl.reward_metrics import Info, StepRewards, final_outputs, is_scored, session_of
+from reward_loop.verl.reward_metrics import Info, StepRewards, is_scored
+from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = ["COLUMNS", "NAME", "SampleTable", "chosen_keys"]
 
@@ -54,11 +55,7 @@ class SampleTable:
     def of(cls, options: RewardLoopConfig, loggers: str | Collection[str]) -> Self | None:
         """Returns the table of a run; ``None`` if no samples are logged.
 
-        Loggers without tables are named once in the log.
-
-        Args:
-            options: the options of the run.
-            loggers: verl's ``trainer.logger``.
+        ``loggers`` is verl's ``trainer.logger``. Loggers without tables are named once in the log.
         """
         if not options.log_samples:
             return None

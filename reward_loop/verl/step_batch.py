@@ -11,8 +11,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from reward_loop.errors import RewardLoopError
+from reward_loop.verl.trajectory_keys import uid_of
 
-__all__ = ["StepBatch", "uid_of"]
+__all__ = ["StepBatch"]
 
 
 @dataclass
@@ -110,8 +111,3 @@ class StepBatch:
         now, self.rows = self.rows[:full], self.rows[full:]
         size = multiple if self.in_order else full
         return [now[first : first + size] for first in range(0, full, size)] if full else []
-
-
-def uid_of(key: str) -> str:
-    """Returns the prompt's uid from a trajectory's key, ``{uid}_{session}_{index}``."""
-    return key.split("_")[0]

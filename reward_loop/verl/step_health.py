@@ -14,8 +14,8 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, JudgeCalls, Observation
 from reward_loop.records.health import open_health, values_row, warning_row
 from reward_loop.types import Outcome, is_returned
-from reward_loop.verl.reward_metrics import Info, StepRewards, final_outputs, is_number, is_scored
-from reward_loop.verl.step_batch import uid_of
+from reward_loop.verl.reward_metrics import Info, StepRewards, is_number, is_scored
+from reward_loop.verl.trajectory_keys import final_outputs, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["StepHealth"]

@@ -1,15 +1,18 @@
-"""Helpers for the rows of a batch in TransferQueue: select rows, write zeros."""
+"""Helpers for the rows of a batch in TransferQueue: read tags and extra fields, select rows, write zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-__all__ = ["MASKS", "copy", "read_tags", "read_trajectories", "select", "unfinished_prompts", "zero"]
+from reward_loop.verl.trajectory_keys import uid_of
+
+__all__ = ["MASKS", "copy", "extra_fields_of", "read_tags", "read_trajectories", "select", "unfinished_prompts", "zero"]
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -43,7 +46,7 @@ def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
 def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:
     """Returns the trajectories of these prompts that are in TransferQueue."""
     items = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-    rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and key.split("_")[0] in uids}
+    rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and uid_of(key) in uids}
     return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
 
@@ -55,6 +58,11 @@ def unfinished_prompts() -> dict[str, tuple[str, dict]]:
         for key, tag in items.items()
         if tag.get("is_prompt") and tag["status"] in ("pending", "running")
     }
+
+
+def extra_fields_of(rows: TensorDict) -> list[dict[str, Any]]:
+    """Returns the column ``extra_fields`` of rows from TransferQueue, which may wrap each entry."""
+    return [getattr(extra, "data", extra) for extra in rows["extra_fields"]]
 
 
 def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:

@@ -19,8 +19,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.types import Reward
-from reward_loop.verl.reward_metrics import final_outputs, session_of
 from reward_loop.verl.token_rewards import has_parts, place
+from reward_loop.verl.tq_batches import extra_fields_of
+from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = [
     "keys_with_parts",
@@ -96,15 +97,19 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
     return column
 
 
+def _unpadded(batch: Any) -> list[str]:
+    """Returns the keys of a batch without its padding rows, which are copies of other rows."""
+    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+
+
 def read_groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
     """Returns the groups of a batch that have not been post-processed.
 
     Returns:
         For each group, the keys of its sessions' last outputs, and their rewards, both in the order of the sessions.
     """
-    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     members: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for key in final_outputs(rows):
+    for key in final_outputs(_unpadded(batch)):
         group, number = session_of(key)[0].rsplit("_", 1)
         members[group].append((int(number), key))
     keys = [[key for _, key in sorted(group)] for group in members.values()]
@@ -112,10 +117,9 @@ def read_groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
     if not flat:
         return [], []
     data = tq.kv_batch_get(keys=flat, partition_id=batch.partition_id, select_fields=["rm_scores", "extra_fields"])
-    extra_fields = [getattr(extra, "data", extra) for extra in data["extra_fields"]]
     rewards = {
         key: Reward(reward_score=float(scores.sum()), reward_extra_info=extra.get("reward_extra_info") or {})
-        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), extra_fields, strict=True)
+        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), extra_fields_of(data), strict=True)
         if RAW_SCORE not in extra
     }
     keys = [group for group in keys if all(key in rewards for key in group)]
@@ -135,20 +139,14 @@ def write_rewards(
     """
     by_session = {session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
     raw = {session_of(key)[0]: {RAW_SCORE: score} for key, score in (raw_scores or {}).items()}
-    # Padding rows are copies of other rows: skip them.
-    rows = [
-        key
-        for key, tag in zip(batch.keys, batch.tags, strict=True)
-        if not tag.get("is_padding") and session_of(key)[0] in by_session
-    ]
+    rows = [key for key in _unpadded(batch) if session_of(key)[0] in by_session]
     data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=["responses", "extra_fields"])
     scores, extra_fields = [], []
-    for key, response, extra in zip(rows, data["responses"].unbind(), list(data["extra_fields"]), strict=True):
+    for key, response, extra in zip(rows, data["responses"].unbind(), extra_fields_of(data), strict=True):
         reward = by_session[session_of(key)[0]]
         score = torch.zeros(len(response), dtype=torch.float32)
         score[-1:] = reward["reward_score"]
         scores.append(score)
-        extra = getattr(extra, "data", extra)
         raw_score = raw.get(session_of(key)[0], {})
         extra_fields.append({**extra, **raw_score, "reward_extra_info": reward["reward_extra_info"]})
     fields = TensorDict(
@@ -166,11 +164,11 @@ def read_reward_infos(batch: Any) -> tuple[dict[str, dict[str, Any]], dict[str, 
 
     Padding rows are left out.
     """
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    keys = _unpadded(batch)
     if not keys:
         return {}, {}
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", "rm_scores"])
-    extra_fields = [getattr(value, "data", value) for value in data["extra_fields"]]
+    extra_fields = extra_fields_of(data)
     infos = {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
     raw_scores = {
         key: extra.get(RAW_SCORE, float(scores.sum()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -17,7 +18,6 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.types import Reward
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
 from reward_loop.verl.compat.adapters import with_missing_values
 from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use_rewards
@@ -26,32 +26,22 @@ from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
 from reward_loop.verl.replay_buffer import extend
 from reward_loop.verl.resolve import without_reward
-from reward_loop.verl.reward_client import RewardClient
+from reward_loop.verl.reward_changes import post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
     StepRewards,
     added_seconds,
     audit_metrics,
-    final_outputs,
-    session_of,
     spread,
     unmasked,
     validation_metrics,
     without_baseline,
 )
 from reward_loop.verl.services import RewardServices
-from reward_loop.verl.step_batch import uid_of
 from reward_loop.verl.step_health import StepHealth
-from reward_loop.verl.token_rewards import misfit
 from reward_loop.verl.tq_batches import MASKS, copy, select, zero
-from reward_loop.verl.tq_rewards import (
-    keys_with_parts,
-    place_parts,
-    read_groups,
-    read_reward_infos,
-    read_sessions,
-    write_rewards,
-)
+from reward_loop.verl.tq_rewards import place_parts, read_reward_infos, read_sessions, write_rewards
 from reward_loop.verl.training_workers import masking
+from reward_loop.verl.trajectory_keys import final_outputs
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["NothingToLearnError", "with_reward_loop"]
@@ -69,14 +59,6 @@ GROUP_ESTIMATORS = frozenset(
 
 class NothingToLearnError(RewardLoopError):
     """No sample of an update has a score to learn from."""
-
-
-class _RewardLoop:
-    """The part of verl's reward loop manager that verl's trainer uses."""
-
-    def __init__(self, workers: RewardWorkers, inside_rollout: bool) -> None:
-        self.workers = workers
-        self.reward_loop_worker_handles: list[RewardClient] | None = [workers.client] if inside_rollout else None
 
 
 class RewardLoopTrainer(RecordingTrainer):
@@ -135,7 +117,9 @@ class RewardLoopTrainer(RecordingTrainer):
         self._post_processes = self.reward_workers.have_post_process()
         self._health = StepHealth(self._settings.options, self.reward_workers)
         inside_rollout = self._settings.inside_rollout and self._colocated is None
-        self.reward_loop_manager = _RewardLoop(self.reward_workers, inside_rollout)
+        handles = [self.reward_workers.client] if inside_rollout else None
+        # verl's trainer uses nothing else of its own reward loop manager.
+        self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=handles)
         if self.reward_workers.client.by_group:
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             self.val_dataloader: Any = WithGroupSize(self.val_dataloader, n)
@@ -355,50 +339,19 @@ class RewardLoopTrainer(RecordingTrainer):
         self.timing_raw["adv"] = self.timing_raw.get("adv", 0.0) - seconds[name]
 
     def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
-        """Turns samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
-
-        All outputs of such a session get the new reward. Groups that `_check_parts` has examined are left out. Returns
-        whether there was any.
-        """
-        checked = self.replay_buffer.classified_groups(batch.partition_id)
-        keys = [key for key in keys_with_parts(infos) if uid_of(key) not in checked]
-        if not keys:
-            return False
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-        masks = data["response_mask"].unbind()
-        problems = {key: misfit(mask, infos[key]) for key, mask in zip(keys, masks, strict=True)}
-        rejected = {key: problem for key, problem in problems.items() if problem is not None}
-        rewards = [Reward(reward_score=0.0, reward_extra_info=infos[key]) for key in rejected]
-        failed = self.reward_workers.reject(
-            rewards, _names(rejected), list(rejected.values()), len(keys) - len(rejected)
-        )
-        if rejected:
-            write_rewards(batch, list(rejected), failed)
-        return bool(rejected)
+        """Rejects dense rewards that do not fit, except in groups that `_check_parts` has examined."""
+        examined = self.replay_buffer.classified_groups(batch.partition_id)
+        return reject_parts(batch, infos, self.reward_workers, examined)
 
     def _check_parts(self, batch: Any) -> None:
         """Does the same as `_reject_parts` for finished groups, before they are filtered by their rewards."""
         self._reject_parts(batch, read_reward_infos(batch)[0])
 
     def _post_process(self, batch: Any) -> None:
-        """Replaces the rewards of each group with the results of the function's ``post_process_scores``.
-
-        Groups that have been post-processed already stay as they are. Does nothing if the function has no such method.
-        """
-        keys, groups = read_groups(batch) if self._post_processes else ([], [])
-        if not keys:
-            return
-        processed = self.reward_workers.post_process(groups, [_names(group) for group in keys])
-        flat = [key for group in keys for key in group]
-        raw_scores = {key: r["reward_score"] for key, r in zip(flat, [r for g in groups for r in g], strict=True)}
-        write_rewards(batch, flat, [reward for group in processed for reward in group], raw_scores)
+        if self._post_processes:
+            post_process(batch, self.reward_workers)
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
     """Returns a subclass of a mode's trainer that takes its rewards from the reward loop."""
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})
-
-
-def _names(keys: Iterable[str]) -> list[str]:
-    """Returns the names that the samples of these keys have in messages and records: ``{uid}_{session}``."""
-    return [session_of(key)[0] for key in keys]

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -79,9 +78,7 @@ class Listener:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         self._thread.join(2 * STOP_CHECK_S)
 

@@ -18,7 +18,6 @@ from reward_loop.adapters.process_agent import (
     ENVIRONMENT,
     AdapterConfig,
     close_agent,
-    components,
     load_config,
     process_agent,
 )
@@ -120,11 +119,6 @@ async def test_a_closed_agent_says_so() -> None:
     await asyncio.to_thread(close_agent)
     with pytest.raises(RewardLoopError, match="closed"):
         await agent.score([RewardSample("4")])
-
-
-def test_components_are_the_numbers_without_measurements() -> None:
-    info = {"score": 1, "right": True, "a/seconds": 1.0, "a/x": 2, "text": "t", "reward_seconds": 3.0}
-    assert components({"reward_score": 1.0, "reward_extra_info": info}) == {"score": 1.0, "right": 1.0, "a/x": 2.0}
 
 
 def test_a_program_that_exits_closes_the_agent_and_its_worker_processes(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ async def test_a_sample_without_a_score_is_removed_from_the_loss(response: str, 
     assert error in masked.metadata["reward_loop"]["reward_error"]
 
 
+async def test_a_field_of_the_data_set_named_as_that_of_the_rewards_is_replaced() -> None:
+    scored = sample("4", metadata={"reward_loop": "a column of the data set"})
+    assert await custom_rm(arguments(), scored) == 1.0
+    assert scored.metadata["reward_loop"]["reward_outcome"] == "scored"
+
+
 async def test_a_removed_sample_that_is_scored_again_is_trained_on() -> None:
     again = sample("fail", metadata={})
     await custom_rm(arguments(), again)

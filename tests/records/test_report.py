@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.errors import ConfigError
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import Report, look_up
+from reward_loop.records.report import Report
 from reward_loop.records.spread import Spread
 
 
@@ -208,12 +208,6 @@ def test_numbers_without_a_spread() -> None:
     spread.add(float("nan"))
     spread.add(2.0)
     assert spread.to_dict() == {"count": 1, "mean": 2.0, "std": 0.0, "min": 2.0, "p50": 2.0, "p95": 2.0, "max": 2.0}
-
-
-def test_fields_are_found_by_their_dotted_path() -> None:
-    row = {"a": {"b": 1, "c.d": 2}, "a.x": 3}
-    assert [look_up(row, path) for path in ("a.b", "a.c.d", "a.x")] == [1, 2, 3]
-    assert look_up({"a": 1}, "a.b") is look_up({}, "a")
 
 
 def test_the_reader_is_robust_against_unreadable_places(tmp_path: Path) -> None:

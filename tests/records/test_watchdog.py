@@ -92,6 +92,12 @@ def test_another_process_is_asked_for_its_oldest_samples(tmp_path: Path) -> None
         ask(process.pid)
 
 
+def test_a_socket_whose_name_ends_without_a_process_id_is_left_out() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{watchdog._name('x')}")
+        assert isinstance(processes(), list)
+
+
 def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
     watch()
     for said in (b"", frame(b"nonsense"), b"a frame that is too long", frame(b'["report"]')):

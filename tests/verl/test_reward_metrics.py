@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.verl import tq_batches, tq_rewards, trainer
+from reward_loop.verl import reward_changes, tq_batches, tq_rewards, trainer
 from reward_loop.verl.compat.adapters import with_missing_values
 from reward_loop.verl.reward_metrics import StepRewards, audit_metrics, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
@@ -65,6 +65,14 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
     assert "format" not in infos["a_1_0"]
 
 
+def test_an_integer_beyond_the_range_of_a_float_has_no_metric() -> None:
+    rewards = StepRewards()
+    rewards.add({"a_0_0": {"reward_outcome": "scored", "acc": 1, "huge": 10**400}}, {"a_0_0": 1.0})
+    metrics = rewards.metrics()
+    assert metrics["reward_loop/acc/mean"] == 1.0
+    assert "reward_loop/huge/mean" not in metrics
+
+
 class Queue:
     """TransferQueue as a dict of rows."""
 
@@ -105,7 +113,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (trainer, tq_batches, tq_rewards):
+    for module in (trainer, reward_changes, tq_batches, tq_rewards):
         monkeypatch.setattr(module, "tq", queue)
     return queue
 

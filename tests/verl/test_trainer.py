@@ -19,7 +19,7 @@ from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers.policy import fail_reward
 from reward_loop.types import RewardSample
-from reward_loop.verl import pipeline, tq_batches, tq_rewards, trainer  # noqa: F401  registers the mode reward_pipeline
+from reward_loop.verl import pipeline, reward_changes, tq_batches, tq_rewards, trainer  # noqa: F401  registers the mode reward_pipeline
 from reward_loop.verl.gdpo import GDPO, component_rewards, use_rewards
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.token_rewards import place
@@ -87,6 +87,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
                 rows[key][field] = getattr(value, "data", value) if isinstance(fields.get(field), list) else value
 
     monkeypatch.setattr(trainer, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+    monkeypatch.setattr(reward_changes, "tq", trainer.tq)
     monkeypatch.setattr(tq_batches, "tq", trainer.tq)
     monkeypatch.setattr(tq_rewards, "tq", trainer.tq)
     return rows

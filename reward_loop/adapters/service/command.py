@@ -135,23 +135,20 @@ def serve(
     from reward_loop.records import records
 
     key = api_key(api_key_env)
-    arguments = cli_options.pairs(reward_kwarg, "--reward-kwarg")
-    more = cli_options.nested(cli_options.pairs(option, "--option"), "--option")
-    cli_options.check_not_repeated(context, more)
     options: dict[str, Any] = {
         "timeout": timeout or None,
         "max_threads": concurrency,
         "isolation": isolation,
         "max_failed_share": 1.0,  # the replies report each failure, so the trainer can decide
         "log_dir": None if log_dir is None else str(log_dir),
-        **more,
+        **cli_options.more_options(context, option),
     }
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     scorer = load_scorer(
         fn,
         manager,
         config,
-        reward_kwargs={name: cli_options.json_or_text(value) for name, value in arguments.items()},
+        reward_kwargs=cli_options.values(reward_kwarg, "--reward-kwarg"),
         router_address=router_address,
     )
     service = RewardService(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop.types import Outcome, Reward, is_returned
+from reward_loop.types import Outcome, Reward, finite_number, returned_numbers
 
 __all__ = ["Scored", "ServiceError", "numbers_of"]
 
@@ -51,7 +50,7 @@ class Scored:
         outcome = Outcome(extra_info.get("reward_outcome", Outcome.SCORED))
         error = extra_info.get("reward_error") or None
         score = None if extra_info.get("reward_masked") else reward["reward_score"]
-        if score is not None and not _is_number(score):
+        if score is not None and finite_number(score) is None:
             error = f"sample {uid}: the manager returned the score {score!r}, which is not a finite number"
             return cls(uid, None, Outcome.FAILED, error, extra_info)
         if outcome is Outcome.UNSCORED and error is None:
@@ -61,11 +60,7 @@ class Scored:
     @property
     def components(self) -> dict[str, float]:
         """The finite numbers that the function returned in addition to the score, by their keys."""
-        return {
-            str(key): float(value)
-            for key, value in self.extra_info.items()
-            if is_returned(key) and key != "score" and _is_number(value)
-        }
+        return {key: number for key, number in returned_numbers(self.extra_info).items() if key != "score"}
 
 
 def numbers_of(results: list[Scored], trainer: str) -> list[float]:
@@ -90,10 +85,3 @@ def numbers_of(results: list[Scored], trainer: str) -> list[float]:
             outcome=first.outcome,
         )
     return [result.score for result in results if result.score is not None]
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False

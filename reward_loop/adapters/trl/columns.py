@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reward_loop._util.paths import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
 from reward_loop.types import RewardSample
 
 __all__ = ["Columns", "group_sizes", "text_of"]
-
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +58,21 @@ class Columns:
         """Return ground truth, data source and extra info of one completion, as arguments of `RewardSample`."""
         row = {name: values[index] for name, values in columns.items()}
         used = {name: getattr(self, name) or name for name in ("ground_truth", "data_source", "extra_info")}
-        truth = _look_up(row, used["ground_truth"])
-        source = _look_up(row, used["data_source"])
-        nested = _look_up(row, used["extra_info"])
+        truth = look_up(row, used["ground_truth"])
+        source = look_up(row, used["data_source"])
+        nested = look_up(row, used["extra_info"])
         extra_info = {name: value for name, value in row.items() if name not in used.values()}
         error = None
         if isinstance(nested, Mapping):
             extra_info |= nested
-        elif nested is not _MISSING and nested is not None:
+        elif nested is not MISSING and nested is not None:
             error = f"its column {used['extra_info']!r} must be a mapping; got {shorten(nested, 60)}"
         for part, value in (("ground_truth", truth), ("data_source", source)):
-            if value is _MISSING and getattr(self, part) is not None:
+            if value is MISSING and getattr(self, part) is not None:
                 error = f"its column has no {getattr(self, part)!r}, which {part}= names"
         return {
-            "ground_truth": None if truth is _MISSING else truth,
-            "data_source": "" if source is _MISSING or source is None else str(source),
+            "ground_truth": None if truth is MISSING else truth,
+            "data_source": "" if source is MISSING or source is None else str(source),
             "extra_info": extra_info,
             "error": error,
         }
@@ -159,15 +158,3 @@ def _content(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or "" for part in content)
-
-
-def _look_up(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path. A column named like the whole path has priority."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value

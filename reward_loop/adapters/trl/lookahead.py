@@ -19,11 +19,7 @@ class GenerationBatch(list[Any]):
 
 
 class Lookahead:
-    """Reads the batches of one epoch.
-
-    Args:
-        source: the iterator of the epoch.
-    """
+    """Reads the batches of one epoch from its iterator."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source

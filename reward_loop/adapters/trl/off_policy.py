@@ -39,11 +39,7 @@ def with_defaults(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def check_trainer(trainer: Any, async_functions: Mapping[int, Any]) -> None:
-    """Check that the trainer can be overlapped.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        async_functions: its async reward functions.
+    """Check that a `GRPOTrainer` with these async reward functions can be overlapped.
 
     Raises:
         ConfigError: an option cannot work.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from reward_loop._util.json import encode
-from reward_loop.types import Outcome, Reward, is_returned
+from reward_loop.types import Outcome, Reward, finite_number, is_returned
 
 __all__ = ["RewardLog"]
 
@@ -37,8 +36,8 @@ class RewardLog:
         if seconds := [info["reward_seconds"] for info in infos if "reward_seconds" in info]:
             metrics[f"{group}/seconds"] = sum(seconds) / len(seconds)
         for key in _components(infos):
-            values = [float(info[key]) for info in infos if _is_number(info.get(key))]
-            if values:
+            numbers = (finite_number(info.get(key)) for info in infos)
+            if values := [number for number in numbers if number is not None]:
                 metrics[f"reward_components/{self._name}/{key}"] = sum(values) / len(values)
         return metrics
 
@@ -47,7 +46,7 @@ class RewardLog:
         infos = [reward["reward_extra_info"] for reward in rewards]
         if self._numeric is None:
             self._numeric = {
-                key: all(_is_number(info[key]) for info in infos if info.get(key) is not None)
+                key: all(finite_number(info[key]) is not None for info in infos if info.get(key) is not None)
                 for key in _components(infos)
             }
         columns: dict[str, list[Any]] = {
@@ -55,7 +54,7 @@ class RewardLog:
             f"{self._name}/error": [str(info.get("reward_error") or "") for info in infos],
         }
         for key, is_numeric in self._numeric.items():
-            convert = _number if is_numeric else _text
+            convert = finite_number if is_numeric else _text
             columns[f"{self._name}/{key}"] = [convert(info.get(key)) for info in infos]
         return columns
 
@@ -77,14 +76,6 @@ class RewardLog:
 def _components(infos: Sequence[dict[str, Any]]) -> list[str]:
     """Return the keys that functions have set, in order of their first appearance, without the score: TRL logs it."""
     return [key for key in dict.fromkeys(key for info in infos for key in info) if is_returned(key) and key != "score"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,31 @@
+"""verl's keys of trajectories in TransferQueue: ``{uid}_{session}_{index}``.
+
+A prompt has the uid, a session is one of its rollouts, and a session has one or several outputs, each with an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["final_outputs", "session_of", "uid_of"]
+
+
+def uid_of(key: str) -> str:
+    """Returns the uid of the prompt."""
+    return key.split("_")[0]
+
+
+def session_of(key: str) -> tuple[str, int]:
+    """Returns the session, as ``{uid}_{session}``, and the index."""
+    session, index = key.rsplit("_", 1)
+    return session, int(index)
+
+
+def final_outputs(keys: Iterable[str]) -> list[str]:
+    """Returns the key of each session's last output, so that a sample with several outputs counts once."""
+    last: dict[str, tuple[int, str]] = {}
+    for key in keys:
+        session, index = session_of(key)
+        if session not in last or last[session][0] < index:
+            last[session] = (index, key)
+    return [key for _, key in last.values()]
