@@ -151,9 +151,7 @@ def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConf
     # vLLM measures the free memory of the GPU before and after it loads a model: two servers that start on one GPU at
     # the same time would each count the other's memory as their own.
     starts = 1 if len(on_gpus) > 1 else served.starts_at_a_time
-    return served.model_copy(
-        update={**can_sleep, "models": models, "replicas": replicas, "starts_at_a_time": starts}
-    )
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas, "starts_at_a_time": starts})
 
 
 def _room(pool: DictConfig, size: int, which: str) -> int:

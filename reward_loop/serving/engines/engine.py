@@ -21,8 +21,10 @@ STANDARD_ENVIRONMENT = {
 """Environment variables for all engines."""
 
 _GPU_COUNTS = frozenset(
-    ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-    + ("tp_size", "dp_size", "pp_size", "tp", "dp", "pp")
+    {
+        *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"),
+        *("tp_size", "dp_size", "pp_size", "tp", "dp", "pp"),
+    }
 )
 """Options of the engines that change the number of GPUs. In `engine_args`, they would change it after the GPUs of the
 server were reserved."""
