@@ -2,7 +2,7 @@
 # GRPO on GSM8K with a discriminative reward model on the GPUs of the trainer: one node with 8 GPUs. The reward model is
 # awake only while the rollout sleeps. Its logit is the reward; no reward function is needed.
 #
-#   pip install '.[verl]' vllm                # see docs/verl.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # and flash-attn, see docs/verl.md
 #   python examples/gsm8k/prepare.py
 #   bash examples/disrm_colocated.sh [more options of verl]
 #
@@ -18,6 +18,7 @@ python3 -m reward_loop.verl.main_ppo \
     reward_model.rollout.tensor_model_parallel_size=1 \
     reward_model.rollout.gpu_memory_utilization=0.4 \
     reward_model.rollout.max_model_len=4096 \
+    +reward_model.server.start_timeout_s=1800 \
     trainer.v1.trainer_mode=sync \
     reward_loop.log_dir="$PWD"/outputs/disrm_colocated/rewards \
     algorithm.adv_estimator=grpo \

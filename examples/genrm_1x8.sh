@@ -2,7 +2,7 @@
 # GRPO on GSM8K with a generative judge on GPUs of its own: one node with 8 GPUs, 4 for the policy and 4 for the judge (one
 # server). Mini-batches train while others are being judged, and while the next rollout is generated.
 #
-#   pip install '.[verl]' vllm                # see docs/verl.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # and flash-attn, see docs/verl.md
 #   python examples/gsm8k/prepare.py
 #   bash examples/genrm_1x8.sh [more options of verl]
 #
@@ -21,6 +21,8 @@ python3 -m reward_loop.verl.main_ppo \
     reward_model.rollout.tensor_model_parallel_size=4 \
     reward_model.rollout.gpu_memory_utilization=0.85 \
     reward_model.rollout.max_model_len=8192 \
+    reward_model.rollout.enforce_eager=False \
+    +reward_model.server.start_timeout_s=1800 \
     reward_model.num_workers=8 \
     +reward_loop.limits.default.max_concurrent=256 \
     trainer.v1.trainer_mode=reward_pipeline \
@@ -44,7 +46,7 @@ python3 -m reward_loop.verl.main_ppo \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=4 \
     trainer.total_epochs=5 \

@@ -2,7 +2,7 @@
 # GRPO on GSM8K with a generative judge on GPUs of its own: two nodes with 8 GPUs each, one for the policy and one for the
 # judge (two servers). Mini-batches train while others are being judged, and while the next rollout is generated.
 #
-#   pip install '.[verl]' vllm                # see docs/verl.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # and flash-attn, see docs/verl.md
 #   python examples/gsm8k/prepare.py
 #   ray start --head                          # on the first node
 #   ray start --address=FIRST_NODE:6379       # on the second node
@@ -24,6 +24,8 @@ python3 -m reward_loop.verl.main_ppo \
     reward_model.rollout.tensor_model_parallel_size=4 \
     reward_model.rollout.gpu_memory_utilization=0.85 \
     reward_model.rollout.max_model_len=8192 \
+    reward_model.rollout.enforce_eager=False \
+    +reward_model.server.start_timeout_s=1800 \
     reward_model.num_workers=8 \
     +reward_loop.limits.default.max_concurrent=512 \
     trainer.v1.trainer_mode=reward_pipeline \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with a reward function, on one node with 8 GPUs.
 #
-#   pip install '.[verl]' vllm                # see docs/verl.md
+#   pip install '.[verl]' 'verl[vllm]==0.9.1' # and flash-attn, see docs/verl.md
 #   python examples/gsm8k/prepare.py
 #   bash examples/gsm8k_grpo.sh [more options of verl]
 #

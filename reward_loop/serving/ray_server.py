@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _STOPS_WITHIN_S = 30.0
+_ACTOR_STARTS_WITHIN_S = 120.0
+"""Seconds for all that a start needs in addition to `start_timeout_s` of the server's process: the start of the actor,
+the stop of a process that was not ready in time, the tunnel."""
 
 
 class RayServer:
@@ -47,7 +50,8 @@ class RayServer:
         log_path: the server's log file, on its node; by default a file in a new temporary directory.
 
     Entering raises:
-        ServerStartError: the actor or the server cannot be started, or is not ready in time.
+        ServerStartError: the actor or the server cannot be started, or is not ready in time. The message shows the end
+            of the server's log.
     """
 
     def __init__(
@@ -79,12 +83,14 @@ class RayServer:
         self._actor: Any = None
 
     async def __aenter__(self) -> Self:
+        # The deadline of the process ends first, and its error shows the end of the log.
+        deadline = self._start_timeout_s + _ACTOR_STARTS_WITHIN_S
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(deadline):
                 await self._start()
         except TimeoutError:
             await self._stop()
-            raise ServerStartError(f"{self.name} was not ready after {self._start_timeout_s:g} s") from None
+            raise ServerStartError(f"{self.name}: its Ray actor did not start it within {deadline:g} s") from None
         except RayError as error:
             await self._stop()
             raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
@@ -137,6 +143,9 @@ class _Host:
     """The actor that runs one server process on a node."""
 
     def __init__(self) -> None:
+        # Ray forwards the output of its workers to the program: the progress of a start is logged here.
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("reward_loop").setLevel(logging.INFO)
         self._stack = AsyncExitStack()
         self._process: ServerProcess | None = None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from reward_loop.config import RewardModelConfig, parse
+from reward_loop.config import RewardModelConfig, ServedModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines.engine import normalised
 from reward_loop.serving.models import ENGINES, check_path
@@ -121,7 +121,9 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"reward_model.server.{name} contradicts reward_model.enable_resource_pool=True, which decides it"
             )
-    size = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
+    # With data-parallel attention, SGLang's data-parallel ranks are on the GPUs of the tensor-parallel ranks.
+    shares = options["engine_args"].get("enable_dp_attention") is True
+    size = options.get("tensor_parallel_size", 1) * (1 if shares else options.get("data_parallel_size", 1))
     replicas = _room(model, size, "reward_model.enable_resource_pool=True")
     return {"replicas": replicas, "placement": "ray"}
 
@@ -145,7 +147,11 @@ def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConf
     can_sleep = {"enable_sleep_mode": True}
     models = {name: model.model_copy(update=can_sleep) for name, model in served.models.items()}
     replicas = served.replicas if "replicas" in config.reward_model.server else rooms[""]
-    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas})
+    on_gpus = [model for model in (served, *served.models.values()) if _gpus(model)]
+    # vLLM measures the free memory of the GPU before and after it loads a model: two servers that start on one GPU at
+    # the same time would each count the other's memory as their own.
+    starts = 1 if len(on_gpus) > 1 else served.starts_at_a_time
+    return served.model_copy(update={**can_sleep, "models": models, "replicas": replicas, "starts_at_a_time": starts})
 
 
 def _room(pool: DictConfig, size: int, which: str) -> int:
@@ -161,8 +167,11 @@ def _room(pool: DictConfig, size: int, which: str) -> int:
 
 
 def _takes_gpus(config: RewardModelConfig) -> bool:
-    models = [config, *config.models.values()]
-    return any(model.engine in ENGINES and ENGINES[model.engine].gpus(model) for model in models)
+    return any(_gpus(model) for model in (config, *config.models.values()))
+
+
+def _gpus(model: ServedModelConfig) -> int:
+    return ENGINES[model.engine].gpus(model) if model.engine in ENGINES else 0
 
 
 def _check(model: DictConfig) -> None:

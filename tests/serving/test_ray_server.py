@@ -89,6 +89,14 @@ async def test_a_start_that_fails_shows_the_log_of_the_server(config: Any) -> No
 
 
 @pytest.mark.usefixtures("cluster")
+async def test_a_server_that_is_not_ready_in_time_shows_its_log(config: Any) -> None:
+    never_ready = config(env={"STUB_DEAF": "1"}).model_copy(update={"start_timeout_s": 10})
+    with pytest.raises(ServerStartError, match=r"on [\d.]+ was not ready after 10 s") as raised:
+        await RewardModelManager(never_ready).__aenter__()
+    assert "the stub is deaf" in str(raised.value)
+
+
+@pytest.mark.usefixtures("cluster")
 async def test_resources_that_there_are_not(config: Any) -> None:
     from reward_loop.serving.reservation import Demand, GpuReservation
 

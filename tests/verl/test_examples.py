@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.gsm8k import prepare
+from reward_loop.serving.models import ENGINES
 from reward_loop.verl.main_ppo import check_function
 from reward_loop.verl.settings import RewardSettings
 from tests.gsm8k import DATA, needs_gsm8k
@@ -65,6 +66,25 @@ def test_policy_and_reward_model_fit_on_the_nodes(settings: RewardSettings) -> N
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     assert samples % trainer == 0
     assert config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size == 0
+
+
+def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(
+    settings: RewardSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if settings.model is None:
+        pytest.skip("the script has no reward model")
+    cli = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parsing = pytest.importorskip("vllm.utils.argparse_utils")
+    # The command line for GPUs, with a vLLM for the CPU.
+    monkeypatch.setattr("reward_loop.serving.engines.vllm.version", lambda *_: "0.31.0")
+    kind = "discriminative" if settings.scores_by_model else "generative"
+    model = settings.model.model_copy(update={"kind": kind, "served_model_name": "m"})
+    line = ENGINES["vllm"].command(model, "127.0.0.1", 8000)
+    given = cli.make_arg_parser(parsing.FlexibleArgumentParser()).parse_args(line[line.index("serve") + 1 :])
+    assert given.runner == ("pooling" if settings.scores_by_model else "auto")
+    assert given.enable_sleep_mode == (model.placement == "colocated")
+    assert given.tensor_parallel_size == model.tensor_parallel_size
+    assert given.enforce_eager == settings.scores_by_model, "CUDA graphs make the tokens of a judge faster"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

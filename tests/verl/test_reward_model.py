@@ -152,6 +152,29 @@ def test_without_a_pool_the_model_shares_the_trainers_gpus() -> None:
     assert resolved(*VLLM, *overrides, *in_pipeline).model is not None
 
 
+def test_servers_that_share_a_gpu_start_one_after_another() -> None:
+    second = "+reward_model.server.models.other={model_path:/n,engine:vllm}"
+    external = "+reward_model.server.models.other={engine:external,urls:[http://h:1]}"
+    at_a_time = "+reward_model.server.starts_at_a_time=4"
+    for overrides, expected in (([], 4), ([external], 4), ([second], 1)):
+        options = resolved(*VLLM, *overrides, at_a_time).model
+        assert options is not None
+        assert (options.placement, options.starts_at_a_time) == ("colocated", expected)
+    in_pool = resolved(*VLLM, *POOL, second, at_a_time).model
+    assert in_pool is not None
+    assert in_pool.starts_at_a_time == 4, "each server has its own GPUs"
+
+
+def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
+    sizes = ["reward_model.rollout.tensor_model_parallel_size=8", "reward_model.rollout.data_parallel_size=8"]
+    sglang = [*VLLM[:2], "reward_model.rollout.name=sglang", VLLM[3], *sizes]
+    options = resolved(*sglang, *POOL, "+reward_model.rollout.engine_kwargs.sglang.enable_dp_attention=True").model
+    assert options is not None
+    assert options.replicas == 2
+    with pytest.raises(ConfigError, match=r"no room for a server of 64 GPU\(s\)"):
+        resolved(*sglang, *POOL)
+
+
 def test_more_models_beside_verls() -> None:
     overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
     options = resolved(*VLLM, *POOL, *overrides).model

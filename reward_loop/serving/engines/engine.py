@@ -10,7 +10,24 @@ from typing import Any, ClassVar
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
 
-__all__ = ["Engine", "flags", "normalised"]
+__all__ = ["STANDARD_ENVIRONMENT", "Engine", "flags", "normalised"]
+
+STANDARD_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # torchrun and accelerate set it to "True" for their ranks. An engine that inherits it waits for a rendezvous store
+    # that no process serves, and never starts.
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+}
+"""Environment variables for all engines."""
+
+_GPU_COUNTS = frozenset(
+    {
+        *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"),
+        *("tp_size", "dp_size", "pp_size", "tp", "dp", "pp"),
+    }
+)
+"""Options of the engines that change the number of GPUs. In `engine_args`, they would change it after the GPUs of the
+server were reserved."""
 
 
 class Engine(ABC):
@@ -74,9 +91,14 @@ def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozen
         reserved: names of options that the user must not set.
 
     Raises:
-        ConfigError: `engine_args` sets a reserved option.
+        ConfigError: `engine_args` sets a reserved option, or changes the number of GPUs.
     """
     own = normalised(model.engine_args)
+    for name in sorted(_GPU_COUNTS & own.keys()):
+        raise ConfigError(
+            f"engine_args.{name}: set tensor_parallel_size or data_parallel_size of the model instead: they also "
+            "determine how many GPUs a server gets. Pipeline parallelism is not supported"
+        )
     for name in sorted(reserved & own.keys()):
         raise ConfigError(f"engine_args.{name}: is set by reward_loop, from its own options")
     line: list[str] = []

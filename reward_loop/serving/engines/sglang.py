@@ -6,7 +6,7 @@ from typing import Any
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engines.engine import Engine, flags, normalised
+from reward_loop.serving.engines.engine import STANDARD_ENVIRONMENT, Engine, flags, normalised
 from reward_loop.serving.engines.interpreter import has_module, interpreter, origin
 
 __all__ = ["Sglang"]
@@ -40,13 +40,17 @@ class Sglang(Engine):
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        environment = {"PYTHONUNBUFFERED": "1"}
+        environment = dict(STANDARD_ENVIRONMENT)
         if _on_cpu(model):
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(model.threads)}
         return environment | model.env
 
     def gpus(self, model: ServedModelConfig) -> int:
-        return 0 if _on_cpu(model) else model.tensor_parallel_size * model.data_parallel_size
+        if _on_cpu(model):
+            return 0
+        # With data-parallel attention, the data-parallel ranks are on the GPUs of the tensor-parallel ranks.
+        shares = normalised(model.engine_args).get("enable_dp_attention") is True
+        return model.tensor_parallel_size * (1 if shares else model.data_parallel_size)
 
     def _flags(self, model: ServedModelConfig) -> list[str]:
         options: dict[str, Any] = {

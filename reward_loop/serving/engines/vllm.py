@@ -6,7 +6,7 @@ from typing import Any
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.serving.engines.engine import Engine, flags
+from reward_loop.serving.engines.engine import STANDARD_ENVIRONMENT, Engine, flags
 from reward_loop.serving.engines.interpreter import interpreter, origin, version
 
 __all__ = ["Vllm"]
@@ -36,7 +36,7 @@ class Vllm(Engine):
         ]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
-        environment = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = STANDARD_ENVIRONMENT | {"VLLM_NO_USAGE_STATS": "1"}
         if self._on_cpu(model):
             environment |= {
                 # By default, every vLLM server pins its threads to the same first cores.

@@ -196,6 +196,32 @@ def test_an_option_that_is_ours_is_refused_as_an_engine_argument(model_dir: str,
         served_models(RewardModelConfig(model_path=model_dir, engine="vllm", engine_args={"--port": 1}))
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "dp_size", "tp", "pipeline_parallel_size"])
+def test_an_engine_argument_cannot_change_the_number_of_gpus(engine: str, option: str, installed: Any) -> None:
+    installed("0.31.0")
+    with pytest.raises(ConfigError, match=r"^engine_args\.\w+: set tensor_parallel_size or data_parallel_size"):
+        command(settled(engine, engine_args={option: 2}))
+
+
+def test_data_parallel_attention_of_sglang_shares_the_gpus_of_tensor_parallelism() -> None:
+    sizes = {"tensor_parallel_size": 8, "data_parallel_size": 8}
+    model = settled("sglang", engine_args={"--enable-dp-attention": True}, **sizes)
+    assert ENGINES["sglang"].gpus(model) == 8
+    assert command(model).endswith("--tp-size 8 --dp-size 8 --enable-dp-attention")
+    assert ENGINES["sglang"].gpus(settled("sglang", **sizes)) == 64
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_started_by_a_rank_of_torchrun_has_a_rendezvous_of_its_own(
+    engine: str, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("0.31.0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    environment = ENGINES[engine].environment(settled(engine))
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # torch compares it with the word "True"
+
+
 def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shares = GpuShares()
