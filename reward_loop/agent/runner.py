@@ -78,7 +78,10 @@ class BatchRunner:
         """The batch whose current group has started in part, if members of a group wait for each other."""
         self._numbers = itertools.count()
         self._tasks: dict[asyncio.Task[None], Batch] = {}
+        # One context and one bound method for all tasks: with one each per task, the garbage collector would visit
+        # two more objects for each sample in flight.
         self._context = contextvars.copy_context()
+        self._on_sample_done = self._sample_done
         self._starting = False
         self._closed = False
 
@@ -228,7 +231,7 @@ class BatchRunner:
                 return
             batch, sample = following
             self.running += 1
-            self._own(batch, self.loop.create_task(self._score(batch, sample)), self._sample_done)
+            self._own(batch, self.loop.create_task(self._score(batch, sample)), self._on_sample_done)
         self._start_soon()
 
     def _next_sample(self) -> tuple[Batch, int] | None:
@@ -247,7 +250,6 @@ class BatchRunner:
     def _own(self, batch: Batch, task: asyncio.Task[None], done: Callable[[asyncio.Task[None]], None]) -> None:
         batch.tasks.add(task)
         self._tasks[task] = batch
-        # One context for all tasks: a copy for each would be one more object for the garbage collector to visit.
         task.add_done_callback(done, context=self._context)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:

@@ -376,11 +376,9 @@ def report_answer(error: BaseException | None) -> None:
 
 def _worse(one: tuple[bool | None, float | None], other: tuple[bool | None, float | None]) -> Any:
     """Return the worse of two responses: a refusal (False) before no answer (None) before an answer (True)."""
-    for accepted in (False, None):
-        for answer in (other, one):
-            if answer[0] is accepted:
-                return answer
-    return one
+    if other[0] or (other[0] is None and one[0] is False):
+        return one
+    return other
 
 
 def amount(name: str, value: Any) -> float | None:

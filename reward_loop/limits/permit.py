@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import LimitError
+from reward_loop.records import ActiveSample, current, waiting_for
 
 __all__ = [
     "ABANDONED",
@@ -212,7 +213,7 @@ class Limits(Holder, ABC):
         """Release all resources; callable from any thread. A later use reopens the limits."""
 
     async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
-        """Wait for a permit; end it with `Permit.leave`.
+        """Wait for a permit; end it with `Permit.leave`. The current sample is shown as waiting for the limit.
 
         Args:
             name: the name of the limit.
@@ -223,11 +224,17 @@ class Limits(Holder, ABC):
             LimitError: the permit was refused.
             JobServiceError: the limiter service is unreachable.
         """
-        return await granted(lambda settled: self.open(name, tokens, traffic_class, settled))
+        return await granted(lambda settled: self.open(name, tokens, traffic_class, settled), current())
 
 
-async def granted(open_permit: Callable[[Callable[[Permit], None]], Permit]) -> Permit:
+async def granted(
+    open_permit: Callable[[Callable[[Permit], None]], Permit], sample: ActiveSample | None = None
+) -> Permit:
     """Wait for the permit that ``open_permit(settled)`` requests, and return it.
+
+    Args:
+        open_permit: requests the permit.
+        sample: the sample that waits, if ``open_permit`` does not record this itself.
 
     Raises:
         LimitError: the permit was refused.
@@ -243,7 +250,8 @@ async def granted(open_permit: Callable[[Callable[[Permit], None]], Permit]) -> 
     if permit.state == WAITING:
         turn = asyncio.get_running_loop().create_future()
         try:
-            await turn
+            with waiting_for(sample, f"limit {permit.name!r}"):
+                await turn
         except BaseException:
             permit.leave()
             raise

@@ -23,15 +23,15 @@ def apply_policy(result: RewardResult, options: RewardLoopConfig) -> Reward:
     Raises:
         ScoringError: the sample has no score, and the policy is ``raise``.
     """
-    score, masked, extra_info = result.score, False, dict(result.extra_info)
+    score, masked, extra_info = result.score, False, result.extra_info
     if score is None:
         policy = policy_of(result, options)
         if policy in ("raise", "stop"):
             raise result.exception or _error_of(result)
         masked = policy == "mask"
         score = 0.0 if masked else options.default_score
-        for name in PART_KEYS:  # dense rewards without a score are not valid
-            extra_info.pop(name, None)
+        # Dense rewards without a score are not valid.
+        extra_info = {name: value for name, value in extra_info.items() if name not in PART_KEYS}
     return {
         "reward_score": score,
         "reward_extra_info": {

@@ -71,6 +71,8 @@ class ActiveSample:
     """The batch call that contains this sample; ``None`` before it starts, and for functions of single samples."""
     batch_s: float = 0.0
     """Seconds from the start of the sample to the start of its batch call: the wait for the other samples."""
+    _outer: ActiveSample | None = None
+    """What `current` returned before."""
 
     def __init__(
         self, sample: RewardSample, function: str, watchdog_s: float | None = None, is_recorded: bool = True
@@ -83,13 +85,19 @@ class ActiveSample:
 
     def __enter__(self) -> Self:
         _active[self] = None
-        self._token = _current.set(self)
+        self._outer = _current.get()
+        _current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         del _active[self]
-        with contextlib.suppress(ValueError):  # the garbage collector closes coroutines outside of their context
-            _current.reset(self._token)
+        self._leave()
+
+    def _leave(self) -> None:
+        # Not `reset`: its token would be one more object for the garbage collector to visit, for each sample in flight.
+        if _current.get() is self:  # if not, the garbage collector closes a coroutine in another context
+            _current.set(self._outer)
+        self._outer = None  # breaks the reference cycle of a batch with its members
 
     @property
     def seconds(self) -> float:
@@ -165,12 +173,12 @@ class ActiveBatch(ActiveSample):
         for member in self.members:
             member.batch = self
             member.batch_s = self.started - member.started
-        self._token = _current.set(self)
+        self._outer = _current.get()
+        _current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):  # as in `ActiveSample`
-            _current.reset(self._token)
+        self._leave()
         count = len(self.members)
         is_small = count * len(self.exchanges) <= MAX_COPIES
         for i, member in enumerate(self.members):

@@ -3,13 +3,13 @@
 The call path of a sample. Each step makes one decision and returns a `CallOutcome`; only `__call__` and `_cached`
 convert it to a `RewardResult`:
 
-    __call__                     cached? `_cached` merges equal calls, and reads and writes stored scores
-      _call_with_retries         retried? `Retry.again` makes further attempts, by `_call_again` under the limit `retry`
-        _call_once               limited? `_call_with_permit` acquires the function's limit first
-          _run                   where? on the event loop, or by `_run_sync` in a thread or a process
+    __call__         cached? `_cached` merges equal calls, and reads and writes stored scores
+                     retried? `_retried` makes further attempts, by `_call_again` under the limit `retry`
+      _call_once     limited? `_call_with_permit` acquires the function's limit first
+        _run         where? on the event loop, or by `_run_sync` in a thread or a process
 
-Without cache, limit and retry, a sample in flight has one coroutine each of `__call__`, `_call_with_retries` and
-`_run`.
+Without cache, limit and retry, a sample in flight has one coroutine each of `__call__` and `_run`: with 20,000 samples
+in flight, the garbage collector takes about 1.5 us per sample for each of its objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -36,7 +36,7 @@ from reward_loop.limits.permit import DEFAULT, RETRY, Limits
 from reward_loop.limits.server import CallServer
 from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.records import current, waiting_for
+from reward_loop.records import current
 from reward_loop.scoring.cache import Cache
 from reward_loop.scoring.hooks import Hooks
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
@@ -228,7 +228,11 @@ class ScoringFunction:
         traffic_class = "validate" if sample.validate else "train"
         if self._cache is not None:
             return await self._cached(self._cache, sample, arguments, traffic_class)
-        return to_result(await self._call_with_retries(arguments, traffic_class), sample, self._target.name)
+        started = time.monotonic()
+        outcome = await self._call_once(arguments, traffic_class)
+        if self._retry.applies_to(outcome):
+            outcome = await self._retried(outcome, started, arguments, traffic_class)
+        return to_result(outcome, sample, self._target.name)
 
     async def _cached(
         self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], traffic_class: str
@@ -239,7 +243,10 @@ class ScoringFunction:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
 
         async def call() -> CallOutcome:
-            outcome = await self._call_with_retries(arguments, traffic_class)
+            started = time.monotonic()
+            outcome = await self._call_once(arguments, traffic_class)
+            if self._retry.applies_to(outcome):
+                outcome = await self._retried(outcome, started, arguments, traffic_class)
             result = to_result(outcome, sample, self._target.name)
             if result.score is not None:
                 await cache.put(key, result.score, result.extra_info)
@@ -263,15 +270,12 @@ class ScoringFunction:
         """
         await self._hooks.log(columns, self.timeout)
 
-    async def _call_with_retries(self, arguments: dict[str, Any], traffic_class: str) -> CallOutcome:
-        """Call the function; retry transient failures."""
-        started = time.monotonic()
-        outcome = await self._call_once(arguments, traffic_class)
-        if self._retry.applies_to(outcome):
-            # Not a lambda: its variables would be cells, which take memory in every call in flight.
-            again = functools.partial(self._call_again, arguments, traffic_class, itertools.count(2))
-            outcome = await self._retry.again(outcome, again, started)
-        return outcome
+    def _retried(
+        self, first: CallOutcome, started: float, arguments: dict[str, Any], traffic_class: str
+    ) -> Awaitable[CallOutcome]:
+        """Call the function again after a first call, which started at ``started``, failed with a transient error."""
+        again = functools.partial(self._call_again, arguments, traffic_class, itertools.count(2))
+        return self._retry.again(first, again, started)
 
     async def _call_again(
         self, arguments: dict[str, Any], traffic_class: str, numbers: Iterator[int], last: CallOutcome
@@ -281,8 +285,7 @@ class ScoringFunction:
         if RETRY not in self.limits.max_waits:
             return await self._call_once(arguments, traffic_class, attempt)
         try:
-            with waiting_for(current(), f"limit {RETRY!r}"):
-                permit = await self.limits.enter(RETRY, 0, traffic_class)
+            permit = await self.limits.enter(RETRY, 0, traffic_class)
         except LimitError as error:
             assert last.exception is not None
             why = describe_exception(last.exception)
@@ -308,8 +311,7 @@ class ScoringFunction:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
         asked = time.monotonic()
         try:
-            with waiting_for(current(), f"limit {self._limit!r}"):
-                scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
+            scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
             return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
         queued = time.monotonic() - asked
@@ -327,7 +329,8 @@ class ScoringFunction:
     async def _run(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
         """Run the function once. Its exceptions, a passed deadline and a crash are returned as data."""
         asked, started = time.monotonic(), None
-        token = current_scope.set(scope)
+        outer = current_scope.get()  # not the token of `set`, which is an object for the garbage collector
+        current_scope.set(scope)
         abandoned = True
         try:
             if self._target.is_async:
@@ -357,7 +360,8 @@ class ScoringFunction:
                 RewardCrashedError(f"could not be started: {type(error).__name__}: {error}")
             )
         finally:
-            current_scope.reset(token)
+            if current_scope.get() is scope:  # if not, the garbage collector closes this coroutine in another context
+                current_scope.set(outer)
             scope.end(abandoned)
         if started is not None:
             outcome.queued = max(0.0, started - asked)
