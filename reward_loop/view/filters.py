@@ -212,9 +212,8 @@ class Order:
 
     def beyond(self, values: Sequence[Any], reverse: bool = False) -> SampleFilter:
         """Return the filter for the samples after one with these values of the keys; before it with `reverse`."""
-        options, parameters = [], []
-        for number, (key, descends) in enumerate(self.keys):
-            equal = [f"{before} = ?" for before, _ in self.keys[:number]]
-            options.append(" AND ".join([*equal, f"{key} {'<' if descends != reverse else '>'} ?"]))
-            parameters += [*values[:number], values[number]]
-        return SampleFilter((" OR ".join(f"({option})" for option in options),), parameters)
+        condition, parameters = "false", list[Any]()
+        for (key, descends), value in reversed(list(zip(self.keys, values, strict=True))):
+            condition = f"{key} {'<' if descends != reverse else '>'} ? OR ({key} = ? AND ({condition}))"
+            parameters = [value, value, *parameters]
+        return SampleFilter((condition,), parameters)
