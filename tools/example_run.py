@@ -79,6 +79,13 @@ def response(question: str, truth: int, skill: float, dice: random.Random) -> st
     return "\n\n".join([f"Let me read the problem again: {question}", "\n".join(lines), end])
 
 
+def rating(text: str, dice: random.Random) -> int:
+    """Return the rating of a response by a person, from 0 to 10: higher for more lines, with some noise."""
+    lines = text.count("\n")
+    expected = 0 if "no idea" in text else 2 if lines < 2 else 4 + lines
+    return min(10, max(0, expected + dice.choice([0, 0, 0, 0, -1, 1])))
+
+
 STEPS = (
     "First I name the quantities: let $x$ be what we look for.",
     "The problem gives two numbers, and a relation between them.",
@@ -131,7 +138,7 @@ def phases(step: int, start: float, end: float) -> list[dict[str, Any]]:
 
 def step_samples(step: int, *, groups: int = 8, size: int = 4, steps: int = 8) -> list[RewardSample]:
     """Return the samples of a step. The first group of a step is easy: all of its responses are equal."""
-    dice = random.Random(step)
+    dice, people = random.Random(step), random.Random(f"people {step}")
     skill = 0.35 + 0.6 * step / steps
     found = []
     for group in range(groups):
@@ -143,7 +150,7 @@ def step_samples(step: int, *, groups: int = 8, size: int = 4, steps: int = 8) -
                     text,
                     data_source="arithmetic" if group % 3 else "arithmetic/easy",
                     ground_truth=str(truth),
-                    extra_info={"question": question, "index": group},
+                    extra_info={"question": question, "index": group, "rating": rating(text, people)},
                     uid=f"s{step}-p{group}-{i}",
                     response_length=max(4, len(text) // 4),
                     group=f"s{step}-p{group}",

@@ -1,11 +1,12 @@
 """Takes the pictures of the viewer in docs/images, of an example run, in a headless Chromium.
 
-python -m tools.screenshots
+python -m tools.screenshots [NAME...]
 """
 
 from __future__ import annotations
 
 import io
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ PICTURES = {
     "viewer-pair": ("light", compare_samples),
     "viewer-timeline": ("light", lambda page: show(page, f"timeline/{STEP}", "canvas")),
     "viewer-judges": ("dark", lambda page: show(page, "judges", ".histogram")),
+    "viewer-labels": ("light", lambda page: show(page, "judges?label=extra_info.rating", "text=Spearman")),
 }
 
 
@@ -63,7 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_run(Path(temporary) / "checkpoints" / "rewards", steps=20, groups=12, size=8)
         with server(folder) as address, browser() as chromium:
-            for name, (scheme, prepare) in PICTURES.items():
+            for name in sys.argv[1:] or PICTURES:
+                scheme, prepare = PICTURES[name]
                 page = chromium.new_page(viewport=SIZE, base_url=address, color_scheme=scheme)
                 prepare(page)
                 page.mouse.move(0, 0)

@@ -63,7 +63,7 @@ def view(
     except ModuleNotFoundError as error:
         if error.name != "duckdb":
             raise
-        raise ConfigError("reward-loop view needs DuckDB: pip install 'reward-loop[view]'") from error
+        raise ConfigError("reward-loop view needs DuckDB: pip install duckdb") from error
     with open_listener(host, port, key) as listener, Index(folder) as index:
         _update(index)
         _serve(index, listener, host, key, open_browser, prices)

@@ -35,6 +35,9 @@ NUMBERS = (
 TEXTS = ("id", "uid", "group", "outcome", "error", "data_source", "function")
 FLAGS = ("validate", "masked")
 
+MAX_WHOLE = 2**53
+"""Up to this number, floats are exact for whole numbers."""
+
 _COMPONENT = "components."
 
 _EQUAL = ("step", "validate", "group", "outcome", "data_source")
@@ -155,7 +158,8 @@ def _number(name: str, value: str) -> float:
     number = _try_number(value)
     if number is None:
         raise BadRequestError(f"{name} must be a number, not {value!r}")
-    return number
+    # Compared with a whole number, a column of whole numbers is not converted, so DuckDB skips row groups.
+    return int(number) if number.is_integer() and abs(number) <= MAX_WHOLE else number
 
 
 @dataclass(frozen=True)
@@ -208,9 +212,8 @@ class Order:
 
     def beyond(self, values: Sequence[Any], reverse: bool = False) -> SampleFilter:
         """Return the filter for the samples after one with these values of the keys; before it with `reverse`."""
-        options, parameters = [], []
-        for number, (key, descends) in enumerate(self.keys):
-            equal = [f"{before} = ?" for before, _ in self.keys[:number]]
-            options.append(" AND ".join([*equal, f"{key} {'<' if descends != reverse else '>'} ?"]))
-            parameters += [*values[:number], values[number]]
-        return SampleFilter((" OR ".join(f"({option})" for option in options),), parameters)
+        condition, parameters = "false", list[Any]()
+        for (key, descends), value in reversed(list(zip(self.keys, values, strict=True))):
+            condition = f"{key} {'<' if descends != reverse else '>'} ? OR ({key} = ? AND ({condition}))"
+            parameters = [value, value, *parameters]
+        return SampleFilter((condition,), parameters)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from reward_loop.view.growth import Lines, append, fingerprint, new_lines
 
 __all__ = ["Index", "IndexFailedError"]
 
-CHUNK = 8 * 2**20
-"""The size of a chunk in bytes: lines that are read together. To find a row later, its chunk is read again."""
+CHUNK = 4 * 2**20
+"""The size of a chunk in bytes. To find a row later, its chunk is read again."""
 
 CHUNKS = 32
-"""The number of chunks in a transaction. DuckDB writes a small transaction twice, first to its log."""
+"""The largest number of chunks that are loaded together, in one statement and transaction: DuckDB's threads share the
+work, and write complete row groups."""
 
 CURSORS = 4
 """The largest number of queries that run at the same time: each takes a part of DuckDB's memory."""
@@ -64,6 +65,8 @@ class Index:
         """For each file that has been read: the offset of the first line that has not."""
         self._lock = threading.Lock()
         self._cursors = threading.BoundedSemaphore(CURSORS)
+        self._together = CHUNKS
+        """The number of chunks that are loaded together; 1 if the memory does not suffice for more."""
 
     def __enter__(self) -> Index:
         RecordsReader(self.folder)  # checks that the folder contains records
@@ -75,8 +78,6 @@ class Index:
                 store.delete_database(self._path)
                 self._database = store.open_database(self._path)
             stack.callback(self._database.close)
-            self._chunk = self._path.with_suffix(".chunk.jsonl")
-            stack.callback(self._chunk.unlink, missing_ok=True)
             self._known = dict(self._database.execute("SELECT name, bytes FROM files").fetchall())
             self.revision = sum(self._known.values())
             self._stack = stack.pop_all()
@@ -89,7 +90,7 @@ class Index:
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Return a cursor for queries of one thread; wait while `CURSORS` threads use one."""
         with self._cursors, self._database.cursor() as cursor:
-            yield cursor
+            yield store.use(cursor)
 
     def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
         """Return the rows of a query, by the names of its columns."""
@@ -175,10 +176,9 @@ class Index:
         before = self.revision
         # Lines that are written during this call are read by the next call: otherwise, it might never end.
         end = before + self.pending_bytes()
-        while self.revision < end and (
-            read := self._read_chunks(lambda done: on_progress(self.revision + done - before))
-        ):
+        while self.revision < end and (read := self._read_chunks()):
             self.revision += read
+            on_progress(self.revision - before)
         if self.revision == before:
             return False
         with self.writing() as cursor:
@@ -186,22 +186,31 @@ class Index:
                 tables.revise(cursor)
         return True
 
-    def _read_chunks(self, on_progress: Callable[[int], None]) -> int:
-        """Read at most `CHUNKS` chunks in one transaction, and return the number of their bytes."""
-        read, known = 0, dict(self._known)
-        with self.writing() as cursor:
-            for _ in range(CHUNKS):
-                parts = self._new_parts(known)
-                if not parts:
-                    break
-                self._add(cursor, parts)
-                known |= {part.path.name: part.start + part.bytes for part in parts}
-                read += sum(part.bytes for part in parts)
-                on_progress(read)
-                if read < CHUNK // 2:  # there is little more
-                    break
-        self._known = known
-        return read
+    def _read_chunks(self) -> int:
+        """Load the next chunks in one transaction, and return the number of their bytes."""
+        chunks = self._new_chunks(self._together)
+        if not chunks:
+            return 0
+        try:
+            self._load(chunks)
+        except IndexFailedError as error:
+            if len(chunks) == 1 or not isinstance(error.__cause__, duckdb.OutOfMemoryException):
+                raise
+            self._together = 1  # the rows are very large
+            return self._read_chunks()
+        parts = [part for chunk in chunks for part in chunk]
+        self._known = _after(self._known, parts)
+        return sum(part.bytes for part in parts)
+
+    def _new_chunks(self, at_most: int) -> list[list[Lines]]:
+        """Return the next chunks: lines of files, together up to `CHUNK` bytes."""
+        chunks, known = list[list[Lines]](), self._known
+        while len(chunks) < at_most and (parts := self._new_parts(known)):
+            chunks.append(parts)
+            known = _after(known, parts)
+            if sum(part.bytes for part in parts) < CHUNK // 2:  # there is little more
+                break
+        return chunks
 
     def _new_parts(self, known: Mapping[str, int]) -> list[Lines]:
         """Return the next lines of files, up to `CHUNK` bytes."""
@@ -213,13 +222,20 @@ class Index:
                 room -= lines.bytes
         return parts
 
-    def _add(self, cursor: duckdb.DuckDBPyConnection, parts: list[Lines]) -> None:
-        with self._chunk.open("wb", buffering=0) as file:
-            for part in parts:
-                append(part, file)
-        fingerprints = {part.path.name: fingerprint(part.path) for part in parts}
-        version = tables.load(cursor, str(self._chunk), parts, fingerprints)
-        check_version(version, self.folder)
+    def _load(self, chunks: Sequence[Sequence[Lines]]) -> None:
+        """Add chunks to the tables."""
+        with store.chunk_files(self._path, len(chunks)) as paths:
+            for path, parts in zip(paths, chunks, strict=True):
+                with path.open("wb", buffering=0) as file:
+                    for part in parts:
+                        append(part, file)
+            fingerprints = {part.path.name: fingerprint(part.path) for parts in chunks for part in parts}
+            with (
+                store.loading(self._database) if len(chunks) > 1 else contextlib.nullcontext(),
+                self.writing() as cursor,
+            ):
+                version = tables.load(cursor, [str(path) for path in paths], chunks, fingerprints)
+                check_version(version, self.folder)
 
     def _unread(self) -> list[int]:
         """Return how many bytes of each file have not been read."""
@@ -236,6 +252,11 @@ class Index:
             if fingerprint(path) != bytes(head) or path.stat().st_size < size:
                 return False
         return True
+
+
+def _after(known: dict[str, int], parts: Sequence[Lines]) -> dict[str, int]:
+    """Return the offsets of the first lines that have not been read, after some lines have been."""
+    return known | {part.path.name: part.start + part.bytes for part in parts}
 
 
 def _read(path: Path, start: int, size: int) -> bytes:

@@ -115,27 +115,17 @@ class Samples:
             BadRequestError: a parameter is not valid.
         """
         order = Order.parse(query)
-        # The number, the last part of an ID, is found faster than the ID.
-        found = self._index.rows(
-            f"SELECT *, row({order.values()}) AS keys FROM samples "
-            "WHERE number IS NOT DISTINCT FROM try_cast(? AS BIGINT) AND id = ? LIMIT 1",
-            [name.rpartition("-")[2], name],
-        )
-        if not found:
+        known = self._known(name, order)
+        if known is None:
             return None
-        known = found[0]
         row = self._index.line(known["chunk"], name) or _row(known)
         if known["revised_at"] is not None:
             changes = {field: known[field] for field in ("outcome", "reward", "masked")}
             row |= {**changes, "error": known["error"] if row.get("error") is None else row["error"], "revised": True}
-        advantages = self._index.rows(
-            "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = $uid "
-            "AND $id = (SELECT arg_max(id, (time, id)) FROM samples WHERE uid = $uid)",
-            {"uid": known["uid"], "id": name},
-        )
-        if advantages[0]["advantage"] is not None:
-            row |= advantages[0]
-        same = SampleFilter().also("step IS NOT DISTINCT FROM ?", known["step"]).also("validate = ?", known["validate"])
+        row |= self._advantage(known)
+        same = SampleFilter().also("validate = ?", known["validate"])
+        # Not IS NOT DISTINCT FROM: only comparisons with = skip row groups.
+        same = same.also("step IS NULL") if known["step"] is None else same.also("step = ?", known["step"])
         group = self._index.rows(
             f'SELECT id, uid, reward, outcome FROM samples WHERE {same.where} AND "group" = ? '
             f"ORDER BY {Order.parse({}).sql()} LIMIT {MAX_LIMIT}",
@@ -152,6 +142,30 @@ class Samples:
             "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
             "next": self._neighbour(known["keys"], chosen, order),
         }
+
+    def _known(self, name: str, order: Order) -> dict[str, Any] | None:
+        """Return the row of a sample in the index and its values of the keys of an order; ``None`` if there is none."""
+        # The number, the last part of an ID, is found faster than the ID.
+        by_number = SampleFilter().also("number = try_cast(? AS BIGINT)", name.rpartition("-")[2])
+        for numbered in (by_number, SampleFilter().also("number IS NULL")):
+            chosen = numbered.also("id = ?", name)
+            found = self._index.rows(
+                f"SELECT * EXCLUDE (exchanges), row({order.values()}) AS keys FROM samples "
+                f"WHERE {chosen.where} LIMIT 1",
+                chosen.parameters,
+            )
+            if found:
+                return found[0]
+        return None
+
+    def _advantage(self, known: Mapping[str, Any]) -> dict[str, float]:
+        """Return the field ``advantage`` of a sample: the last one, if the sample is the last one with its uid."""
+        latest = "SELECT arg_max(advantage, time) AS advantage FROM advantages WHERE uid = ?"
+        found = self._index.rows(latest, [known["uid"]])
+        if found[0]["advantage"] is None:
+            return {}
+        later = "SELECT 1 FROM samples WHERE time >= $time AND uid = $uid AND (time > $time OR id > $id) LIMIT 1"
+        return {} if self._index.rows(later, {name: known[name] for name in ("time", "uid", "id")}) else found[0]
 
     def _filter(self, query: Mapping[str, str]) -> SampleFilter:
         chosen = SampleFilter.parse(query)

@@ -16,7 +16,7 @@ import duckdb
 
 from reward_loop.view import tables
 
-__all__ = ["THREADS", "index_file", "open_database"]
+__all__ = ["THREADS", "chunk_files", "index_file", "loading", "open_database", "use"]
 
 THREADS = 2
 """The number of DuckDB's threads. More threads need more memory, and the machine may be training."""
@@ -24,8 +24,19 @@ THREADS = 2
 MEMORY = "128MB"
 """The memory that DuckDB uses for data. Larger intermediate results go to disk."""
 
+LOADING_MEMORY = "192MB"
+"""The same while many lines are loaded: each thread has a buffer of lines and a row group of its own."""
+
+ROW_GROUP = 20_480
+"""The number of rows in a row group. A thread writes row groups of its own, which it keeps in memory until they are
+complete: DuckDB's default, 122,880, takes too much."""
+
 KEPT_S = 30 * 24 * 3600.0
 """Seconds for which an unused index is kept."""
+
+
+_NAME = "records"
+"""The name of the database within DuckDB."""
 
 
 @contextlib.contextmanager
@@ -48,34 +59,68 @@ def index_file(folder: Path) -> Iterator[Path]:
         yield path
 
 
+@contextlib.contextmanager
+def chunk_files(path: Path, count: int) -> Iterator[list[Path]]:
+    """Return paths for the chunks that are loaded into an index together; within ``with``, their directory exists."""
+    directory = _chunks(path)
+    shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
+    directory.mkdir()
+    try:
+        yield [directory / f"{position}.jsonl" for position in range(count)]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def open_database(path: Path) -> duckdb.DuckDBPyConnection:
     """Open the database of an index; an older or damaged one is deleted and created again."""
     with contextlib.suppress(duckdb.Error):
         connection = _connect(path)
         try:
-            row = connection.execute("SELECT layout FROM about").fetchone()
+            row = use(connection).execute("SELECT layout FROM about").fetchone()
         except duckdb.Error:
             row = None
         if row == (tables.LAYOUT,):
             return connection
         connection.close()
     delete_database(path)
-    connection = _connect(path)
+    connection = use(_connect(path))
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as empty:
         tables.create(connection, empty.name)
     return connection
+
+
+def use(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+    """Return a connection, for which the names of tables now mean those of the index."""
+    return connection.execute(f"USE {_NAME}")
+
+
+@contextlib.contextmanager
+def loading(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Within ``with``, statements that insert rows use all threads, and more memory; the order of rows is not kept.
+
+    Args:
+        connection: a connection that is not within a transaction: after an error, it could not reset the settings.
+    """
+    connection.execute(f"SET memory_limit = '{LOADING_MEMORY}'")
+    try:
+        connection.execute("SET preserve_insertion_order = false")
+        yield
+    finally:
+        connection.execute("SET preserve_insertion_order = true")
+        with contextlib.suppress(duckdb.OutOfMemoryException):  # other queries use more; the next call sets it
+            connection.execute(f"SET memory_limit = '{MEMORY}'")
 
 
 def delete_database(path: Path) -> None:
     """Delete the database of an index."""
     for file in (path, path.with_name(f"{path.name}.wal")):
         file.unlink(missing_ok=True)
-    shutil.rmtree(_spill(path), ignore_errors=True)
+    for directory in (_spill(path), _chunks(path)):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _connect(path: Path) -> duckdb.DuckDBPyConnection:
-    return duckdb.connect(
-        path,
+    connection = duckdb.connect(
         config={
             "threads": THREADS,
             "memory_limit": MEMORY,
@@ -84,11 +129,23 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
             "autoload_known_extensions": False,
         },
     )
+    try:
+        # Only ATTACH has the option.
+        quoted = str(path).replace("'", "''")
+        return connection.execute(f"ATTACH '{quoted}' AS {_NAME} (ROW_GROUP_SIZE {ROW_GROUP})")
+    except duckdb.Error:
+        connection.close()
+        raise
 
 
 def _spill(path: Path) -> Path:
     """Return the directory of DuckDB's intermediate results."""
     return path.with_name(f"{path.name}.tmp")
+
+
+def _chunks(path: Path) -> Path:
+    """Return the directory of the chunks that are being loaded."""
+    return path.with_name(f"{path.name}.chunks")
 
 
 def _cache_directory() -> Path:

@@ -24,7 +24,7 @@ from reward_loop.view.growth import Lines
 
 __all__ = ["LAYOUT", "create", "load", "revise"]
 
-LAYOUT = 2
+LAYOUT = 3
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -87,7 +87,8 @@ _LINE = {"version": "BIGINT", "kind": "VARCHAR", **_ROW, "judges": f"STRUCT({_st
 _COLUMNS = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
 
 # A sample without `step` may belong to a run that has none, so it stays NULL. Rows of other kinds are in `samples` only
-# until the chunk has been loaded: reading the lines into a table of their own first takes half as long again.
+# until the chunks have been loaded: reading the lines into a table of their own first takes half as long again. A chunk
+# is a file with its position as name.
 _SAMPLES = f"""
 SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
     data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
@@ -95,9 +96,10 @@ SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS valid
     coalesce(total_s, work_s) AS total_s, attempts, advantage, prompt_tokens, completion_tokens,
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
-    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number, ?::INTEGER AS chunk
+    NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
+    ?::INTEGER + parse_filename(filename, true)::INTEGER AS chunk
 FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER},
-    columns = {{{_COLUMNS}}})
+    filename = true, columns = {{{_COLUMNS}}})
 """
 _EXCHANGES = """
 SELECT e.id, step, validate, function, batch, e.time, coalesce(e.model, e.url) AS model, e.backend, e.seconds,
@@ -105,7 +107,7 @@ SELECT e.id, step, validate, function, batch, e.time, coalesce(e.model, e.url) A
     e.completion_tokens, try_cast(e.score AS DOUBLE) AS score
 FROM (SELECT step, validate, function, batch, unnest(exchanges) AS e FROM samples)
 """
-_NEW = "FROM samples WHERE chunk = ? AND"
+_NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
 _REVISIONS = f"SELECT uid, time, outcome, error, reward, masked {_NEW} kind = 'revision' AND uid IS NOT NULL"
 
@@ -144,46 +146,51 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     connection.execute("CREATE TABLE files (name VARCHAR, bytes BIGINT, fingerprint BLOB)")
     connection.execute("CREATE TABLE chunks (chunk INTEGER, name VARCHAR, start BIGINT, bytes BIGINT)")
     connection.execute("CREATE TABLE summaries (step BIGINT, validate BOOLEAN, content VARCHAR)")
-    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [0, empty])
+    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [0, [empty]])
     connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
     connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
     connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
 
 
 def load(
-    connection: duckdb.DuckDBPyConnection, path: str, parts: Sequence[Lines], fingerprints: Mapping[str, bytes]
+    connection: duckdb.DuckDBPyConnection,
+    paths: Sequence[str],
+    chunks: Sequence[Sequence[Lines]],
+    fingerprints: Mapping[str, bytes],
 ) -> int:
-    """Add lines of records to the tables. The connection must be within a transaction.
+    """Add chunks of records to the tables. The connection must be within a transaction.
 
     Args:
         connection: a connection to the database.
-        path: a file with the lines of all parts.
-        parts: where the lines are in the folder.
+        paths: for each chunk, a file with its lines; its name without the suffix is the position in this list.
+        chunks: for each chunk, where its lines are in the folder.
         fingerprints: the `fingerprint` of each file in the folder, by its name.
 
     Returns:
         the highest version of these records; 0 if there are none.
     """
-    (chunk,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
-    connection.execute(f"INSERT INTO samples {_SAMPLES}", [chunk, path])
+    (first,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
+    connection.execute(f"INSERT INTO samples {_SAMPLES}", [first, paths])
     others, incomplete, version = _row(
         connection,
         "SELECT count(*) FILTER (kind IS DISTINCT FROM 'sample'), count(*) FILTER (kind IS NULL AND version IS NULL "
-        "AND id IS NULL AND uid IS NULL), coalesce(max(version), 0) FROM samples WHERE chunk = ?",
-        [chunk],
+        "AND id IS NULL AND uid IS NULL), coalesce(max(version), 0) FROM samples WHERE chunk >= ?",
+        [first],
     )
     if others:
-        connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [chunk])
-        connection.execute(f"INSERT INTO revisions {_REVISIONS}", [chunk])
-        connection.execute("DELETE FROM samples WHERE chunk = ? AND kind IS DISTINCT FROM 'sample'", [chunk])
+        connection.execute(f"INSERT INTO advantages {_ADVANTAGES}", [first])
+        connection.execute(f"INSERT INTO revisions {_REVISIONS}", [first])
+        connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
     if incomplete:
         connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
-    for part in parts:
-        name = part.path.name
-        connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", [chunk, name, part.start, part.bytes])
-        connection.execute("DELETE FROM files WHERE name = ?", [name])
-        connection.execute("INSERT INTO files VALUES (?, ?, ?)", [name, part.start + part.bytes, fingerprints[name]])
-    _forget(connection, f"chunk = {chunk}")
+    places = [(first + i, part.path.name, part.start, part.bytes) for i, parts in enumerate(chunks) for part in parts]
+    connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", places)
+    ends = {name: start + size for _, name, start, size in places}
+    connection.execute("DELETE FROM files WHERE list_contains(?, name)", [list(ends)])
+    connection.executemany(
+        "INSERT INTO files VALUES (?, ?, ?)", [(name, end, fingerprints[name]) for name, end in ends.items()]
+    )
+    _forget(connection, f"chunk >= {first}")
     return int(version)
 
 

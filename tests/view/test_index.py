@@ -151,6 +151,74 @@ def test_lines_that_are_longer_than_a_chunk(folder: Path, monkeypatch: pytest.Mo
         assert len(line["error"]) == 5_000_000
 
 
+def many(folder: Path, count: int) -> None:
+    """Records of two processes."""
+    for name in ("a", "b"):
+        writer = Records(folder)
+        for number in range(count):
+            record(writer, f"{name}{number}", number / 10, error="x" * (number % 7 * 100))
+        flushed(writer)
+
+
+def assert_has_all(index: Index, count: int) -> None:
+    """Check that the index has each record once, and finds its line."""
+    rows = index.rows("SELECT id, uid, chunk FROM samples")
+    assert sorted(row["uid"] for row in rows) == sorted(f"{name}{number}" for name in "ab" for number in range(count))
+    for row in rows[::37]:
+        line = index.line(row["chunk"], row["id"])
+        assert line is not None
+        assert line["uid"] == row["uid"]
+    assert index.pending_bytes() == 0
+
+
+def test_lines_of_chunks_that_were_loaded_together_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 20_000)
+    many(folder, 500)
+    with Index(folder) as index:
+        assert index.update()
+        assert_has_all(index, 500)
+        assert index.rows("SELECT count(DISTINCT chunk) > 20 AS many FROM samples") == [{"many": True}]
+
+
+def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from duckdb import OutOfMemoryException
+
+    monkeypatch.setattr(module, "CHUNK", 20_000)
+    many(folder, 100)
+    load, loaded = module.tables.load, list[int]()
+
+    def load_few(cursor: Any, paths: Any, chunks: Any, *others: Any) -> int:
+        loaded.append(len(chunks))
+        version = load(cursor, paths, chunks, *others)
+        if len(chunks) > 1:
+            raise OutOfMemoryException("no memory")
+        return version
+
+    monkeypatch.setattr(module.tables, "load", load_few)
+    with Index(folder) as index:
+        assert index.update()
+        assert_has_all(index, 100)
+    assert loaded[0] > 1
+    assert set(loaded[1:]) == {1}
+
+
+def test_chunks_that_a_killed_viewer_left_are_deleted(folder: Path, cache: Path) -> None:
+    many(folder, 1)
+    with Index(folder) as index:
+        index.update()
+    (path,) = cache.rglob("*.duckdb")
+    left = path.with_name(f"{path.name}.chunks")
+    left.mkdir()
+    (left / "7.jsonl").write_text("{}")
+    many(folder, 1)
+    with Index(folder) as index:
+        assert index.update()
+        assert len(index.rows("SELECT id FROM samples")) == 4
+    assert not left.exists()
+
+
 def test_the_next_start_reads_only_what_is_new(folder: Path) -> None:
     record(writer := Records(folder), "a")
     flushed(writer)

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 STEPS, GROUPS, SIZE = 4, 6, 4
-HOSTILE_STEP, MANY_STEP, LATER_STEP = 50, 60, 70
+HOSTILE_STEP, MANY_STEP, LATER_STEP, UNGROUPED_STEP = 50, 60, 70, 40
 MANY_GROUPS = 10_000
 ATTACK = "<img src=x onerror=hacked=1><script>hacked=1</script><b>bold</b>"
 
@@ -76,6 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("view") / "rewards"
     in_a_thread(write_run, folder, steps=STEPS, groups=GROUPS, size=SIZE)
     in_a_thread(asyncio.run, score(folder, list(HOSTILE)))
+    ungrouped = RewardSample("no idea", uid="ungrouped", step=UNGROUPED_STEP, extra_info={"question": "?"})
+    in_a_thread(asyncio.run, score(folder, [ungrouped]))
     starts = [config_row({"actor": {"lr": lr}, "note": ATTACK}, step) for lr, step in ((1e-6, 1), (5e-7, 3))]
     open_configuration(folder).write_rows(starts)
     assert open_configuration(folder).flush()
@@ -139,6 +141,55 @@ def test_the_run_shows_charts_and_leads_to_a_step(page: Page) -> None:
     page.get_by_role("link", name="2", exact=True).click()
     page.wait_for_selector("h1:has-text('Step 2')")
     assert page.title() == "Step 2 · reward_loop"
+
+
+DRAWN = """async ([format, values]) => {
+    const { Chart } = await import("/chart.js");
+    const formats = await import("/format.js");
+    const drawn = [];
+    const { fillText } = CanvasRenderingContext2D.prototype;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        const width = this.textAlign === "right" ? this.measureText(text).width : 0;
+        drawn.push({ text, left: x - width });
+        fillText.call(this, text, x, y);
+    };
+    const chart = new Chart({ title: "chart", format: formats[format] });
+    document.querySelector("main").append(chart.node);
+    chart.show(values.map((_, step) => step + 1), [{ label: "values", values }]);
+    await new Promise(requestAnimationFrame);
+    await new Promise(requestAnimationFrame);
+    CanvasRenderingContext2D.prototype.fillText = fillText;
+    chart.close();
+    chart.node.remove();
+    return drawn;
+}"""
+"""Draws a chart, and returns the texts on its canvas with their left ends."""
+
+
+@pytest.mark.parametrize(
+    ("format_name", "values", "label"),
+    [("percent", [0, 0, 0], "100 %"), ("percent", [None], None), ("seconds", [70, 110], "1 min 40 s")],
+)
+def test_the_labels_of_an_axis_are_complete(
+    page: Page, format_name: str, values: list[float | None], label: str | None
+) -> None:
+    open_view(page, "compare")
+    drawn = page.evaluate(DRAWN, [format_name, values])
+    assert label is None or label in [one["text"] for one in drawn]
+    assert [one for one in drawn if one["left"] < 0] == []
+    assert [one["text"] for one in drawn if re.fullmatch(r"\d+\.\d+", one["text"])] == []  # steps are whole
+
+
+def test_the_text_of_an_empty_table_fits_into_it(page: Page) -> None:
+    open_view(page, f"step/{UNGROUPED_STEP}")
+    text = page.locator(".groups .none", has_text="No groups: the records do not name the prompts of the samples.")
+    text.wait_for()
+    box, pane = text.bounding_box(), page.locator(".groups .table").bounding_box()
+    assert box is not None
+    assert pane is not None
+    assert box["x"] >= pane["x"]
+    assert box["x"] + box["width"] <= pane["x"] + pane["width"]
+    assert text.evaluate("text => text.scrollWidth <= text.clientWidth")
 
 
 def test_the_run_shows_the_options_that_changed_when_it_was_resumed(page: Page) -> None:

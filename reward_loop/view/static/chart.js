@@ -13,8 +13,12 @@ import { number, short } from "./format.js";
  */
 
 const HEIGHT = 176;
+/** The smallest width of a vertical axis in pixels, so that the lines of most charts begin at the same place. */
+const AXIS_WIDTH = 52;
 const POINTS_UP_TO = 40;
 const COLOURS = 8;
+/** The distances of the labels of steps: whole numbers. */
+const WHOLE = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 /**
  * A chart: a figure with its title, a legend with the values at the pointer or of the last step, and the lines.
@@ -96,10 +100,10 @@ export class Chart {
       padding: [8, 14, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
-      scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : undefined } },
+      scales: { x: { time: false, range: padded }, y: { range: this.range ? () => this.range : vertical } },
       axes: [
-        axis({ size: 30 }),
-        axis({ size: 52, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) }),
+        axis({ size: 30, incrs: WHOLE }),
+        axis({ size: axisWidth, values: (_, ticks) => ticks.map((tick) => short(this.format(tick))) }),
       ],
       series: [{}, ...this.series.map((one, i) => line(one, i, hasPoints, this.isStacked))],
       bands: bands(this.series),
@@ -189,6 +193,20 @@ function axis(options) {
 /** Returns the range of the steps; a single step is in the middle. */
 function padded(_, min, max) {
   return min === max ? [min - 1, max + 1] : [min, max];
+}
+
+/** Returns the range of the vertical axis. If all values are 0, it is 0 to 1: uPlot's own range is 0 to 100. */
+function vertical(_, min, max) {
+  if (min === null) return [null, null];
+  return min === 0 && max === 0 ? [0, 1] : uPlot.rangeNum(min, max, 0.1, true);
+}
+
+/** Returns the width of the vertical axis: its labels and the gap to the lines fit into it. */
+function axisWidth(plot, labels, index) {
+  const { font, gap } = plot.axes[index];
+  plot.ctx.font = font[0];
+  const widths = (labels ?? []).map((label) => plot.ctx.measureText(label).width / devicePixelRatio);
+  return Math.ceil(Math.max(AXIS_WIDTH, gap + Math.max(0, ...widths)));
 }
 
 function drawMarks(plot, marks) {
