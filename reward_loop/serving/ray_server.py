@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +37,12 @@ class RayServer:
     loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
     forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
 
+        async with server.placed(), server:
+            ...
+
+    If the node of the server is lost, Ray moves the place of the server to another node when one has the resources:
+    :meth:`placed` waits for it.
+
     Args:
         name: the server's name in messages.
         command: returns the command line for a host and a port. It is pickled.
@@ -47,7 +53,7 @@ class RayServer:
         log_path: the server's log file, on its node; by default a file in a new temporary directory.
 
     Entering raises:
-        ServerStartError: the actor or the server cannot be started, or is not ready in time.
+        ServerStartError: the server cannot be started, or is not ready in time.
     """
 
     def __init__(
@@ -78,20 +84,41 @@ class RayServer:
         self._start_timeout_s = start_timeout_s
         self._actor: Any = None
 
+    @asynccontextmanager
+    async def placed(self) -> AsyncIterator[None]:
+        """Runs the actor of the server. Entry waits until Ray has started it.
+
+        Raises:
+            ServerStartError: the resources were not free within ``start_timeout_s``, or the actor died.
+        """
+        host: Any = _Host
+        self._actor = host.options(max_concurrency=4, **self._place.resources).remote()
+        try:
+            async with self._errors("had no place in Ray"):
+                await self._actor.__ray_ready__.remote()
+            yield
+        finally:
+            ray.kill(self._actor)
+
     async def __aenter__(self) -> Self:
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with self._errors("was not ready"):
                 await self._start()
-        except TimeoutError:
-            await self._stop()
-            raise ServerStartError(f"{self.name} was not ready after {self._start_timeout_s:g} s") from None
-        except RayError as error:
-            await self._stop()
-            raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
         except BaseException:
             await self._stop()
             raise
         return self
+
+    @asynccontextmanager
+    async def _errors(self, timed_out: str) -> AsyncIterator[None]:
+        """Limits the time of the block, and turns its errors into `ServerStartError`."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                yield
+        except TimeoutError:
+            raise ServerStartError(f"{self.name} {timed_out} after {self._start_timeout_s:g} s") from None
+        except RayError as error:
+            raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -108,8 +135,6 @@ class RayServer:
     async def _start(self) -> None:
         place = self._place
         env = self._env | await place.environment()
-        host: Any = _Host
-        self._actor = host.options(max_concurrency=4, **place.resources).remote()
         options = {"health_path": self._health_path, "start_timeout_s": self._start_timeout_s, "env": env}
         held = place.accelerator if place.gpus and not place.shared else None
         node = ray.get_runtime_context().get_node_id()
@@ -121,15 +146,11 @@ class RayServer:
             self.url = f"http://{await self._tunnel.enter_async_context(entry)}"
 
     async def _stop(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
         with anyio.CancelScope(shield=True):
             await self._tunnel.aclose()
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOPS_WITHIN_S):
-                    await actor.stop.remote()
-            ray.kill(actor)
+                    await self._actor.stop.remote()
 
 
 @ray.remote
