@@ -107,6 +107,7 @@ def _train(
         f"trainer.default_local_dir={output}/checkpoints",
         f"trainer.rollout_data_dir={output}/rollouts",
         "data.max_response_length=32",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
         f"reward_loop.timeout={DEADLINE_S:g}",
         "reward_loop.retry.max_attempts=100",
         f"reward.custom_reward_function.path={HERE / 'faulty_judge.py'}",
