@@ -42,7 +42,13 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
     output = folder / "lost-node"
     output.mkdir()
     happened = {}
-    with judge_server() as judge, preloaded() as executable, _two_nodes(judge) as (address, raylet):
+    with (
+        judge_server() as judge,
+        # Workers have the environment of their raylet, and modules are preloaded in that of a run.
+        _environment(CPU_ENVIRONMENT | {"JUDGE_ADDRESS": judge.address, "HF_HUB_OFFLINE": "1"}),
+        preloaded() as executable,
+        _two_nodes() as (address, raylet),
+    ):
         command = training.command(
             *(training.MODES["both"], folder, output, STEPS),
             f"trainer.rollout_data_dir={output}/rollouts",
@@ -52,8 +58,8 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
             f"+transfer_queue.backend.SimpleStorage.required_node_resource={STORAGE_NODE}",
             "ray_kwargs.ray_init.num_cpus=null",
             "ray_kwargs.ray_init.num_gpus=null",
-            f"+ray_kwargs.ray_init.address={address}",
             f"+ray_kwargs.ray_init.runtime_env.py_executable={executable!r}",
+            RAY_ADDRESS=address,
         )
         metrics = output / "metrics.jsonl"
         deadline = time.monotonic() + training.LONGEST_RUN_S
@@ -74,26 +80,23 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
 
 
 @contextmanager
-def _two_nodes(judge: FakeJudge) -> Iterator[tuple[str, int]]:
+def _two_nodes() -> Iterator[tuple[str, int]]:
     """Starts Ray with two nodes. Yields its address, and the id of the process of the second raylet."""
     import ray
     from ray.cluster_utils import Cluster
 
-    # Workers have the environment of their raylet.
-    variables = CPU_ENVIRONMENT | {"JUDGE_ADDRESS": judge.address, "HF_HUB_OFFLINE": "1"}
-    with _environment(variables):
-        cluster = with_ray(
-            lambda: Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 1, "include_dashboard": False})
-        )
-        try:
-            node = with_ray(lambda: cluster.add_node(**NODE, resources={"second": 1}))
-            ray.init(cluster.address, log_to_driver=False)
-            reserved = ray.util.placement_group([{**RESERVED, "second": 1}], lifetime="detached")
-            ray.get(reserved.ready())
-            ray.shutdown()
-            yield cluster.address, node.all_processes["raylet"][0].process.pid
-        finally:
-            cluster.shutdown()
+    cluster = with_ray(
+        lambda: Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 1, "include_dashboard": False})
+    )
+    try:
+        node = with_ray(lambda: cluster.add_node(**NODE, resources={"second": 1}))
+        ray.init(cluster.address, log_to_driver=False)
+        reserved = ray.util.placement_group([{**RESERVED, "second": 1}], lifetime="detached")
+        ray.get(reserved.ready())
+        ray.shutdown()
+        yield cluster.address, node.all_processes["raylet"][0].process.pid
+    finally:
+        cluster.shutdown()
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class Supervisor:
         try:
             async with AsyncExitStack() as stack:
                 process = self._process
-                # It may wait for a node that was lost, so that it must not delay the start of other servers.
+                # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
                 await stack.enter_async_context(process.placed())
                 async with self._starts:
                     await stack.enter_async_context(process)
