@@ -41,11 +41,15 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
     """
     output = folder / "lost-node"
     output.mkdir()
+    metrics = output / "metrics.jsonl"
     happened = {}
     with (
         judge_server() as judge,
         # Workers have the environment of their raylet, and modules are preloaded in that of a run.
-        _environment(CPU_ENVIRONMENT | {"JUDGE_ADDRESS": judge.address, "HF_HUB_OFFLINE": "1"}),
+        _environment(
+            CPU_ENVIRONMENT
+            | {"JUDGE_ADDRESS": judge.address, "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(metrics)}
+        ),
         preloaded() as executable,
         _two_nodes() as (address, raylet),
     ):
@@ -61,7 +65,6 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
             f"+ray_kwargs.ray_init.runtime_env.py_executable={executable!r}",
             RAY_ADDRESS=address,
         )
-        metrics = output / "metrics.jsonl"
         deadline = time.monotonic() + training.LONGEST_RUN_S
         with TrainingProcess(command, output / "log", metrics) as run:
             while (status := run.status()) is None and time.monotonic() < deadline:
