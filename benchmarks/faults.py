@@ -30,7 +30,7 @@ from examples.training import TrainingProcess
 from reward_loop import RewardSample
 from reward_loop.testing import FakeJudge, Stall, Status
 
-__all__ = ["STEPS", "agent_through", "train_through"]
+__all__ = ["HERE", "STEPS", "Found", "agent_through", "judge_server", "lines", "share_of_digits", "train_through"]
 
 HERE = Path(__file__).parent
 STEPS = 7
@@ -48,6 +48,11 @@ SAMPLES, GROUP = 400, 4
 def share_of_digits(text: str) -> float:
     """Return the judge's score of a text."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+def judge_server() -> FakeJudge:
+    """Return the judge server of the trainings."""
+    return FakeJudge(_reply, latency=(0.02, 0.1))
 
 
 def _reply(body: Mapping[str, Any]) -> str:
@@ -74,7 +79,7 @@ def train_through(folder: Path, look: Callable[[int], None]) -> Found:
     """
     output = folder / "faults"
     output.mkdir()
-    with FakeJudge(_reply, latency=(0.02, 0.1)) as judge:
+    with judge_server() as judge:
         faults = _Faults(judge, output)
         lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults)
         went_on = _train(folder, output, "resumed", judge, lambda rows: look(CHECKPOINT + len(rows)), None)
@@ -102,6 +107,7 @@ def _train(
         f"trainer.default_local_dir={output}/checkpoints",
         f"trainer.rollout_data_dir={output}/rollouts",
         "data.max_response_length=32",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
         f"reward_loop.timeout={DEADLINE_S:g}",
         "reward_loop.retry.max_attempts=100",
         f"reward.custom_reward_function.path={HERE / 'faulty_judge.py'}",
@@ -167,7 +173,7 @@ class _Faults:
 
     def _kill_trainer(self) -> None:
         last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
-        _until(lambda: last.exists() and len(_lines(last)) == training.PROMPTS * training.RESPONSES)
+        _until(lambda: last.exists() and len(lines(last)) == training.PROMPTS * training.RESPONSES)
         if _kill("ray::TaskRunner"):
             self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
 
@@ -197,7 +203,7 @@ def _wrong(
         ended = [row[f"reward_loop/{outcome}"] for outcome in ("scored", "unscored", "failed")]
         if sum(ended) != size:
             yield f"step {step}: {ended} scored, unscored and failed"
-        rollouts = _lines(output / "rollouts" / f"{step}.jsonl")
+        rollouts = lines(output / "rollouts" / f"{step}.jsonl")
         names |= {rollout["uid"] for rollout in rollouts}
         if len(rollouts) != size or len(names) != step * size:
             yield f"step {step}: {len(rollouts)} rollouts, {len(names)} different ones so far"
@@ -254,7 +260,8 @@ def agent_through() -> Found:
     return Found({"agent": f"killed with {known} of {SAMPLES} samples judged; {again} judged again"}, wrong)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file in JSON Lines."""
     # Not `splitlines`: it also splits at other characters, which a text may contain.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 

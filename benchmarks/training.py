@@ -73,18 +73,19 @@ class Mode:
     command: tuple[str, ...]
 
 
-IN_TURN = str(HERE / "verl_in_turn.py")
+IN_TURN = ("-P", str(HERE / "verl_in_turn.py"))
+"""With `-P`, the folder of the script is not on the path of modules: `trl.py` there has the name of a package."""
 
 
 def _verl() -> tuple[str, ...]:
     """Return the arguments of verl's own trainer with our CPU configuration; verl ignores our additional keys."""
     folders = f"hydra.searchpath=[file://{verl_config_dir()},file://{CONFIG_DIR}]"
-    return (IN_TURN, "verl", "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
+    return (*IN_TURN, "verl", "--config-dir", str(CONFIG_DIR), "--config-name", "cpu", folders)
 
 
 def _ours(mini_batch_pipeline: bool, one_step_off_policy: bool) -> tuple[str, ...]:
     return (
-        *(IN_TURN, "ours", "--config-name", "cpu"),
+        *(*IN_TURN, "ours", "--config-name", "cpu"),
         f"trainer.v1.trainer_mode={PIPELINE_MODE}",
         f"trainer.v1.{PIPELINE_MODE}.mini_batch_pipeline={mini_batch_pipeline}",
         f"trainer.v1.{PIPELINE_MODE}.one_step_off_policy={one_step_off_policy}",

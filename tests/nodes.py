@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,6 +71,12 @@ class Node:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
+    def lose(self) -> None:
+        """Ends the node like a loss of power: its connections stay open on the other node, and nothing answers."""
+        ip = ("nsenter", f"--target={self.pid}", "--net", "ip", "link", "set", INTERFACE, "down")
+        subprocess.run(ip, check=True)
+        os.kill(self.pid, signal.SIGKILL)
+
 
 @contextmanager
 def two_nodes(directory: Path) -> Iterator[tuple[Node, Node]]:
@@ -105,7 +112,9 @@ def _node(folder: Path, name: str, address: str) -> Iterator[Node]:
     try:
         assert process.stdout.readline() == b"ready\n", "a node did not start"
         (child,) = psutil.Process(process.pid).children()
-        yield Node(address, child.pid)
+        # While this file is open, the network of a lost node stays, and with it the interface of the other node.
+        with Path(f"/proc/{child.pid}/ns/net").open():
+            yield Node(address, child.pid)
     finally:
         with contextlib.suppress(OSError):
             process.stdin.close()

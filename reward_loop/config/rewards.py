@@ -76,9 +76,9 @@ class RewardLoopConfig(Config):
     worker_start_timeout_s: float = Field(default=300.0, gt=0)
     """In a verl run: seconds within which every reward worker must load the tokenizer and the function."""
 
-    worker_answer_timeout_s: float = Field(default=60.0, gt=0)
+    worker_answer_timeout_s: float = Field(default=120.0, gt=0)
     """In a verl run: seconds within which a reward worker must answer the trainer. It must be longer than the restart
-    of a worker."""
+    of a worker; Ray takes up to 65 seconds to detect that a node is lost."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Samples that have been running for longer than this many seconds are logged, repeatedly at this interval;

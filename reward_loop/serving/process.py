@@ -103,6 +103,10 @@ class ServerProcess:
         """The process id, of the reaper if `bound` is a reserved address; ``None`` before the start."""
         return self._process.pid if self._process else None
 
+    def placed(self) -> contextlib.nullcontext[None]:
+        """A context that does nothing: the process runs on this machine."""
+        return contextlib.nullcontext()
+
     async def __aenter__(self) -> Self:
         began = time.monotonic()
         self._spawn()

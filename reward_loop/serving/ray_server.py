@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _STOPS_WITHIN_S = 30.0
-_ACTOR_STARTS_WITHIN_S = 120.0
-"""Seconds for all that a start needs in addition to `start_timeout_s` of the server's process: the start of the actor,
-the stop of a process that was not ready in time, the tunnel."""
+_EXTRA_START_S = 60.0
+"""Seconds for what a start needs in addition to `start_timeout_s` of the server's process: the stop of a process that
+was not ready in time, and the tunnel."""
 
 
 class RayServer:
@@ -39,6 +39,12 @@ class RayServer:
     The server stops with the actor, and the actor stops with the process that created it. The server listens on the
     loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
     forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
+
+        async with server.placed(), server:
+            ...
+
+    If the node of the server is lost, Ray moves the place of the server to another node when one has the resources:
+    :meth:`placed` waits for it.
 
     Args:
         name: the server's name in messages.
@@ -50,8 +56,7 @@ class RayServer:
         log_path: the server's log file, on its node; by default a file in a new temporary directory.
 
     Entering raises:
-        ServerStartError: the actor or the server cannot be started, or is not ready in time. The message shows the end
-            of the server's log.
+        ServerStartError: the server cannot be started, or is not ready in time. The message shows the end of its log.
     """
 
     def __init__(
@@ -82,22 +87,42 @@ class RayServer:
         self._start_timeout_s = start_timeout_s
         self._actor: Any = None
 
-    async def __aenter__(self) -> Self:
-        # The deadline of the process ends first, and its error shows the end of the log.
-        deadline = self._start_timeout_s + _ACTOR_STARTS_WITHIN_S
+    @asynccontextmanager
+    async def placed(self) -> AsyncIterator[None]:
+        """Runs the actor of the server. Entry waits until Ray has started it.
+
+        Raises:
+            ServerStartError: the resources were not free within ``start_timeout_s``, or the actor died.
+        """
+        host: Any = _Host
+        self._actor = host.options(max_concurrency=4, **self._place.resources).remote()
         try:
-            async with asyncio.timeout(deadline):
+            async with self._errors("had no place in Ray", self._start_timeout_s):
+                await self._actor.__ray_ready__.remote()
+            yield
+        finally:
+            ray.kill(self._actor)
+
+    async def __aenter__(self) -> Self:
+        try:
+            # The deadline of the process ends first, and its error shows the end of the log.
+            async with self._errors("was not started by its Ray actor", self._start_timeout_s + _EXTRA_START_S):
                 await self._start()
-        except TimeoutError:
-            await self._stop()
-            raise ServerStartError(f"{self.name}: its Ray actor did not start it within {deadline:g} s") from None
-        except RayError as error:
-            await self._stop()
-            raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
         except BaseException:
             await self._stop()
             raise
         return self
+
+    @asynccontextmanager
+    async def _errors(self, timed_out: str, timeout_s: float) -> AsyncIterator[None]:
+        """Limits the time of the block, and turns its errors into `ServerStartError`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            raise ServerStartError(f"{self.name} {timed_out} after {timeout_s:g} s") from None
+        except RayError as error:
+            raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -114,8 +139,6 @@ class RayServer:
     async def _start(self) -> None:
         place = self._place
         env = self._env | await place.environment()
-        host: Any = _Host
-        self._actor = host.options(max_concurrency=4, **place.resources).remote()
         options = {"health_path": self._health_path, "start_timeout_s": self._start_timeout_s, "env": env}
         held = place.accelerator if place.gpus and not place.shared else None
         node = ray.get_runtime_context().get_node_id()
@@ -127,15 +150,11 @@ class RayServer:
             self.url = f"http://{await self._tunnel.enter_async_context(entry)}"
 
     async def _stop(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
         with anyio.CancelScope(shield=True):
             await self._tunnel.aclose()
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOPS_WITHIN_S):
-                    await actor.stop.remote()
-            ray.kill(actor)
+                    await self._actor.stop.remote()
 
 
 @ray.remote

@@ -35,6 +35,13 @@ class Server(AbstractAsyncContextManager[Any, None], Protocol):
     def url(self) -> str:
         """``http://host:port``; final once the context has been entered."""
 
+    def placed(self) -> AbstractAsyncContextManager[None]:
+        """A context that must be open while the server runs. Entry waits until there is a place for the server.
+
+        Raises:
+            ServerStartError: there was no place in time.
+        """
+
     async def wait(self) -> ServerDiedError:
         """Waits until the server exits by itself."""
 
@@ -175,8 +182,10 @@ class Supervisor:
         self._process = self._new_process()
         try:
             async with AsyncExitStack() as stack:
+                process = self._process
+                # Outside of `_starts`: after the loss of a node, its servers may wait long for another place.
+                await stack.enter_async_context(process.placed())
                 async with self._starts:
-                    process = self._process
                     await stack.enter_async_context(process)
                 logger.info("%s ready in %.1f s", process.name, process.started_in_s)
                 await self._on_up(process.url)

@@ -31,6 +31,9 @@ COUNTS_S = 1.0
 POLL_S = 2.0
 """Seconds between two polls for fatal errors, while the trainer waits for rewards."""
 
+CHECK_S = 60.0
+"""The longest wait for the rewards of a batch between two checks for fatal errors, in seconds."""
+
 
 class _Counts:
     """Counts of all reward workers.
@@ -206,7 +209,7 @@ class RewardWorkers:
             patience = options.timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)
         left, last_arrival = list(pending), time.monotonic()
         while left:
-            done, left = ray.wait(left, num_returns=len(left), timeout=options.worker_answer_timeout_s)
+            done, left = ray.wait(left, num_returns=len(left), timeout=min(options.worker_answer_timeout_s, CHECK_S))
             quiet = time.monotonic() - last_arrival
             if done:
                 last_arrival += quiet

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from reward_loop.testing import FakeJudge
 
 pytest.importorskip("opentelemetry.sdk._logs")
 
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.sdk._logs import LoggerProvider, ReadableLogRecord
 from opentelemetry.sdk._logs.export import (
     BatchLogRecordProcessor,
@@ -35,6 +32,7 @@ from opentelemetry.sdk._logs.export import (
 from opentelemetry.sdk.trace import TracerProvider
 
 from reward_loop.records.evaluation_events import EVENT, MAX_COMPONENTS, EvaluationEvents, evaluation_events
+from tests.collector import collector, decoded
 
 KEY = "planted-key-0123456789"
 
@@ -220,48 +218,16 @@ def run_score(code: str = SCORE, **variables: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
-@contextlib.contextmanager
-def collector() -> Iterator[tuple[str, list[ExportLogsServiceRequest]]]:
-    """A collector of OTLP over HTTP; yields its URL, and the requests that it received at ``/v1/logs``."""
-    requests: list[ExportLogsServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            assert (self.path, self.headers["Content-Type"]) == ("/v1/logs", "application/x-protobuf")
-            requests.append(ExportLogsServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", requests
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.integration
 def test_events_arrive_at_a_collector_by_the_end_of_the_process() -> None:
-    with collector() as (url, requests):
-        done = run_score(OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_SERVICE_NAME="my-run")
+    with collector() as received:
+        done = run_score(OTEL_EXPORTER_OTLP_ENDPOINT=received.url, OTEL_SERVICE_NAME="my-run")
     assert done.stdout.strip() == "5.0", done.stderr
-    resources = [found for request in requests for found in request.resource_logs]
-    for resource in resources:
-        assert {item.key: item.value.string_value for item in resource.resource.attributes}["service.name"] == "my-run"
-    records = [record for found in resources for scope in found.scope_logs for record in scope.log_records]
-    assert [record.event_name for record in records] == [EVENT] * 20
-    attributes = [{item.key: item.value for item in record.attributes} for record in records]
+    assert {resource["service.name"] for resource in received.resources} == {"my-run"}
+    assert [event.event_name for event in received.events] == [EVENT] * 20
+    attributes = [decoded(event.attributes) for event in received.events]
     assert {
-        (item["reward_loop.sample.uid"].string_value, item["gen_ai.evaluation.name"].string_value): item[
-            "gen_ai.evaluation.score.value"
-        ].double_value
+        (item["reward_loop.sample.uid"], item["gen_ai.evaluation.name"]): item["gen_ai.evaluation.score.value"]
         for item in attributes
     } == {(f"q_{i}", name): value for i in range(10) for name, value in (("score", 0.5), ("format", 1.0))}
 

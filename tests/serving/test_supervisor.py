@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,6 +20,14 @@ class FakeServer:
     def __init__(self) -> None:
         self.entered = False
         self.dies = asyncio.Event()
+        self.has_place = asyncio.Event()
+        self.has_place.set()
+
+    @asynccontextmanager
+    async def placed(self) -> AsyncIterator[None]:
+        await self.has_place.wait()
+        yield
+        assert not self.entered
 
     async def __aenter__(self) -> FakeServer:
         self.entered = True
@@ -90,6 +100,26 @@ async def test_a_first_start_that_fails_is_reported_and_not_repeated() -> None:
     await supervisor.run()
     with pytest.raises(ServerError, match="it will not sleep"):
         await supervisor.started
+
+
+async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_others() -> None:
+    starts = Starts(1)
+    without_place, other = FakeServer(), FakeServer()
+    without_place.has_place.clear()
+    supervisors = [Supervisor(lambda s=s: s, RestartPolicy(3, 60), starts=starts) for s in (without_place, other)]  # type: ignore[misc]
+    runs = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
+    async with asyncio.timeout(30):
+        await supervisors[1].started
+        await starts.forbid()  # waits for servers that are starting
+        assert not without_place.entered
+        without_place.has_place.set()
+        await starts.allow()
+        await supervisors[0].started
+    assert without_place.entered
+    for run in runs:
+        run.cancel()
+    await asyncio.wait(runs)
+    assert not without_place.entered
 
 
 async def test_starts_are_bounded_and_can_be_forbidden() -> None:

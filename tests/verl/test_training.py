@@ -6,15 +6,19 @@ import json
 import math
 import statistics
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from reward_loop.records.health import health
 from reward_loop.records.reader import RecordsReader
+from reward_loop.verl.sample_table import COLUMNS
 from reward_loop.view.phases import phases
 from reward_loop.view.timeline import timeline
+from tests.collector import Collector, collector, decoded
 from tests.verl import rewards
 from tests.verl.checks import (
     check_events,
@@ -46,9 +50,22 @@ EQUAL = (
 """Metrics that say whether two runs made the same updates."""
 
 
+TABLE_SIZE = 8
+"""The number of samples of a step that :func:`mixed_run` logs as a table."""
+
+
 @pytest.fixture(scope="module")
-def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
-    """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed."""
+def received() -> Iterator[Collector]:
+    """The collector of OpenTelemetry to which :func:`mixed_run` sends scores."""
+    with collector() as received:
+        yield received
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, received: Collector) -> Run:
+    """Two data-parallel ranks, a reference model, validation, a checkpoint; some samples unscored, some failed.
+
+    Scores are sent to OpenTelemetry, and samples are logged as tables."""
     directory = tmp_path_factory.mktemp("mixed")
     return train(
         directory,
@@ -62,8 +79,17 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
         "reward.num_workers=2",
         "reward_loop.health.patience=1",
         "reward_loop.health.masked_share=0",
+        "reward_loop.otel=true",
+        f"reward_loop.log_samples={TABLE_SIZE}",
+        "trainer.logger=[console,file,wandb]",
         *agent_loop("seeded"),
         function="Mixed",
+        environment={
+            "OTEL_EXPORTER_OTLP_ENDPOINT": received.url,
+            "OTEL_BLRP_SCHEDULE_DELAY": "100",
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(directory),
+        },
     )
 
 
@@ -134,6 +160,57 @@ def test_every_sample_has_a_record(mixed_run: Run) -> None:
             assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
             assert record.prompt[0]["content"] in rollout["input"]
             assert record.group == rollout["uid"].split("_")[0]
+
+
+def test_the_scores_sent_to_opentelemetry_agree_with_the_records(mixed_run: Run, received: Collector) -> None:
+    records = {row["uid"]: row for row in RecordsReader(mixed_run.directory / "checkpoints" / "rewards").rows()}
+    sent: dict[str, dict[str, dict[str, Any]]] = {}
+    for event in received.events:
+        attributes = decoded(event.attributes)
+        of_sample = sent.setdefault(attributes["reward_loop.sample.uid"], {})
+        name = attributes["gen_ai.evaluation.name"]
+        assert name not in of_sample, "an event was sent twice"
+        of_sample[name] = attributes
+    # A reward worker is killed at the end of the run, with the events that it has not sent yet.
+    assert {uid for uid, row in records.items() if row["step"] < 3} <= sent.keys() <= records.keys()
+    for uid, events in sent.items():
+        record = records[uid]
+        numbers = {name: value for name, value in record["components"].items() if isinstance(value, int | float)}
+        values = {name: event.get("gen_ai.evaluation.score.value") for name, event in events.items()}
+        assert values == pytest.approx({**numbers, "score": record["score"]})
+        for event in events.values():
+            assert event["reward_loop.outcome"] == record["outcome"]
+            assert event["reward_loop.sample.step"] == record["step"]
+            assert event["reward_loop.sample.validate"] == record["validate"]
+            assert event["reward_loop.sample.group"] == record["group"]
+            assert event.get("error.type") == ("ValueError" if record["outcome"] == "failed" else None)
+
+
+def test_the_tables_of_samples_agree_with_the_records_and_the_rollouts(mixed_run: Run) -> None:
+    folder = mixed_run.directory / "checkpoints" / "rewards"
+    records = {row["uid"]: row for row in RecordsReader(folder).rows()}
+    tables = [json.loads(path.read_text()) for path in mixed_run.directory.glob("wandb/**/*.table.json")]
+    assert all(table["columns"] == list(COLUMNS) for table in tables)
+    steps = {table["data"][0][0]: [dict(zip(COLUMNS, row, strict=True)) for row in table["data"]] for table in tables}
+    assert sorted(steps) == [1, 2, 3]
+    for step, rows in steps.items():
+        rollouts = {row["uid"].rsplit("_", 1)[0]: row for row in mixed_run.rollouts(step)}
+        assert len({row["uid"] for row in rows}) == TABLE_SIZE
+        for row in rows:
+            record, rollout = records[row["uid"]], rollouts[row["uid"]]
+            assert row["outcome"] == record["outcome"]
+            assert row["score"] == pytest.approx(record["score"])
+            # verl's dump has 0 for a masked sample.
+            assert row["reward"] == (None if record["masked"] else pytest.approx(rollout["score"]))
+            assert row["error"] == (record["error"] or "")
+            assert row["response"] == rollout["output"]
+            assert row["prompt"] == rollout["input"]
+            # The score has a column of its own.
+            assert json.loads(row["components"]) == {k: v for k, v in record["components"].items() if k != "score"}
+        scores = [record["score"] for uid, record in records.items() if uid in rollouts and record["score"] is not None]
+        why = {row["why"]: row["score"] for row in reversed(rows)}
+        assert why["lowest"] == pytest.approx(min(scores))
+        assert why["highest"] == pytest.approx(max(scores))
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:

@@ -544,6 +544,15 @@ def test_the_timeouts_of_start_and_answer_are_options(
     assert given == [timeout]
 
 
+def test_by_default_a_worker_may_take_longer_to_answer_than_ray_takes_to_detect_a_lost_node() -> None:
+    from ray._raylet import Config
+
+    checks_s = (Config.health_check_period_ms() + Config.health_check_timeout_ms()) / 1000
+    detected_s = Config.health_check_failure_threshold() * checks_s
+    start_s = 30  # of the worker's replacement, on a slow machine
+    assert RewardLoopConfig().worker_answer_timeout_s > detected_s + start_s
+
+
 BLOCKS = """
 import pathlib, time
 async def compute_score(solution_str, flags):
