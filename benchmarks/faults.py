@@ -30,7 +30,7 @@ from examples.training import TrainingProcess
 from reward_loop import RewardSample
 from reward_loop.testing import FakeJudge, Stall, Status
 
-__all__ = ["HERE", "STEPS", "Found", "agent_through", "judge_server", "lines", "share_of_digits", "train_through"]
+__all__ = ["STEPS", "agent_through", "train_through"]
 
 HERE = Path(__file__).parent
 STEPS = 7
@@ -48,11 +48,6 @@ SAMPLES, GROUP = 400, 4
 def share_of_digits(text: str) -> float:
     """Return the judge's score of a text."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
-
-
-def judge_server() -> FakeJudge:
-    """Return the judge server of the trainings."""
-    return FakeJudge(_reply, latency=(0.02, 0.1))
 
 
 def _reply(body: Mapping[str, Any]) -> str:
@@ -79,7 +74,7 @@ def train_through(folder: Path, look: Callable[[int], None]) -> Found:
     """
     output = folder / "faults"
     output.mkdir()
-    with judge_server() as judge:
+    with FakeJudge(_reply, latency=(0.02, 0.1)) as judge:
         faults = _Faults(judge, output)
         lost = _train(folder, output, "lost", judge, lambda rows: look(len(rows)), faults)
         went_on = _train(folder, output, "resumed", judge, lambda rows: look(CHECKPOINT + len(rows)), None)
@@ -173,7 +168,7 @@ class _Faults:
 
     def _kill_trainer(self) -> None:
         last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
-        _until(lambda: last.exists() and len(lines(last)) == training.PROMPTS * training.RESPONSES)
+        _until(lambda: last.exists() and len(_lines(last)) == training.PROMPTS * training.RESPONSES)
         if _kill("ray::TaskRunner"):
             self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
 
@@ -203,7 +198,7 @@ def _wrong(
         ended = [row[f"reward_loop/{outcome}"] for outcome in ("scored", "unscored", "failed")]
         if sum(ended) != size:
             yield f"step {step}: {ended} scored, unscored and failed"
-        rollouts = lines(output / "rollouts" / f"{step}.jsonl")
+        rollouts = _lines(output / "rollouts" / f"{step}.jsonl")
         names |= {rollout["uid"] for rollout in rollouts}
         if len(rollouts) != size or len(names) != step * size:
             yield f"step {step}: {len(rollouts)} rollouts, {len(names)} different ones so far"
@@ -260,8 +255,7 @@ def agent_through() -> Found:
     return Found({"agent": f"killed with {known} of {SAMPLES} samples judged; {again} judged again"}, wrong)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a file in JSON Lines."""
+def _lines(path: Path) -> list[dict[str, Any]]:
     # Not `splitlines`: it also splits at other characters, which a text may contain.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 

@@ -8,8 +8,8 @@
 - verl (``--verl``): verl's trainer on a CPU, with judging that takes about as long as generation and training, as
   shipped and in the mode ``reward_pipeline``. Both trainings exist at the same time and alternate, so that other load
   slows both down. The first step of a turn is not counted: its judging ran during the other's turn.
-- Faults (``--faults``): whether a run of verl that loses workers, judges, its trainer or a node trains on every sample
-  exactly once.
+- Faults (``--faults``): whether a run of verl that loses workers, judges and its trainer trains on every sample exactly
+  once.
 
 The last line of the output is JSON.
 """
@@ -290,22 +290,19 @@ class VerlRuns:
         }
 
     def faults(self) -> None:
-        """Inject faults into a run and resume it; lose a node of another run; kill an agent outside verl."""
-        from benchmarks import faults, lost_node
+        """Inject faults into a run and resume it; kill an agent outside verl."""
+        from benchmarks import faults
 
         report = self._report
-        task = report.task("Faults in the middle of a run", faults.STEPS + lost_node.STEPS)
+        task = report.task("Faults in the middle of a run", faults.STEPS)
         run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
-        node = lost_node.lose_node(
-            self._folder, lambda done: report.progress.update(task, completed=faults.STEPS + done)
-        )
         report.progress.remove_task(task)
         agent = faults.agent_through()
-        for what, how in (run.happened | node.happened | agent.happened).items():
+        for what, how in (run.happened | agent.happened).items():
             report.add(f"Faults: {what}", how)
-        wrong = [*run.wrong, *node.wrong, *agent.wrong]
+        wrong = [*run.wrong, *agent.wrong]
         report.add(
-            f"  all {faults.STEPS} and {lost_node.STEPS} steps made, every sample ended exactly once",
+            f"  all {faults.STEPS} steps made, every sample ended exactly once",
             "; ".join(wrong) or "yes",
             ("nothing lost, nothing twice", not wrong),
         )
