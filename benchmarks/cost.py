@@ -139,6 +139,10 @@ async def measure(what: str, count: int) -> dict[str, float]:
     samples = [RewardSample(f"answer {i}", "math", "42", {"index": i}) for i in range(count)]
     if what == "in_flight_uncollected":
         gc.disable()
+    if what == "in_flight_tuned":
+        from reward_loop.verl.reward_worker import tune_gc
+
+        tune_gc()
     if what.startswith("in_flight"):
         held = Nothing(held=count)
         return await agent(samples, held.asynchronous, held)

@@ -108,6 +108,9 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
         ("sync", "sync", IN_FLIGHT, "Agent, sync function (64 threads)"),
         ("like_verl", "like_verl", IN_FLIGHT, "Tasks and thread pool as in verl's worker"),
     ]
+    if importlib.util.find_spec("ray") is not None:
+        name = "  with a reward worker's settings of the garbage collector"
+        rows.insert(2, ("in_reward_worker", "in_flight_tuned", IN_FLIGHT, name))
     if verl:
         rows += [
             ("rows", "ours_on_rows", 4_000, "Agent, on rows of a DataProto"),
@@ -134,7 +137,7 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
         "cpu_us_growth_uncollected": growth("cpu_us", "uncollected"),
         "kb_growth": growth("kb"),
     }
-    alone = [key for key in ("async", "sync", "like_verl", "rows", "verl") if key in results]
+    alone = [key for key in ("in_reward_worker", "async", "sync", "like_verl", "rows", "verl") if key in results]
     report.figures |= {f"cpu_us_{key}": round(results[key]["cpu_us"], 1) for key in alone}
 
 
