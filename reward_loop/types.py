@@ -57,19 +57,19 @@ def is_returned(key: object) -> bool:
 def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers that the function returned, ``score`` included, without texts and measurements.
 
-    Keys that are no strings are left out.
+    Only keys that are strings are returned.
     """
     numbers = {key: finite_number(value) for key, value in extra_info.items() if isinstance(key, str)}
     return {key: number for key, number in numbers.items() if number is not None and is_returned(key)}
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number, also one of numpy or torch, as a float; ``None`` if it is no number, or not finite."""
+    """Return a number, such as one of numpy or torch, as a float; ``None`` if the value is not a finite number."""
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):  # no number; Decimal("sNaN"); 10**400
+    except (TypeError, ValueError, OverflowError):  # not a number; Decimal("sNaN"); 10**400
         return None
     return number if math.isfinite(number) else None
 

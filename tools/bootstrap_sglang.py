@@ -26,6 +26,7 @@ REQUIREMENTS = CHECKOUT / "tools" / "sglang-cpu" / "requirements.txt"
 """Beside it is the module that replaces SGLang's CUDA kernels."""
 FREE_GIB = 2
 IMPORTS = "import sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
+"""What the processes of a server import."""
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ class RewardLoopConfig(Config):
 
     max_memory_mb: int | None = Field(default=None, ge=16)
     """The maximum memory of a worker process and of the processes that it started, in megabytes (2^20 bytes). A worker
-    process above it is killed, and its sample fails. By default there is no limit."""
+    process that exceeds it is killed, and its sample fails. By default there is no limit."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of the latest samples failed; 1 disables the check."""
