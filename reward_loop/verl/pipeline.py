@@ -38,7 +38,7 @@ trained    ``_train``: the rows have an advantage, or    none                   
            are masked                                                             mini-batch is full
 cleared    ``_finish_step``: the rows are deleted from   none                     nowhere
            TransferQueue
-evicted    ``_evict`` of a complete group: it was    none                     nowhere; a new prompt replaces it
+evicted    ``_evict`` of a complete group: it was        none                     nowhere; a new prompt replaces it
            filtered, or failed without a trajectory
 ========== ============================================= ======================== =============================
 
