@@ -228,16 +228,18 @@ class RewardLoopManagerBase:
     def close(self) -> None:
         """Stop the worker processes of the user's function, and close the limits that the manager created itself.
 
-        Blocks until the processes have ended: do not call it on the event loop.
+        Blocks until the processes have ended and all records are written: do not call it on the event loop.
         """
         if self.function is not None:
             self.function.close()
-        self.close_limits()
+        self.close_limits_and_records()
 
-    def close_limits(self) -> None:
-        """Close the limits, unless they are shared."""
+    def close_limits_and_records(self) -> None:
+        """Close the limits, unless they are shared, and wait until all records are written."""
         if self._owns_limits:
             self.limits.close()
+        if self.records is not None:
+            self.records.flush()
 
     @classmethod
     def assemble_rm_scores(cls, data: Any, scores: list[float]) -> Any:

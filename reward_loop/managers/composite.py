@@ -72,10 +72,10 @@ class CompositeRewardLoopManager(RewardLoopManagerBase):
         return {name: component.function for name, component in self._components.items()}
 
     def close(self) -> None:
-        """Stop the worker processes of all components, and close the limits that the manager created itself."""
+        """Stop the worker processes of all components, and close limits and records as the base class does."""
         for component in self._components.values():
             component.function.close()
-        self.close_limits()
+        self.close_limits_and_records()
 
     async def score_one(self, sample: RewardSample) -> RewardResult:
         """Call the components, count the outcome of each, and sum up the weighted scores.

@@ -19,6 +19,7 @@ from reward_loop import (
     UnscoredError,
 )
 from reward_loop.managers import scoring_function
+from reward_loop.managers.composite import CompositeRewardLoopManager
 from reward_loop.managers.policy import apply_policy
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
@@ -336,6 +337,16 @@ def test_arguments_beside_a_finished_scoring_function_are_refused():
     for more in ({"reward_kwargs": {"bonus": 1}}, {"limit": "judge"}):
         with pytest.raises(ConfigError, match="has no effect"):
             scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig(), **more)
+
+
+@pytest.mark.parametrize("kind", [NaiveRewardLoopManager, CompositeRewardLoopManager])
+async def test_a_closed_manager_has_written_its_records(tmp_path, kind):
+    components = {"exact": {}} if kind is CompositeRewardLoopManager else {}
+    options = RewardLoopConfig(log_dir=str(tmp_path), components=components)
+    scored = kind(config=options, compute_score=exact)
+    await scored.run_single(RewardSample("4", ground_truth="4"))
+    await asyncio.to_thread(scored.close)
+    assert [row["score"] for row in RecordsReader(tmp_path).rows()] == [1.0]
 
 
 async def test_prompt_and_step_of_verls_rows_are_recorded(tmp_path):
