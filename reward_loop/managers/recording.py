@@ -44,7 +44,8 @@ def open_events(options: RewardLoopConfig) -> EvaluationEvents | None:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise ConfigError(
-            "reward_loop.otel=true needs the SDK of OpenTelemetry: pip install 'reward-loop[otel]'"
+            "reward_loop.otel=true needs the SDK of OpenTelemetry: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http"
         ) from error
     return evaluation_events()
 

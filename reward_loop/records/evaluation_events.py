@@ -112,8 +112,8 @@ def _exporter(name: str) -> LogRecordExporter:
     if entry is None:
         raise ConfigError(
             f"reward_loop.otel: the exporter {name!r} of OTEL_LOGS_EXPORTER is not installed. Installed: "
-            f"{listing(registered)}. OTLP over HTTP: pip install 'reward-loop[otel]'; over gRPC: pip install "
-            "opentelemetry-exporter-otlp-proto-grpc"
+            f"{listing(registered)}. OTLP over HTTP: pip install opentelemetry-exporter-otlp-proto-http; over gRPC: "
+            "pip install opentelemetry-exporter-otlp-proto-grpc"
         )
     try:
         exporter: LogRecordExporter = entry.load()()
