@@ -247,7 +247,7 @@ def test_a_collector_that_is_down_costs_no_sample_and_does_not_keep_the_process(
 
 
 @pytest.mark.integration
-def test_the_option_without_the_package_names_the_extra() -> None:
+def test_the_option_without_the_package_names_it() -> None:
     done = run_score("import sys\nsys.modules['opentelemetry'] = None\n" + SCORE)
     assert "ConfigError: reward_loop.otel=true needs the SDK of OpenTelemetry: pip install opentelemetry-sdk" in (
         done.stderr
