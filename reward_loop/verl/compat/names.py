@@ -208,6 +208,7 @@ TRAINING: Names = {
         "engine_config": "dynamic context parallelism",
         "device_name": "the device of a tensor",
     },
+    "verl.trainer.distillation": {"distillation_ppo_loss": "the loss that needs an unmasked token"},
     "verl.workers.engine_workers:ActorRolloutRefWorker": {
         "actor_worker_cls": "set to our training worker",
         "actor": "the training worker",
