@@ -134,7 +134,7 @@ TRAINING: Names = {
     "verl.single_controller.ray:RayResourcePool": {
         "get_placement_groups(device_name)": "the GPUs for a colocated reward model",
     },
-    "verl.plugin.platform": {"get_platform()": "the name of the accelerator for Ray"},
+    "verl.plugin.platform": {"get_platform()": "the name of the accelerator for Ray, the servers' variables"},
     "verl.trainer.ppo.utils:Role": {"Critic": "role of a worker", "RewardModel": "role of a worker"},
     "verl.trainer.ppo.v1.utils:MetricsAggregator": {
         "add_step_metrics(metrics, sample_count)": "merges the metrics of updates as verl does",
