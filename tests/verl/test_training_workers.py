@@ -101,6 +101,22 @@ def test_a_loss_receives_the_unmasked_rows_alone() -> None:
     assert seen[1:] == [([[1, 2], [3]], 2)]
 
 
+@pytest.mark.parametrize("values", [False, True])
+def test_gradients_flow_through_the_selected_rows_of_megatrons_outputs(values: bool) -> None:
+    packed = torch.ones((1, 8, 1) if values else (1, 8), requires_grad=True)
+    rows = [packed[0][first:last] for first, last in ((0, 2), (3, 5), (6, 8))]  # with padding between rows
+    output = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    if values:
+        output = output.squeeze(-1)
+
+    def loss(*, model_output: Any, data: Any) -> torch.Tensor:
+        return model_output["values"].values().sum()
+
+    without_masked_rows(loss, model_output={"values": output}, data=batch([1, 1], [0, 0], [0, 1])).backward()
+    assert packed.grad is not None
+    assert packed.grad.flatten().tolist() == [1, 1, 0, 0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("unmasked", [0, 1])
 def test_a_distillation_loss_without_an_unmasked_token_is_zero(unmasked: int) -> None:
     from verl.trainer.distillation import distillation_ppo_loss
