@@ -111,7 +111,7 @@ def scores_by_model(config: DictConfig, manager: ManagerName) -> bool:
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
     """Returns verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
-    given = {}
+    given: dict[str, Any] = {}
     for name, argument in _ENGINE_ARGS[rollout.name].items():
         value = rollout[name]
         if value is False and argument in _NEGATED[rollout.name]:
