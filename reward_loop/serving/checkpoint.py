@@ -9,7 +9,7 @@ from typing import Literal
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["ModelKind", "model_kind"]
+__all__ = ["ModelKind", "architectures", "model_kind"]
 
 ModelKind = Literal["generative", "discriminative"]
 """A language model that generates text, or a model with a classification head that returns logits."""
@@ -19,7 +19,26 @@ _DISCRIMINATIVE = ("ForSequenceClassification", "RewardModel")
 
 
 def model_kind(path: str | Path, option: str) -> ModelKind:
-    """Returns the kind of a model, according to the ``architectures`` in its ``config.json``.
+    """Returns the kind of a model, according to its architecture.
+
+    Args:
+        path, option: see `architectures`.
+
+    Raises:
+        ConfigError: the model does not exist, has no readable ``config.json``, or classifies tokens.
+    """
+    names = architectures(path, option)
+    for name in names:
+        if name.endswith("ForTokenClassification"):
+            raise ConfigError(
+                f"{option}: {name} returns numbers for tokens, and answers neither chat nor /classify requests. Run a "
+                "server for it yourself (engine='external' with kind='discriminative'), and send requests to /pooling"
+            )
+    return "discriminative" if any(name.endswith(_DISCRIMINATIVE) for name in names) else "generative"
+
+
+def architectures(path: str | Path, option: str) -> list[str]:
+    """Returns the ``architectures`` in the ``config.json`` of a model.
 
     If the model is on the Hugging Face hub and not in the cache, only ``config.json`` is downloaded; the engine
     downloads the rest.
@@ -38,7 +57,7 @@ def model_kind(path: str | Path, option: str) -> ModelKind:
     else:
         raise ConfigError(f"{option}: there is no directory {str(path)!r}")
     try:
-        architectures = json.loads(config.read_text())["architectures"]
+        return [str(name) for name in json.loads(config.read_text())["architectures"] or ()]
     except FileNotFoundError:
         raise ConfigError(
             f"{option}: there is no config.json in {str(config.parent)!r}, so it is not a model"
@@ -46,8 +65,6 @@ def model_kind(path: str | Path, option: str) -> ModelKind:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{option}: cannot read `architectures` from {config}: {problem}") from error
-    discriminative = any(str(name).endswith(_DISCRIMINATIVE) for name in architectures or ())
-    return "discriminative" if discriminative else "generative"
 
 
 def _of_the_hub(name: str, option: str) -> Path:

@@ -13,6 +13,7 @@ from reward_loop.errors import ConfigError
 __all__ = ["CUDA_VISIBLE_DEVICES", "GPU", "Accelerator", "GpuShares"]
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+HIP_VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,33 @@ class Accelerator:
         """Returns the options of a Ray actor or task that uses ``count`` devices."""
         return {"num_gpus": count} if self.resource == "GPU" else {"num_gpus": 0, "resources": {self.resource: count}}
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that must agree. On AMD GPUs, `HIP_VISIBLE_DEVICES` takes precedence, and vLLM does
+        not start if the two differ; elsewhere, it has no effect."""
+        return (self.visible, HIP_VISIBLE_DEVICES) if self.visible == CUDA_VISIBLE_DEVICES else (self.visible,)
+
     def environment(self, ids: list[str]) -> dict[str, str]:
         """Returns the environment variables of a process that uses the devices with these ids."""
-        return {self.visible: ",".join(ids)}
+        return dict.fromkeys(self.variables, ",".join(ids))
 
 
 GPU = Accelerator()
-"""NVIDIA GPUs."""
+"""GPUs of NVIDIA and AMD."""
+
+NPU = Accelerator("NPU", "ASCEND_RT_VISIBLE_DEVICES")
+"""Ascend NPUs."""
 
 
 class GpuShares:
-    """Assigns this machine's GPUs to servers, each GPU once.
+    """Assigns this machine's accelerators to servers, each one once.
 
-    If a model's `env` sets ``CUDA_VISIBLE_DEVICES``, its servers get GPUs from that list, even if other models use
-    them. Two models share GPUs if both list them.
+    If a model's `env` sets ``CUDA_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES`` or ``ASCEND_RT_VISIBLE_DEVICES``, its
+    servers get devices from that list, even if other models use them. Two models share devices if both list them.
     """
 
     def __init__(self) -> None:
+        self._accelerator = GPU
         self._free: list[str] | None = None
 
     def share(self, count: int, servers: int, env: Mapping[str, str], model: str) -> list[dict[str, str]]:
@@ -61,30 +72,34 @@ class GpuShares:
         """
         if not count:
             return [{} for _ in range(servers)]
-        if CUDA_VISIBLE_DEVICES in env:
-            free = _listed(env[CUDA_VISIBLE_DEVICES])
-        else:
-            if self._free is None:
-                self._free = _visible()
-            free = self._free
+        accelerator, free = _listed_in(env) or self._of_this_process()
         if count * servers > len(free):
             raise ConfigError(
                 f"model {model!r}: {servers} server(s) with {count} GPU(s) each need {count * servers}, and "
-                f"{len(free)} are free here: lower replicas or tensor_parallel_size"
+                f"{len(free)} are free here: lower replicas or tensor_parallel_size. Without nvidia-smi, set "
+                f"{HIP_VISIBLE_DEVICES} (AMD GPUs) or {NPU.visible} to the devices to use"
             )
         taken = [free.pop(0) for _ in range(count * servers)]
-        return [{CUDA_VISIBLE_DEVICES: ",".join(taken[i * count : (i + 1) * count])} for i in range(servers)]
+        return [accelerator.environment(taken[i * count : (i + 1) * count]) for i in range(servers)]
+
+    def _of_this_process(self) -> tuple[Accelerator, list[str]]:
+        """Returns the devices that this process may use, less those that were assigned."""
+        if self._free is None:
+            self._accelerator, self._free = _listed_in(os.environ) or (GPU, _installed())
+        return self._accelerator, self._free
 
 
-def _visible() -> list[str]:
-    if CUDA_VISIBLE_DEVICES in os.environ:
-        return _listed(os.environ[CUDA_VISIBLE_DEVICES])
+def _listed_in(environment: Mapping[str, str]) -> tuple[Accelerator, list[str]] | None:
+    for accelerator in (GPU, NPU):
+        for variable in accelerator.variables:
+            if variable in environment:
+                return accelerator, [device.strip() for device in environment[variable].split(",") if device.strip()]
+    return None
+
+
+def _installed() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return []
-
-
-def _listed(devices: str) -> list[str]:
-    return [device.strip() for device in devices.split(",") if device.strip()]

@@ -1,13 +1,14 @@
-"""The resources of the cluster that verl's trainer will reserve, and the accelerators of verl's platform."""
+"""The resources of the cluster that verl's trainer will reserve, and what verl's platform determines for servers."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from reward_loop.config import RewardModelConfig
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.reservation import Others
 
-__all__ = ["accelerator", "groups_of_trainer"]
+__all__ = ["accelerator", "for_platform", "groups_of_trainer"]
 
 _CPUS_OF_STANDALONE_ROLLOUT = 2
 """verl's ``max_colocate_count`` for rollouts with their own accelerators: the CPUs reserved per accelerator."""
@@ -19,6 +20,18 @@ def accelerator() -> Accelerator:
 
     platform = get_platform()
     return Accelerator(platform.ray_resource_name(), platform.visible_devices_envvar())
+
+
+def for_platform(model: RewardModelConfig) -> RewardModelConfig:
+    """Returns the options with the environment variables that verl's platform sets for inference engines.
+
+    The user's variables take precedence.
+    """
+    from verl.plugin.platform import get_platform
+
+    variables = get_platform().rollout_env_vars()
+    models = {name: one.model_copy(update={"env": variables | one.env}) for name, one in model.models.items()}
+    return model.model_copy(update={"env": variables | model.env, "models": models})
 
 
 def groups_of_trainer(config: DictConfig) -> list[Others]:

@@ -24,7 +24,7 @@ from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
-from reward_loop.serving.checkpoint import model_kind
+from reward_loop.serving.checkpoint import architectures, model_kind
 from reward_loop.serving.models import served_models
 from reward_loop.verl import compat
 from reward_loop.verl.cpu.preload import preloaded
@@ -133,12 +133,22 @@ def check_function(settings: RewardSettings) -> None:
 
 
 def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
-    kind = model_kind(str(model.model_path), "reward_model.model.path")
-    if (kind if model.kind == "auto" else model.kind) == "generative" and settings.scores_by_model:
+    option = "reward_model.model.path"
+    names = architectures(str(model.model_path), option)
+    kind = model_kind(str(model.model_path), option) if model.kind == "auto" else model.kind
+    if not settings.scores_by_model:
+        return
+    if kind == "generative":
         raise ConfigError(
-            f"reward_model.model.path={model.model_path} is a generative model, and needs a function that asks it for "
-            "a score: set custom_reward_function.path to a file whose compute_score takes reward_router_address. Only "
-            "a discriminative model scores without a function"
+            f"{option}={model.model_path} is a generative model, and needs a function that asks it for a score: set "
+            "custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
+            "discriminative model scores without a function"
+        )
+    if model.engine == "vllm" and (by_token := next((name for name in names if name.endswith("RewardModel")), None)):
+        raise ConfigError(
+            f"{option}={model.model_path}: vLLM does not answer /classify for {by_token}, only /pooling, with numbers "
+            "for each token. Set reward_model.rollout.name=sglang, or custom_reward_function.path to a function that "
+            "computes the score from them"
         )
 
 

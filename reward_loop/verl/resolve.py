@@ -23,7 +23,7 @@ from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
-from reward_loop.verl.reward_model import read_reward_model, scores_by_model
+from reward_loop.verl.reward_model import read_reward_model, scores_by_model, warn_of_unused_options
 from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings
 
 __all__ = ["read", "resolve", "without_reward"]
@@ -120,7 +120,9 @@ def resolve(config: DictConfig, given: Collection[str] = ()) -> RewardSettings:
         if config.reward_loop.log_dir is not None:
             # Reward workers may have another working directory.
             config.reward_loop.log_dir = os.path.abspath(config.reward_loop.log_dir)
-    return read(config)
+    settings = read(config)
+    warn_of_unused_options(config)
+    return settings
 
 
 def read(config: DictConfig) -> RewardSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
 from reward_loop.verl.settings import ManagerName
 
-__all__ = ["read_reward_model", "scores_by_model"]
+__all__ = ["read_reward_model", "scores_by_model", "warn_of_unused_options"]
+
+logger = logging.getLogger(__name__)
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -52,6 +55,16 @@ _NEGATED = {
     "sglang": frozenset[str](),
 }
 """Switches that the engine may turn on by default: ``False`` must be passed as the option ``--no-...``."""
+
+_SAMPLING = {"vllm": ("temperature", "top_k", "top_p", "response_length"), "sglang": ()}
+"""verl's options ``rollout.*`` that become defaults of the server for requests without these fields."""
+
+_UNUSED_BY_VERL = {
+    "rollout.prompt_length": "the limit of a prompt and its reply is reward_model.rollout.max_model_len",
+    "rollout.response_length": "the limit of a reply is max_tokens in the request",
+    "rollout.free_cache_engine": "a model with its own GPUs never sleeps",
+}
+"""Options without effect, here and in verl's own servers, that verl's examples set -> what holds instead."""
 
 _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
 """Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
@@ -98,13 +111,15 @@ def scores_by_model(config: DictConfig, manager: ManagerName) -> bool:
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:
     """Returns verl's options of an inference engine as ours. verl's defaults override the defaults of the engine."""
-    given = {}
+    given: dict[str, Any] = {}
     for name, argument in _ENGINE_ARGS[rollout.name].items():
         value = rollout[name]
         if value is False and argument in _NEGATED[rollout.name]:
             given[f"no_{argument}"] = True
         elif value is not None:
             given[argument] = value
+    if _SAMPLING[rollout.name]:
+        given["override_generation_config"] = _generation_config(rollout)
     for name, kwargs in (rollout.engine_kwargs or {}).items():
         if name != rollout.name:
             raise ConfigError(
@@ -112,6 +127,16 @@ def _engine_options(rollout: DictConfig) -> dict[str, Any]:
             )
         given |= normalised(kwargs)
     return {ours: rollout[name] for name, ours in _SERVER_OPTIONS.items()} | {"engine_args": given}
+
+
+def _generation_config(rollout: DictConfig) -> dict[str, Any]:
+    """Returns verl's defaults for the sampling of vLLM, which replace those of the model."""
+    config = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p}
+    config["repetition_penalty"] = 1.0
+    # vLLM also shortens the replies of requests that ask for more tokens, so verl's default is not passed on.
+    if rollout.response_length != defaults().reward.reward_model.rollout.response_length:
+        config["max_new_tokens"] = rollout.response_length
+    return config
 
 
 def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,12 +212,27 @@ def _check(model: DictConfig) -> None:
             "transformers or external)"
         )
     for option in _without_effect(model, defaults().reward.reward_model, engine=engine or ""):
-        raise ConfigError(
-            f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
-            "options are reward_model.server.*"
-        )
+        if not _is_unused_by_verl(option, model):
+            raise ConfigError(
+                f"reward.reward_model.{option} has no effect with reward_model.rollout.name={engine}. The servers' own "
+                "options are reward_model.server.*"
+            )
     if model.enable_resource_pool and not model.enable:
         raise ConfigError("reward_model.enable_resource_pool=True has no effect without reward_model.enable=True")
+
+
+def warn_of_unused_options(config: DictConfig) -> None:
+    """Warns of options of the reward model that have no effect, neither here nor in verl."""
+    model = config.reward.reward_model
+    engine = OmegaConf.select(model, "rollout.name", throw_on_missing=False) or ""
+    for option in _without_effect(model, defaults().reward.reward_model, engine=engine):
+        if _is_unused_by_verl(option, model):
+            value = OmegaConf.select(model, option)
+            logger.warning("reward_model.%s=%s has no effect: %s", option, value, _UNUSED_BY_VERL[option])
+
+
+def _is_unused_by_verl(option: str, model: DictConfig) -> bool:
+    return option in _UNUSED_BY_VERL and (option != "rollout.free_cache_engine" or model.enable_resource_pool)
 
 
 def _check_colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions) -> None:
@@ -234,7 +274,7 @@ def _without_effect(model: DictConfig, default: DictConfig, prefix: str = "", en
         path = f"{prefix}{key}"
         if path in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "model_path", "rollout.name"):
             continue
-        if prefix and engine in _ENGINE_ARGS and (key in _SERVER_OPTIONS or key in _ENGINE_ARGS[engine]):
+        if prefix and engine in _ENGINE_ARGS and key in {*_SERVER_OPTIONS, *_ENGINE_ARGS[engine], *_SAMPLING[engine]}:
             continue
         if path == "rollout.engine_kwargs" and engine in _ENGINE_ARGS:
             continue

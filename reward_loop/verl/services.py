@@ -13,7 +13,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.limits.server import serve_limits
 from reward_loop.serving.blocking import serve_reward_model
 from reward_loop.serving.reservation import GpuReservation
-from reward_loop.verl.cluster import accelerator, groups_of_trainer
+from reward_loop.verl.cluster import accelerator, for_platform, groups_of_trainer
 from reward_loop.verl.colocated import ColocatedRewardModel
 from reward_loop.verl.resolve import read
 from reward_loop.verl.router_address import RouterAddress, router_address
@@ -49,7 +49,7 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
     with ExitStack() as stack:
         router: RouterAddress | str | None = None
         colocated = None
-        model = settings.model
+        model = None if settings.model is None else for_platform(settings.model)
         if model is not None and model.placement == "colocated":
             colocated = stack.enter_context(ColocatedRewardModel(model, settings.num_workers))
         elif model is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -67,9 +68,11 @@ class MaskingTrainingWorker(TrainingWorker):
         """Returns the numbers of unmasked rows and of tokens in ``response_mask``, over all data-parallel ranks."""
         rows = len(_unmasked(data["loss_mask"]))
         counts = torch.tensor([rows, int(_values(data["response_mask"]).sum())], device=self.device_name)
-        # With dynamic context parallelism, every rank has the whole batch.
-        if not getattr(self.engine_config, "dynamic_context_parallel", False):
-            torch.distributed.all_reduce(counts, group=self.engine.get_data_parallel_group())
+        group = self.engine.get_data_parallel_group()
+        # Every rank has the whole batch with dynamic context parallelism, and without a group (TorchTitan, if all ranks
+        # are tensor-parallel): for torch, no group means all ranks.
+        if group is not None and not getattr(self.engine_config, "dynamic_context_parallel", False):
+            torch.distributed.all_reduce(counts, group=group)
         return int(counts[0]), int(counts[1])
 
     def _skip(self, data: Any) -> Any:
@@ -130,7 +133,8 @@ def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
     """Calls one of verl's loss functions without the masked rows of a micro-batch.
 
     The loss receives all rows in three cases: no row is masked; all rows are masked, since every rank needs a backward
-    pass; or the call only processes logits and has no outputs by row yet.
+    pass; or the call only processes logits and has no outputs by row yet. The loss of a micro-batch whose rows are all
+    masked is zero.
 
     Args:
         loss: a loss function of verl's engines.
@@ -140,10 +144,26 @@ def without_masked_rows(loss: Callable[..., Any], /, **arguments: Any) -> Any:
     if output is None or data is None or "loss_mask" not in data.keys():  # noqa: SIM118
         return loss(**arguments)
     rows = _unmasked(data["loss_mask"])
+    if not rows and getattr(loss, "func", None) is distillation_ppo_loss:
+        return _of_one_token(loss, arguments)
     if len(rows) in (0, len(data)):
         return loss(**arguments)
     selected = {name: _select(value, rows) for name, value in output.items()}
     return loss(**arguments | {"model_output": selected, "data": tu.index_select_tensor_dict(data, rows)})
+
+
+def _of_one_token(loss: Callable[..., Any], arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Returns a loss of zero, and the metrics of the first token.
+
+    verl's distillation loss fails if no token of the micro-batch is unmasked: it logs the smallest loss of a token.
+    """
+    data = arguments["data"].copy()
+    masks = [mask.clone() for mask in data["response_mask"].unbind()]
+    masks[0][0] = 1
+    nested = data["response_mask"].is_nested
+    data["response_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged) if nested else torch.stack(masks)
+    value, metrics = loss(**arguments | {"data": data})
+    return value * 0, metrics
 
 
 def _select(value: Any, rows: list[int]) -> Any:

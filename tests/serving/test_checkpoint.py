@@ -36,6 +36,12 @@ def test_the_architecture_tells_the_kind(architecture: str, kind: str, tmp_path:
     assert model_kind(write_config(tmp_path, architecture), "model_path") == kind
 
 
+def test_a_model_that_classifies_tokens_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "Qwen2ForTokenClassification")
+    with pytest.raises(ConfigError, match=r"^model_path: Qwen2ForTokenClassification .*engine='external' .*/pooling$"):
+        model_kind(tmp_path, "model_path")
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model_path: there is no directory '/no/such/model'$"):
         model_kind("/no/such/model", "model_path")

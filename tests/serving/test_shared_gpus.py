@@ -85,7 +85,10 @@ def _shared(groups: list[Any]) -> Any:
 
 
 def _visible(pid: int) -> list[str]:
-    return psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"].split(",")
+    environment = psutil.Process(pid).environ()
+    # On AMD GPUs, the second takes precedence.
+    assert environment["HIP_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"]
+    return environment["CUDA_VISIBLE_DEVICES"].split(",")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

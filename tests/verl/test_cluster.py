@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from reward_loop.config import RewardModelConfig
+from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.gpus import Accelerator
 from reward_loop.serving.reservation import SharedGpus
 from reward_loop.verl import colocated
-from reward_loop.verl.cluster import accelerator, groups_of_trainer
+from reward_loop.verl.cluster import accelerator, for_platform, groups_of_trainer
 from reward_loop.verl.services import _reservation
 from tests.verl.configs import settled
 
@@ -44,7 +44,7 @@ def test_rollouts_in_another_place_and_a_teacher_take_gpus_as_well() -> None:
 
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    """Sets a platform of verl's without GPUs; the name of its accelerator in Ray, and its variable."""
+    """Sets a platform of verl's without GPUs; returns its accelerator."""
     import verl.plugin.platform as platforms
 
     class Npu:
@@ -53,6 +53,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
 
         def visible_devices_envvar(self) -> str:
             return "ASCEND_RT_VISIBLE_DEVICES"
+
+        def rollout_env_vars(self) -> dict[str, str]:
+            return {"NCCL_CUMEM_ENABLE": "0", "TASK_QUEUE_ENABLE": "1"}
 
     monkeypatch.setattr(platforms, "get_platform", Npu)
     return Accelerator("NPU", "ASCEND_RT_VISIBLE_DEVICES")
@@ -64,6 +67,13 @@ def test_accelerators_have_the_names_of_verls_platform(npu: Accelerator) -> None
     assert npu.environment(["4", "5"]) == {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}
     (trainer,) = groups_of_trainer(settled("trainer.n_gpus_per_node=8"))
     assert trainer.bundle == {"CPU": 3, "NPU": 1}
+
+
+def test_servers_get_the_variables_that_verls_platform_sets_for_engines(npu: Accelerator) -> None:
+    second = ServedModelConfig(model_path="second", env={"TASK_QUEUE_ENABLE": "2"})
+    model = for_platform(RewardModelConfig(model_path="judge", env={"A": "B"}, models={"second": second}))
+    assert model.env == {"NCCL_CUMEM_ENABLE": "0", "TASK_QUEUE_ENABLE": "1", "A": "B"}
+    assert model.models["second"].env == {"NCCL_CUMEM_ENABLE": "0", "TASK_QUEUE_ENABLE": "2"}
 
 
 def test_a_pool_of_servers_reserves_the_accelerators_of_verls_platform(npu: Accelerator) -> None:

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from reward_loop.config import RewardModelConfig
+from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 
@@ -71,6 +74,17 @@ def test_a_generative_model_without_a_function_stops_the_command(tmp_path: Path,
     assert "custom_reward_function.path" in done.stderr
     assert "Traceback" not in done.stderr
     assert "ray" not in done.stdout.lower()
+
+
+def test_without_a_function_vllm_needs_a_model_with_logits_by_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForRewardModel"]}')
+    model = RewardModelConfig(model_path=str(tmp_path), engine="vllm")
+    alone: Any = SimpleNamespace(scores_by_model=True)
+    with pytest.raises(ConfigError, match=r"for Qwen2ForRewardModel, only /pooling.*rollout\.name=sglang"):
+        main_ppo._check_model(alone, model)
+    main_ppo._check_model(alone, model.model_copy(update={"engine": "sglang"}))
+    with_function: Any = SimpleNamespace(scores_by_model=False)
+    main_ppo._check_model(with_function, model)
 
 
 def test_an_unknown_manager_stops_the_command_and_a_function_may_import_verl(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ from reward_loop.verl.resolve import read, without_reward
 from tests.verl.configs import resolved, settled
 
 
-@pytest.mark.parametrize("name", ["reward_loop_trainer", "cpu"])
-def test_the_default_settings(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"), [("reward_loop_trainer", "fsdp"), ("cpu", "fsdp2"), ("ppo_megatron_trainer", "megatron")]
+)
+def test_the_default_settings(name: str, engine: str) -> None:
     settings = resolved(name=name)
+    assert settings.config.actor_rollout_ref.actor.strategy == engine
     assert settings.inside_rollout
     assert not settings.in_background
     assert (settings.manager.name, settings.function, settings.model, settings.model_path) == (

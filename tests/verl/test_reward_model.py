@@ -73,7 +73,41 @@ def test_verls_defaults_reach_vllm() -> None:
         "seed": 42,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
+        # Without it, requests that leave these fields out would get the defaults of the model.
+        "override_generation_config": {"temperature": 1.0, "top_k": -1, "top_p": 1, "repetition_penalty": 1.0},
     }
+
+
+def test_verls_sampling_options_are_defaults_of_vllm() -> None:
+    rollout = "reward.reward_model.rollout"
+    overrides = [f"{rollout}.temperature=0.2", f"{rollout}.top_p=0.5", "reward_model.rollout.response_length=64"]
+    options = resolved(*VLLM, *POOL, *overrides).model
+    assert options is not None
+    expected = {"temperature": 0.2, "top_k": -1, "top_p": 0.5, "repetition_penalty": 1.0, "max_new_tokens": 64}
+    assert options.engine_args["override_generation_config"] == expected
+    own = "+reward_model.rollout.engine_kwargs.vllm.override_generation_config={temperature:0.9}"
+    options = resolved(*VLLM, *POOL, *overrides, own).model
+    assert options is not None
+    assert options.engine_args["override_generation_config"] == {"temperature": 0.9}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_of_verls_examples_that_verl_does_not_use_are_warned_of(
+    engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = ["+reward_model.rollout.prompt_length=5120", "+reward_model.rollout.response_length=4096"]
+    tokenizer = "+reward_model.rollout.skip_tokenizer_init=False"
+    cache = "+reward_model.rollout.free_cache_engine=False"
+    assert resolved(*VLLM, *POOL, f"reward_model.rollout.name={engine}", *lengths, tokenizer, cache).model is not None
+    expected = ["prompt_length=5120", *(["response_length=4096"] if engine == "sglang" else []), "free_cache_engine"]
+    assert len(caplog.messages) == len(expected)
+    for option in expected:
+        assert f"reward_model.rollout.{option}" in caplog.text
+
+
+def test_a_model_on_the_trainers_gpus_must_free_its_memory() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.free_cache_engine has no effect"):
+        resolved(*VLLM, "+reward_model.rollout.free_cache_engine=False")
 
 
 def test_options_that_are_switched_off_reach_vllm(tmp_path: Path) -> None:
@@ -269,8 +303,8 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.model.path=hdfs://cluster/models/judge", "a directory that all nodes have"],
         ),
         (
-            [*VLLM, *POOL, "reward.reward_model.rollout.temperature=0.5"],
-            ["rollout.temperature has no effect", "name=vllm"],
+            [*VLLM, *POOL, "reward_model.rollout.name=sglang", "reward.reward_model.rollout.temperature=0.5"],
+            ["rollout.temperature has no effect", "name=sglang"],
         ),
         ([*VLLM, *POOL, "+reward_model.rollout.engine_kwargs.sglang.x=1"], ["engine_kwargs.sglang", "vllm.*"]),
         (

@@ -26,21 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.parent_pipe is not None:
         exit_with_parent(args.parent_pipe)  # before any slow work
+    name = args.served_model_name or args.model
     try:
         kind: ModelKind = model_kind(args.model, "--model")
         if args.kind not in ("auto", kind):
             raise ConfigError(f"--kind {args.kind}: the model in {args.model} is {kind}")
+        raise_descriptor_limit()
+        # Imports torch, which takes seconds, so the options are checked first.
+        from reward_loop.serving.embedded.app import create_app, load_model
+
+        model = load_model(
+            args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    raise_descriptor_limit()
-    # Imports torch, which takes seconds, so the options are checked first.
-    from reward_loop.serving.embedded.app import create_app, load_model
-
-    name = args.served_model_name or args.model
-    model = load_model(
-        args.model, name=name, kind=kind, max_batch_size=args.max_batch_size, max_wait_s=args.max_wait_ms / 1000
-    )
     server_process.run(create_app(model, can_sleep=args.enable_sleep_mode), args, f"{kind} model {name}")
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from reward_loop.serving.embedded.dialect import (
     now,
     parse,
 )
+from reward_loop.serving.embedded.weights import read_model
 
 __all__ = ["EmbeddedModel", "create_app", "load_model"]
 
@@ -262,17 +264,15 @@ class EmbeddedModel:
 
 
 def load_model(path: str, *, name: str, kind: ModelKind, **engine_options: Any) -> EmbeddedModel:
-    """Loads a model directory in float32; ``engine_options`` are passed to :class:`BatchingEngine`."""
+    """Loads a model directory in float32; ``engine_options`` are passed to :class:`BatchingEngine`.
+
+    Raises:
+        ConfigError: the directory lacks weights of the model.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    auto = (
-        transformers.AutoModelForCausalLM if kind == "generative" else transformers.AutoModelForSequenceClassification
-    )
-
-    def load() -> Any:
-        return auto.from_pretrained(path, dtype=torch.float32).eval()
-
+    load = partial(read_model, path, kind)
     model = load()
     text_config = model.config.get_text_config()
     if text_config.pad_token_id is None:

@@ -134,7 +134,7 @@ TRAINING: Names = {
     "verl.single_controller.ray:RayResourcePool": {
         "get_placement_groups(device_name)": "the GPUs for a colocated reward model",
     },
-    "verl.plugin.platform": {"get_platform()": "the name of the accelerator for Ray"},
+    "verl.plugin.platform": {"get_platform()": "the name of the accelerator for Ray, the servers' variables"},
     "verl.trainer.ppo.utils:Role": {"Critic": "role of a worker", "RewardModel": "role of a worker"},
     "verl.trainer.ppo.v1.utils:MetricsAggregator": {
         "add_step_metrics(metrics, sample_count)": "merges the metrics of updates as verl does",
@@ -208,6 +208,7 @@ TRAINING: Names = {
         "engine_config": "dynamic context parallelism",
         "device_name": "the device of a tensor",
     },
+    "verl.trainer.distillation": {"distillation_ppo_loss": "the loss that needs an unmasked token"},
     "verl.workers.engine_workers:ActorRolloutRefWorker": {
         "actor_worker_cls": "set to our training worker",
         "actor": "the training worker",

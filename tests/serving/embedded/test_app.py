@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.client import Json, Judge  # noqa: E402
-from reward_loop.errors import RequestError  # noqa: E402
+from reward_loop.errors import ConfigError, RequestError  # noqa: E402
 from reward_loop.router.app import create_app as create_router  # noqa: E402
 from reward_loop.serving.embedded.app import EmbeddedModel, create_app, load_model  # noqa: E402
 from tests.servers import served_by_router, serving  # noqa: E402
@@ -427,6 +428,17 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
         assert waiting.result.cancelled()
     await scorer.probs(input="y")
     assert passes == 1
+
+
+def test_a_model_whose_head_has_another_form_is_rejected(tiny_discriminative_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = shutil.copytree(tiny_discriminative_model, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["score.0.weight"] = weights.pop("score.weight")  # as in Qwen2ForRewardModel
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights for score\.weight of Qwen2ForSequenceClassification: "):
+        load_model(str(path), name="it", kind="discriminative")
 
 
 @pytest.mark.parametrize("kind", ["generative", "discriminative"])

@@ -222,15 +222,30 @@ def test_an_engine_started_by_a_rank_of_torchrun_has_a_rendezvous_of_its_own(
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # torch compares it with the word "True"
 
 
-def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+def visible(devices: str) -> dict[str, str]:
+    # On AMD GPUs, vLLM does not start if the two differ.
+    return {"CUDA_VISIBLE_DEVICES": devices, "HIP_VISIBLE_DEVICES": devices}
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_each_server_gets_gpus_of_its_own(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "4,5,6,7")
     shares = GpuShares()
-    assert shares.share(2, 1, {}, "a") == [{"CUDA_VISIBLE_DEVICES": "4,5"}]
+    assert shares.share(2, 1, {}, "a") == [visible("4,5")]
     assert shares.share(0, 2, {}, "b") == [{}, {}]
-    assert shares.share(1, 2, {}, "c") == [{"CUDA_VISIBLE_DEVICES": "6"}, {"CUDA_VISIBLE_DEVICES": "7"}]
-    assert shares.share(1, 1, {"CUDA_VISIBLE_DEVICES": "4"}, "d") == [{"CUDA_VISIBLE_DEVICES": "4"}]
+    assert shares.share(1, 2, {}, "c") == [visible("6"), visible("7")]
+    assert shares.share(1, 1, {variable: "4"}, "d") == [visible("4")]
     with pytest.raises(ConfigError, match=r"model 'e': 1 server\(s\) with 1 GPU\(s\) each need 1, and 0 are free"):
         shares.share(1, 1, {}, "e")
+
+
+def test_each_server_gets_npus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    shares = GpuShares()
+    assert shares.share(2, 1, {}, "a") == [{"ASCEND_RT_VISIBLE_DEVICES": "0,1"}]
+    assert shares.share(1, 1, {}, "b") == [{"ASCEND_RT_VISIBLE_DEVICES": "2"}]
 
 
 def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,5 +255,5 @@ def test_without_gpus_none_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    with pytest.raises(ConfigError, match="0 are free"):
+    with pytest.raises(ConfigError, match=r"0 are free here: .* HIP_VISIBLE_DEVICES .* ASCEND_RT_VISIBLE_DEVICES"):
         GpuShares().share(1, 1, {}, "a")

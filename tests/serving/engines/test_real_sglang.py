@@ -67,9 +67,10 @@ async def models(
         # Without the last option, a random model may spend all its tokens on the spaces that JSON allows.
         "engine_args": {"device": "cpu", "max_total_tokens": 4096, "constrained_json_disable_any_whitespace": True},
     }
+    judge = options | {"engine_args": options["engine_args"] | {"enable_metrics": True}}
     config = RewardModelConfig(
         models={
-            "judge": ServedModelConfig(model_path=str(tiny_generative_model), **options),
+            "judge": ServedModelConfig(model_path=str(tiny_generative_model), **judge),
             "scorer": ServedModelConfig(model_path=str(tiny_discriminative_model), **options),
         },
         log_dir=str(tmp_path_factory.mktemp("logs")),
@@ -119,6 +120,42 @@ async def test_real_sglang_streams_output_that_a_regular_expression_restricts(cl
     assert re.fullmatch("[a-z]{8}", whole)
     stream = await client.chat.completions.create(**request, stream=True)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]) == whole
+
+
+async def test_real_sglang_reports_the_usage_of_a_stream(client: Any) -> None:
+    request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    stream = await client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    *_, last = [chunk async for chunk in stream]
+    assert last.choices == []
+    assert 1 <= last.usage.completion_tokens <= 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_stops_real_sglang(models: RewardModelManager, stream: bool) -> None:
+    (judge,) = [worker["url"] for worker in await _workers(models) if "judge" in worker["models"]]
+    choices, tokens = 4, 400
+    async with aiohttp.ClientSession(_url(models)) as session:
+
+        async def metric(name: str) -> float:
+            async with session.get(judge + "/metrics/") as response:
+                lines = (await response.text()).splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang:{name}{{"))
+
+        async def ask() -> None:
+            body = {"model": "judge", "messages": HELLO, "max_tokens": tokens, "ignore_eos": True}
+            body |= {"n": choices, "temperature": 1.0, "stream": stream}
+            async with session.post(CHAT, json=body, raise_for_status=True) as response:
+                await response.read()
+
+        before = await metric("generation_tokens_total")
+        asking = asyncio.create_task(ask())
+        async with asyncio.timeout(120):
+            while not await metric("num_running_reqs"):
+                assert not asking.done(), asking
+            asking.cancel()
+            while await metric("num_running_reqs"):
+                pass
+        assert await metric("generation_tokens_total") - before < choices * tokens
 
 
 async def test_real_sglang_returns_the_log_probabilities_of_its_tokens(models: RewardModelManager) -> None:

@@ -35,6 +35,8 @@ pytestmark = [
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TEXTS = ["a", "an answer", "twelve plus thirty is forty-two", "12+30=42", "\n"]
 MAX_MODEL_LEN = 256
+MAX_NEW_TOKENS = 200
+"""The longest reply of the judge's server, whatever a request asks for."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -49,9 +51,13 @@ async def models(
         "start_timeout_s": 600,
         "engine_args": {"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
     }
+    judge = options | {
+        "engine_args": options["engine_args"]
+        | {"override_generation_config": {"temperature": 0.0, "top_k": -1, "max_new_tokens": MAX_NEW_TOKENS}}
+    }
     config = RewardModelConfig(
         models={
-            "judge": ServedModelConfig(model_path=str(tiny_generative_model), **options),
+            "judge": ServedModelConfig(model_path=str(tiny_generative_model), **judge),
             "scorer": ServedModelConfig(model_path=str(tiny_discriminative_model), **options),
         },
         log_dir=str(tmp_path_factory.mktemp("logs")),
@@ -92,10 +98,50 @@ async def test_the_openai_client_chats(client: Any) -> None:
 async def test_a_stream_arrives_in_parts_and_says_the_same(client: Any) -> None:
     request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8, "temperature": 0}
     whole = await client.chat.completions.create(**request)
-    stream = await client.chat.completions.create(**request, stream=True)
-    parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    stream = await client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    *chunks, last = [chunk async for chunk in stream]
+    parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert len(parts) > 2
     assert "".join(parts) == (whole.choices[0].message.content or "")
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+async def test_sampling_defaults_of_the_server(client: Any) -> None:
+    request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8}
+    greedy = await client.chat.completions.create(**request, temperature=0)
+    default = await client.chat.completions.create(**request)
+    assert default.choices[0].message.content == greedy.choices[0].message.content
+    request |= {"max_tokens": MAX_NEW_TOKENS + 20, "extra_body": {"ignore_eos": True}}
+    longest = await client.chat.completions.create(**request)
+    assert longest.usage.completion_tokens == MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_stops_the_engine(models: RewardModelManager, stream: bool) -> None:
+    async with aiohttp.ClientSession(_url(models)) as session:
+        async with session.get("/workers") as response:
+            (judge,) = [worker["url"] for worker in await response.json() if "judge" in worker["models"]]
+
+        async def metric(name: str) -> float:
+            async with session.get(judge + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+        async def ask() -> None:
+            body = {"model": "judge", "messages": HELLO, "max_tokens": MAX_NEW_TOKENS, "ignore_eos": True}
+            body |= {"n": 16, "temperature": 1.0, "stream": stream}
+            async with session.post("/v1/chat/completions", json=body, raise_for_status=True) as response:
+                await response.read()
+
+        before = await metric("generation_tokens_total")
+        asking = asyncio.create_task(ask())
+        async with asyncio.timeout(60):
+            while await metric("generation_tokens_total") == before:
+                assert not asking.done(), asking
+            asking.cancel()
+            while await metric("num_requests_running"):
+                pass
+        assert await metric("generation_tokens_total") - before < 16 * MAX_NEW_TOKENS
 
 
 async def test_structured_output(client: Any) -> None:
