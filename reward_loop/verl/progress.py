@@ -32,7 +32,7 @@ class Recovered:
     received: set[str] = field(default_factory=set)
     """The prompts that the dead workers had received."""
     generated_again: set[str] = field(default_factory=set)
-    """The prompts that are generated again."""
+    """The training prompts that are generated again."""
     judged_again: set[str] = field(default_factory=set)
     """The prompts whose missing rewards were computed again. They are complete."""
 
