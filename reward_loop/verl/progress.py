@@ -106,7 +106,8 @@ class Progress:
                 self.record(("published", uid), at)
 
     def lose_rewards(self, uids: Collection[str]) -> None:
-        """Removes the pending rewards of prompts whose worker has died."""
+        """Removes the pending rewards of prompts whose worker has died. Counts as an event."""
+        self.events += 1
         self._out = {session: at for session, at in self._out.items() if session.rsplit("_", 1)[0] not in uids}
 
     def start_step(self) -> None:

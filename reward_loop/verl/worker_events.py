@@ -141,7 +141,7 @@ class Listener:
             dead, self._dead = sorted(self._dead), set()
         if not dead:
             return
-        recovered = self._recover(dead)
+        recovered = self._recover(dead)  # takes longer than some values of `stall_timeout_s`
         with self._changed:
             self._progress.lose_rewards(recovered.received)
             self._progress.submit(recovered.generated_again)
