@@ -247,7 +247,8 @@ class RewardLoopTrainer(RecordingTrainer):
         try:
             yield
         except Exception as error:
-            self._check_fatal_errors()
+            # Not longer: the error of a worker that does not answer would hide this one.
+            self.reward_workers.check_fatal_errors_briefly()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error
             raise
@@ -299,8 +300,8 @@ class RewardLoopTrainer(RecordingTrainer):
         rows = select(batch, learning)
         with ExitStack() as stack:
             if self.config.algorithm.adv_estimator == GDPO:
-                names = self.config.algorithm.gdpo_reward_keys
-                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names)))
+                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names, default)))
             super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
         self._rewards.trained |= learned
