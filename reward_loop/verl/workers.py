@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Reward
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
@@ -18,7 +19,7 @@ from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.router_address import RouterAddress, worker_nodes
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorkers"]
+__all__ = ["RewardWorkers", "longest_quiet_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,28 @@ class _Counts:
             with contextlib.suppress(RayActorError):  # Ray restarts the worker
                 counts.append(ray.get(answer))
         return counts
+
+
+def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
+    """Returns how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
+
+    A sample waits for a thread only while another sample runs, and for a permit no longer than ``max_wait`` of the
+    limit. The components of a composite may run one after the other, and an incomplete group fails only after its
+    timeout. The samples of a worker that dies start again when it has restarted, within ``worker_answer_timeout_s``.
+
+    Args:
+        options: the options of the run.
+        by_group: whether the manager waits for all rollouts of a prompt.
+    """
+    waits = [limit.max_wait for limit in options.limits.values()]
+    total = options.worker_answer_timeout_s + (options.group.timeout if by_group else 0.0)
+    for call in options.components.values() or [options]:
+        timeout = call.timeout or options.timeout
+        if timeout is None or None in waits:
+            return None
+        retry = call.retry if call.retry and "max_seconds" in call.retry.model_fields_set else options.retry
+        total += timeout + retry.max_seconds + max(filter(None, waits), default=0.0)
+    return total
 
 
 class RewardWorkers:
@@ -196,17 +219,9 @@ class RewardWorkers:
         return rewards
 
     def _wait_for(self, pending: list[Any]) -> None:
-        """Waits until all rewards have arrived.
-
-        A sample waits for a thread only while another sample runs, and for a permit no longer than ``max_wait`` of the
-        limit. So at least one sample ends within the timeout of the function plus ``retry.max_seconds`` plus the
-        longest ``max_wait``; if none does, the wait fails.
-        """
+        """Waits until all rewards have arrived. Fails if none arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
-        waits = [limit.max_wait for limit in options.limits.values()]
-        patience = None
-        if options.timeout is not None and None not in waits:
-            patience = options.timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+        patience = longest_quiet_s(options, by_group=self.client.by_group)
         left, last_arrival = list(pending), time.monotonic()
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=min(options.worker_answer_timeout_s, CHECK_S))
@@ -217,9 +232,9 @@ class RewardWorkers:
                 self.check_fatal_errors()  # also checks that all workers respond
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
-                        f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s, "
-                        f"longer than reward_loop.timeout={options.timeout:g} plus reward_loop.retry.max_seconds="
-                        f"{options.retry.max_seconds:g} plus the longest max_wait of a limit: does the reward manager "
+                        f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s. With "
+                        "reward_loop.timeout, retry.max_seconds, the max_wait of the limits and "
+                        f"worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward manager "
                         "wait without a deadline?"
                     )
 
