@@ -22,6 +22,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
+from reward_loop.managers.recording import open_records
+from reward_loop.records.reader import RecordsReader
+from reward_loop.types import is_returned
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
@@ -517,8 +520,36 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None
         "reward_loop.worker_answer_timeout_s=5",
     )
     workers.client.options = settled(policy, *overrides, *impatient).options
-    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
+    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout.*within 5\.2 s"):
         workers.finish_batch(pending)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_group", "arrival_s"),
+    [
+        ({"timeout": 10, "retry": {"max_seconds": 5}}, False, 90),  # the restart of a worker
+        ({"timeout": 10, "retry": {"max_seconds": 5}, "group": {"timeout": 900}}, True, 910),
+        ({"retry": {"max_seconds": 5}, "components": {"a": {"timeout": 1800}, "b": {"timeout": 300}}}, False, 2000),
+        ({"timeout": 10, "components": {"a": {"retry": {"max_seconds": 5000}}}}, False, 5000),
+    ],
+)
+def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], by_group: bool, arrival_s: float
+) -> None:
+    now = [0.0]
+
+    def wait(left: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        now[0] = min(now[0] + timeout, arrival_s)
+        return (left, []) if now[0] == arrival_s else ([], left)
+
+    monkeypatch.setattr("reward_loop.verl.workers.ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr("reward_loop.verl.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = object.__new__(RewardWorkers)
+    client: Any = SimpleNamespace(options=RewardLoopConfig(**options), by_group=by_group)
+    workers.client = client
+    monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
+    workers._wait_for(["a reward"])
+    assert now[0] == arrival_s
 
 
 @pytest.mark.parametrize(
@@ -595,6 +626,33 @@ async def until_there(path: Path) -> None:
             if path.exists():
                 return
             await asyncio.sleep(0.02)
+
+
+REWARDS = """
+def compute_score(solution_str):
+    return {"score": 1.0, "reward": 2.0, "right": True}
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", "verl"])
+async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
+    policy: str, tmp_path: Path, manager: str
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(REWARDS)
+    overrides = verl_manager("Rewards") if manager == "verl" else (f"custom_reward_function.path={function}",)
+    worker = RewardWorker(settled(policy, *overrides, f"reward_loop.log_dir={tmp_path}/records"), None)
+    validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
+    trained = await worker.compute_score(rollout("4", uid="t"))
+    assert validated["reward_score"] == trained["reward_score"] == 1.0
+    returned = {name: value for name, value in validated["reward_extra_info"].items() if is_returned(name)}
+    assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
+    assert trained["reward_extra_info"]["reward"] == 2.0
+    records = open_records(worker._options)
+    assert records is not None
+    assert await asyncio.to_thread(records.flush)
+    rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
+    assert rows == {"v": True, "t": False}
 
 
 RANKS = """
