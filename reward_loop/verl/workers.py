@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Reward
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.router_address import RouterAddress, worker_nodes
 from reward_loop.verl.settings import RewardSettings
@@ -143,7 +143,7 @@ class RewardWorkers:
         does not answer may be busy.
 
         Raises:
-            RewardLoopError: a worker reported that the run must stop.
+            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
         """
         self._take_answers(0)
         if not self._asked and time.monotonic() - self._asked_at > POLL_S:
@@ -156,7 +156,7 @@ class RewardWorkers:
         loop until its samples are scored. Its answer is read by a later call.
 
         Raises:
-            RewardLoopError: a worker reported that the run must stop.
+            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
         """
         self._take_answers(0)
         self._ask()
@@ -177,9 +177,13 @@ class RewardWorkers:
             return
         answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=timeout)
         for answer in answered:
-            with contextlib.suppress(RayActorError):  # Ray restarts the worker, or its samples fail
-                if (message := ray.get(answer)) is not None:
-                    raise RewardLoopError(message)
+            try:
+                message = ray.get(answer)
+            except RayActorError as error:
+                raise_if_lost(error)
+                continue  # Ray restarts the worker, or its samples fail
+            if message is not None:
+                raise RewardLoopError(message)
 
     def exchange_counts(self) -> list[dict[str, Any]]:
         """Returns the counts of exchanges with model servers since the last call, see `_Counts.take`."""

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,6 +432,45 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = workers.finish_batch(workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+STARTS_ONCE = """
+import os, pathlib, signal
+class Judge:
+    def __init__(self, folder):
+        (pathlib.Path(folder) / "port").touch(exist_ok=False)
+
+    def compute_score(self, solution_str):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("policy_of_failures", ["mask", "raise"])
+async def test_a_worker_that_cannot_start_again_ends_the_run(
+    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_of_failures: str
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(STARTS_ONCE)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        f"reward_loop.on_failed={policy_of_failures}",
+        f"custom_reward_function.path={function}",
+        "custom_reward_function.name=Judge",
+        f"+custom_reward_function.reward_kwargs.folder={tmp_path}",
+    )
+    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    ends = partial(pytest.raises, RewardLoopError, match="(?s)reward worker.* did not start.*FileExistsError")
+    with ends():
+        await workers.client.compute_score.remote(rollout("4"))
+    with ends():
+        workers.check_fatal_errors()
+    with ends():
+        workers.check_fatal_errors_briefly()
+    with ends():
+        await look_until_told(workers)
 
 
 WAITS = """
