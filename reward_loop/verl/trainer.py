@@ -191,8 +191,12 @@ class RewardLoopTrainer(RecordingTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Writes rollouts to a file, with ``None`` as the score of masked samples."""
-        infos = dict(reward_extra_infos_dict)
+        """Writes rollouts to a file, with ``None`` as the score of masked samples.
+
+        Keys of the function that would replace columns of verl get another name.
+        """
+        columns = ("input", "output", "gts", "step")
+        infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
         scores = unmasked(scores, infos.get("reward_masked"))
         if "reward" in infos:
             infos["reward"] = unmasked(infos["reward"], infos.get("reward_masked"))

@@ -382,10 +382,17 @@ def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch:
     written: list[Any] = []
     monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
     run: Any = object.__new__(RewardLoopTrainer)
-    columns = {"reward": [1.0, 0.0], "reward_masked": [False, True], "score": [1.0, None]}
+    columns = {
+        "reward": [1.0, 0.0],
+        "reward_masked": [False, True],
+        "score": [1.0, None],
+        "output": ["a verdict", None],
+    }
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": ["a", "b"]}, "folder")
     assert written[0][3] == written[0][4]["reward"] == [1.0, None]
+    # verl writes the response as `output`.
+    assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output"}
     assert written[1][3] == [1.0, 0.0]
 
 
