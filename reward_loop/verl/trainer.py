@@ -275,7 +275,31 @@ class RewardLoopTrainer(RecordingTrainer):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        """Computes the advantages of the rows that can be learned from, and masks all other rows.
+
+        Raises:
+            NothingToLearnError: there is no such row.
+        """
         self._part = copy(batch)
+        infos = self._final_rewards(batch)
+        learning = self._learning(batch, infos)
+        rows = select(batch, learning)
+        with ExitStack() as stack:
+            if self.config.algorithm.adv_estimator == GDPO:
+                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names, default)))
+            super()._compute_advantage(rows, metrics)
+        learned = {batch.keys[i] for i in learning}
+        self._rewards.trained |= learned
+        zero(
+            [key for key in batch.keys if key not in learned],
+            *(*self._advantage_fields(), *MASKS),
+            partition_id=batch.partition_id,
+        )
+        return copy(batch)
+
+    def _final_rewards(self, batch: Any) -> dict[str, dict[str, Any]]:
+        """Returns the extra info of the rewards by key, after their last changes. Adds them to those of the step."""
         if self._pending_rewards is not None:
             keys, pending = self._pending_rewards
             self._pending_rewards = None
@@ -291,6 +315,14 @@ class RewardLoopTrainer(RecordingTrainer):
             infos, raw_scores = read_reward_infos(batch)
         place_parts(batch, infos)
         self._rewards.add(infos, raw_scores)
+        return infos
+
+    def _learning(self, batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> list[int]:
+        """Returns the positions of the rows that are not padding, not masked, and not without a baseline.
+
+        Raises:
+            NothingToLearnError: there are none.
+        """
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= without_baseline(infos, masked)
@@ -301,20 +333,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
-        rows = select(batch, learning)
-        with ExitStack() as stack:
-            if self.config.algorithm.adv_estimator == GDPO:
-                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
-                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names, default)))
-            super()._compute_advantage(rows, metrics)
-        learned = {batch.keys[i] for i in learning}
-        self._rewards.trained |= learned
-        zero(
-            [key for key in batch.keys if key not in learned],
-            *(*self._advantage_fields(), *MASKS),
-            partition_id=batch.partition_id,
-        )
-        return copy(batch)
+        return learning
 
     def _advantage_fields(self) -> list[str]:
         """Returns the fields that verl writes with the advantage, apart from the masks.
