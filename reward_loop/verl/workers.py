@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -83,6 +85,10 @@ def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | Non
         retry = call.retry if call.retry and "max_seconds" in call.retry.model_fields_set else options.retry
         total += timeout + retry.max_seconds + max(filter(None, waits), default=0.0)
     return total
+
+
+def _group_of(row: Any) -> str:
+    return str(row.non_tensor_batch["uid"][-1])
 
 
 class RewardWorkers:
@@ -203,7 +209,15 @@ class RewardWorkers:
         )
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
-        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`."""
+        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`.
+
+        The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
+        awaited: the others are the group.
+        """
+        if self.client.by_group:
+            sizes = Counter(_group_of(row) for row in rows)
+            for row in rows:
+                row.non_tensor_batch["group_size"] = np.array([sizes[_group_of(row)]] * len(row), dtype=object)
         return [self.client.worker_for(row).compute_score.remote(row) for row in rows]
 
     def finish_batch(self, pending: list[Any]) -> list[Reward]:

@@ -748,6 +748,27 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: st
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
 
 
+def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
+    cluster: None, policy: str, tmp_path: Path
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(RANKS)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        "reward_model.reward_manager=group",
+        "reward_loop.group.timeout=300",
+        "actor_rollout_ref.rollout.n=3",
+        f"custom_reward_function.path={function}",
+    )
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    rows = [rollout("x" * length, uid="q", session_id=length, group_size=3) for length in (1, 3)]
+    rewards = workers.finish_batch(workers.start_batch(rows))
+    assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
+    assert [reward["reward_score"] for reward in rewards] == [0, 1]
+
+
 async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
     cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
