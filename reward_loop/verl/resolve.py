@@ -238,6 +238,12 @@ def _check(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
+    has_own_sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    if not model.use_reward_loop and OmegaConf.select(config, "algorithm.filter_groups.enable") and not has_own_sampler:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=True does not work with reward_model.use_reward_loop=False: groups are "
+            "filtered before the batch is scored. Set use_reward_loop=True"
+        )
     custom = config.reward.custom_reward_function
     if not custom.path and custom.get("reward_kwargs"):
         raise ConfigError(

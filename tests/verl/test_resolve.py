@@ -117,6 +117,10 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
         (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
         (
+            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
+            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
+        ),
+        (
             ["+custom_reward_function.reward_kwargs.x=1"],
             ["custom_reward_function.reward_kwargs={'x': 1}", "custom_reward_function.path"],
         ),
