@@ -21,7 +21,10 @@ from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.types import Reward, RewardResult, RewardSample
 
-__all__ = ["RewardLoopManagerBase", "last_row", "scoring_function", "step_of", "uid_of", "verl_options"]
+__all__ = ["VALIDATE", "RewardLoopManagerBase", "last_row", "scoring_function", "step_of", "uid_of", "verl_options"]
+
+VALIDATE = "__validate__"
+"""The column of verl's batch that marks the rows of a validation."""
 
 _VERL_GROUPS = frozenset({"actor_rollout_ref", "trainer", "reward", "reward_model"})
 
@@ -175,7 +178,7 @@ class RewardLoopManagerBase:
             response_length=len(ids),
             group=row.get("uid"),
             group_size=row.get("group_size"),
-            validate=bool(row.get("__validate__", False)),
+            validate=bool(row.get(VALIDATE, False)),
             prompt=row.get("raw_prompt"),
             step=step_of(row),
         )

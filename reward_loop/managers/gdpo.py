@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from reward_loop._util.text import listing, shorten
@@ -12,7 +11,7 @@ from reward_loop.managers.base import RewardLoopManagerBase, verl_options
 from reward_loop.managers.registry import register
 from reward_loop.scoring.normalise import is_finite
 from reward_loop.scoring.outcome import failed_after
-from reward_loop.types import Reward, RewardResult, RewardSample
+from reward_loop.types import Reward, RewardResult, RewardSample, finite_number
 
 __all__ = ["GDPORewardLoopManager"]
 
@@ -62,4 +61,5 @@ class GDPORewardLoopManager(RewardLoopManagerBase):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and is_finite(value)
+    number = finite_number(value)
+    return number is not None and is_finite(number)

@@ -140,8 +140,7 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
         """
         session = (kwargs["uid"], kwargs["session_id"])
         if kwargs["uid"] not in self._rewards:
-            # `__validate__` gives the sample the traffic class `validate` in the limits.
-            return await super()._compute_score(outputs, {**kwargs, "__validate__": True}, **options)
+            return await super()._compute_score(outputs, kwargs, **options)  # a validation sample
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
             self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs, **options))

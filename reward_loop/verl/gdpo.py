@@ -13,6 +13,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
 
 from reward_loop.errors import ConfigError
+from reward_loop.verl.reward_metrics import is_scored
 
 __all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
 
@@ -30,25 +31,29 @@ def switch_estimator(config: DictConfig) -> None:
 
 
 def component_rewards(
-    keys: Sequence[str], infos: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+    keys: Sequence[str], infos: Mapping[str, Mapping[str, Any]], names: Sequence[str], default_score: float
 ) -> dict[str, np.ndarray]:
     """Returns each named reward as a float32 array with one number per row of a batch.
 
     Args:
         keys: the keys of the batch's rows.
-        infos: ``reward_extra_info`` by key, without padding rows. Padding rows, and masked rows without the reward, get
-            0, which has no effect because their tokens are masked.
+        infos: ``reward_extra_info`` by key, without padding rows. Padding rows and masked rows get 0, which has no
+            effect because their tokens are masked.
         names: the value of ``algorithm.gdpo_reward_keys``.
+        default_score: each reward of an unmasked sample without a score. Not all such samples come from the manager
+            `gdpo`, which sets it: for example, a sample whose reward worker died repeatedly.
 
     Raises:
-        ConfigError: an unmasked row lacks one of the rewards.
+        ConfigError: a scored sample lacks one of the rewards.
     """
     columns: dict[str, list[float]] = {name: [] for name in names}
     for key in keys:
         info = infos.get(key)
         for name, column in columns.items():
-            if info is None or (name not in info and info.get("reward_masked")):
+            if info is None or info.get("reward_masked"):
                 column.append(0.0)
+            elif not is_scored(info):
+                column.append(default_score)
             elif name not in info:
                 raise ConfigError(
                     f"algorithm.gdpo_reward_keys names {name!r}, which rollout {key} does not have: the function must "

@@ -10,7 +10,7 @@ from reward_loop.errors import ConfigError, RewardFunctionError
 from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
-from reward_loop.managers.base import last_row, step_of, uid_of
+from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
 from reward_loop.managers.policy import apply_policy, reward_after_policy
 from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.processes.pool import usable_cores
@@ -111,7 +111,9 @@ class VerlManager:
             "",
             data_source=str(row.get("data_source", "")),
             uid=uid_of(row),
+            validate=bool(row.get(VALIDATE, False)),
             group=row.get("uid"),
+            group_size=row.get("group_size"),
             prompt=row.get("raw_prompt"),
             step=step_of(row),
         )

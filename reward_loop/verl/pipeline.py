@@ -51,7 +51,6 @@ trainer's GPUs is the exception: sessions end without rewards, and ``_finish_gen
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,8 +81,6 @@ from reward_loop.verl.trajectory_keys import uid_of
 from reward_loop.verl.worker_events import Listener
 
 __all__ = ["AGENT_LOOP_MANAGER", "RewardPipelineTrainer"]
-
-logger = logging.getLogger(__name__)
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.agent_loop.PipelineAgentLoopManager"
 """The agent loop manager that publishes trajectories before their rewards arrive."""
@@ -148,6 +145,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._progress,
             recover=lambda dead: self.recovery.recover(dead, self.global_steps),
             resync=self._resync,
+            poll=self._poll_fatal_errors,
             stall_timeout_s=self.options.stall_timeout_s,
             stall_option=f"trainer.v1.{PIPELINE_MODE}.stall_timeout_s",
         )

@@ -32,7 +32,7 @@ class Recovered:
     received: set[str] = field(default_factory=set)
     """The prompts that the dead workers had received."""
     generated_again: set[str] = field(default_factory=set)
-    """The prompts that are generated again."""
+    """The training prompts that are generated again."""
     judged_again: set[str] = field(default_factory=set)
     """The prompts whose missing rewards were computed again. They are complete."""
 
@@ -106,7 +106,8 @@ class Progress:
                 self.record(("published", uid), at)
 
     def lose_rewards(self, uids: Collection[str]) -> None:
-        """Removes the pending rewards of prompts whose worker has died."""
+        """Removes the pending rewards of prompts whose worker has died. Counts as an event."""
+        self.events += 1
         self._out = {session: at for session, at in self._out.items() if session.rsplit("_", 1)[0] not in uids}
 
     def start_step(self) -> None:

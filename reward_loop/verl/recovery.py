@@ -106,7 +106,8 @@ class Recovery:
             *(", ".join(map(str, dead)), len(again), len(published)),
         )
         workers = {number: self._manager.agent_loop_workers[number] for number in dead}
-        return Recovered(workers, received, set(again), published)
+        training = {uid for uid in again if lost[uid][0] == "train"}
+        return Recovered(workers, received, training, published)
 
     def _reset(self, prompts: dict[str, str], step: int) -> None:
         """Deletes the trajectories of prompts, and resets their tags. ``prompts`` maps each uid to its partition."""

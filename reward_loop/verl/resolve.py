@@ -240,6 +240,18 @@ def _check(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "gdpo":
         _check_gdpo(config.algorithm)
+    has_own_sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    if not model.use_reward_loop and OmegaConf.select(config, "algorithm.filter_groups.enable") and not has_own_sampler:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=True does not work with reward_model.use_reward_loop=False: groups are "
+            "filtered before the batch is scored. Set use_reward_loop=True"
+        )
+    custom = config.reward.custom_reward_function
+    if not custom.path and custom.get("reward_kwargs"):
+        raise ConfigError(
+            f"custom_reward_function.reward_kwargs={custom.reward_kwargs} has no effect without "
+            "custom_reward_function.path, the file of the function that takes them"
+        )
     if config.reward.num_workers < 1:
         raise ConfigError(f"reward.num_workers={config.reward.num_workers}: it must be at least 1")
     if not config.trainer.get("use_v1", True):
@@ -250,6 +262,13 @@ def _check_manager_options(
     config: DictConfig, manager: ManagerName, function: FunctionName | None, options: RewardLoopConfig
 ) -> None:
     """Rejects options that have no effect with the reward manager."""
+    kwargs = config.reward.get("reward_kwargs")
+    if kwargs and manager.name in manager_names() and manager.name != "dapo" and not manager.is_import_path:
+        raise ConfigError(
+            f"reward.reward_kwargs={kwargs} (or reward_model.reward_kwargs) has no effect with "
+            f"reward_model.reward_manager={manager.name}: its options are for dapo, and for managers of your own. "
+            "Arguments of the function are custom_reward_function.reward_kwargs"
+        )
     components = options.components
     if manager.name == "composite" and function is not None and all(c.path for c in components.values()):
         raise ConfigError(

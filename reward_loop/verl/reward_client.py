@@ -10,16 +10,25 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardFunctionError
+from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.policy import apply_policy
 from reward_loop.types import Outcome, Reward, RewardResult
 
-__all__ = ["MAX_TASK_RETRIES", "RewardClient"]
+__all__ = ["MAX_TASK_RETRIES", "RewardClient", "raise_if_lost"]
 
 logger = logging.getLogger(__name__)
 
 MAX_TASK_RETRIES = 3
 """How many times a sample is scored again after its worker died. After that, the sample has failed."""
+
+
+def raise_if_lost(error: RayActorError) -> None:
+    """Raises `RewardLoopError` if a reward worker could not be restarted. Ray restarts only workers that had started.
+
+    For example, the constructor of the user's class may fail because the dead worker has left a file or a port.
+    """
+    if error.actor_init_failed:
+        raise RewardLoopError(f"a reward worker died, and did not start again: {error}") from error
 
 
 class RewardClient:
@@ -70,7 +79,9 @@ class RewardClient:
 
         Raises:
             RewardFunctionError: the policy is ``raise``.
+            RewardLoopError: the worker did not start again, so its share of all further samples would fail.
         """
+        raise_if_lost(error)
         failure = RewardFunctionError(
             f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample: does the reward "
             f"function crash the interpreter, or run out of memory? ({type(error).__name__})"

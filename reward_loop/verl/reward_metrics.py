@@ -7,7 +7,6 @@ counts. So the metrics here are computed once per step, from all its samples.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.types import RESERVED_KEYS, Outcome
+from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
@@ -79,8 +78,8 @@ class StepRewards:
             for name in _MEASURED & info.keys():
                 measured[name.removeprefix("reward_")].append(info[name])
             for name, value in info.items():
-                if is_number(value) and name not in RESERVED_KEYS:
-                    returned[name].append(float(value))
+                if name not in RESERVED_KEYS and (number := finite_number(value)) is not None:
+                    returned[name].append(number)
         raw = [self.raw_scores[key] for key in final if is_scored(self.infos[key]) and key in self.raw_scores]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
@@ -118,24 +117,19 @@ def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-def is_number(value: Any) -> bool:
-    """Returns whether the value is a number that can be averaged. Integers beyond the range of a float cannot."""
-    return isinstance(value, float | np.number) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
-
-
 def is_scored(info: Info) -> bool:
     """Returns whether the sample has a score. A sample without an outcome got its score from the agent loop."""
     return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Replaces all values that are not numbers with ``None``, except strings in the column ``pred``.
+    """Converts numbers, also those of numpy and torch, to floats, and replaces all other values with ``None``.
 
-    verl averages everything that is not a string, and would fail on lists and dicts. It uses the strings of ``pred``
-    for majority votes.
+    verl averages everything that is not a string, and would fail on lists and dicts. The strings of ``pred`` stay: verl
+    uses them for majority votes.
     """
     return {
-        name: [value if is_number(value) or (name == "pred" and isinstance(value, str)) else None for value in values]
+        name: [value if name == "pred" and isinstance(value, str) else finite_number(value) for value in values]
         for name, values in columns.items()
     }
 
@@ -201,8 +195,8 @@ def _means(
     values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for name, column in numbers.items():
         for prompt, value in zip(prompts, column, strict=True):
-            if is_number(value):
-                values[prompt[0], name, sizes[prompt]].append(float(value))
+            if isinstance(value, float):
+                values[prompt[0], name, sizes[prompt]].append(value)
     with_acc = {source for source, name, _ in values if name == "acc"}
     for source, name, size in list(values):
         if name == "acc":

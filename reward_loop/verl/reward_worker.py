@@ -15,6 +15,7 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.audit import Audit
+from reward_loop.managers.base import VALIDATE, last_row
 from reward_loop.managers.policy import fail_reward
 from reward_loop.managers.post_process import PostProcess
 from reward_loop.managers.recording import open_records
@@ -96,12 +97,14 @@ class RewardWorker:
         Raises:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
+        row = last_row(data)
         try:
-            with self._registered(str(data.non_tensor_batch["uid"][-1])):
-                return await self._manager.run_single(data)
+            with self._registered(str(row["uid"])):
+                reward = await self._manager.run_single(data)
         except RewardLoopError as error:
             self._store_fatal(error)
             raise
+        return _without_clash(reward) if row.get(VALIDATE) else reward
 
     @contextlib.contextmanager
     def _registered(self, uid: str) -> Iterator[None]:
@@ -200,6 +203,18 @@ class RewardWorker:
     async def needs_group(self) -> bool:
         """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
         return self._manager.needs_group
+
+
+def _without_clash(reward: Reward) -> Reward:
+    """Returns the reward of a validation sample with the key `reward` of its extra info renamed.
+
+    verl collects the scores of a validation in a column of that name, to which it would append the function's values.
+    """
+    info = reward["reward_extra_info"]
+    if "reward" not in info:
+        return reward
+    renamed = {"returned_reward" if name == "reward" else name: value for name, value in info.items()}
+    return Reward(reward_score=reward["reward_score"], reward_extra_info=renamed)
 
 
 def _reserved(info: dict[str, Any]) -> dict[str, Any]:

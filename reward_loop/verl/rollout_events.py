@@ -1,4 +1,7 @@
-"""Adds to verl's agent loop worker a record of each rollout: the times of generation and of the reward."""
+"""Adds to verl's agent loop worker a record of each rollout: the times of generation and of the reward.
+
+Rollouts of a validation are marked for the reward workers, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+from reward_loop.managers.base import VALIDATE
 from reward_loop.records import Records, records
 from reward_loop.records.events import rollout_event
 from reward_loop.records.writer import MAX_BYTES
@@ -17,6 +21,9 @@ __all__ = ["RecordingAgentLoopWorker"]
 
 _times: ContextVar[dict[str, float] | None] = ContextVar("times", default=None)
 """The times of the fields ``end``, ``scoring`` and ``scored`` of the current session's event."""
+
+_validates: ContextVar[bool] = ContextVar("validates", default=False)
+"""Whether the current session belongs to a validation."""
 
 
 class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
@@ -49,13 +56,19 @@ class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         _mark("end")
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        token = _validates.set(bool(validate))
+        try:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _validates.reset(token)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         # `options`: further arguments of newer versions of verl.
         is_scored = outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None
         if is_scored:
             _mark("scoring")
+        if _validates.get():
+            kwargs = {**kwargs, VALIDATE: True}
         await super()._compute_score(outputs, kwargs, **options)
         if is_scored:
             _mark("scored")

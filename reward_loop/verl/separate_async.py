@@ -94,11 +94,8 @@ class QueueAgentLoopWorker(WatchedAgentLoopWorker):
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         # `options`: further arguments of newer versions of verl.
-        reservation = self._reservations.get(kwargs["uid"])
-        if reservation is None:
-            # A validation sample: `__validate__` gives it the traffic class `validate` in the limits.
-            return await super()._compute_score(outputs, {**kwargs, "__validate__": True}, **options)
-        if outputs[-1].reward_score is not None:
+        reservation = self._reservations.get(kwargs["uid"])  # validation samples have none
+        if reservation is None or outputs[-1].reward_score is not None:
             return await super()._compute_score(outputs, kwargs, **options)
         async with self._queue.turn(reservation, step=_version(outputs, kwargs)):
             # A manager that waits for all rollouts of a prompt must receive either all of them or none.

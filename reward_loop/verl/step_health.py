@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import transfer_queue as tq
@@ -13,8 +12,8 @@ import transfer_queue as tq
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, JudgeCalls, Observation
 from reward_loop.records.health import open_health, values_row, warning_row
-from reward_loop.types import Outcome, is_returned
-from reward_loop.verl.reward_metrics import Info, StepRewards, is_number, is_scored
+from reward_loop.types import Outcome, returned_numbers
+from reward_loop.verl.reward_metrics import Info, StepRewards, is_scored
 from reward_loop.verl.trajectory_keys import final_outputs, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
@@ -120,13 +119,6 @@ def _responses(keys: Sequence[str], partition_id: str, tokens: int) -> list[np.n
 
 def _components(infos: Sequence[Info]) -> Mapping[str, np.ndarray]:
     """Returns the numbers that the function returned, without the measurements of the reward loop."""
-    names = {name: None for info in infos for name, value in info.items() if is_number(value)}
-    return {
-        name: np.array([_number(info.get(name)) for info in infos])
-        for name in names
-        if is_returned(name) and name != "score"
-    }
-
-
-def _number(value: Any) -> float:
-    return float(value) if is_number(value) else np.nan
+    numbers = [returned_numbers(info) for info in infos]
+    names = dict.fromkeys(name for of_sample in numbers for name in of_sample if name != "score")
+    return {name: np.array([of_sample.get(name, np.nan) for of_sample in numbers]) for name in names}

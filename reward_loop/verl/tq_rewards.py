@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
+from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
 from reward_loop.verl.token_rewards import has_parts, place
 from reward_loop.verl.tq_batches import extra_fields_of
@@ -63,6 +64,8 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
         for name in data.keys()  # noqa: SIM118  iterating a TensorDict goes over its rows
         if not isinstance(data.get(name), torch.Tensor)
     }
+    if batch.partition_id == "val":
+        others[VALIDATE] = [True] * len(batch.keys)
     keys, rows = [], []
     for outputs in sessions.values():
         positions = [position for _, position in sorted(outputs)]

@@ -191,8 +191,12 @@ class RewardLoopTrainer(RecordingTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, list], dump_path: str
     ) -> None:
-        """Writes rollouts to a file, with ``None`` as the score of masked samples."""
-        infos = dict(reward_extra_infos_dict)
+        """Writes rollouts to a file, with ``None`` as the score of masked samples.
+
+        Keys of the function that would replace columns of verl get another name.
+        """
+        columns = ("input", "output", "gts", "step")
+        infos = {f"returned_{name}" if name in columns else name: v for name, v in reward_extra_infos_dict.items()}
         scores = unmasked(scores, infos.get("reward_masked"))
         if "reward" in infos:
             infos["reward"] = unmasked(infos["reward"], infos.get("reward_masked"))
@@ -247,7 +251,8 @@ class RewardLoopTrainer(RecordingTrainer):
         try:
             yield
         except Exception as error:
-            self._check_fatal_errors()
+            # Not longer: the error of a worker that does not answer would hide this one.
+            self.reward_workers.check_fatal_errors_briefly()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error
             raise
@@ -270,7 +275,31 @@ class RewardLoopTrainer(RecordingTrainer):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        """Computes the advantages of the rows that can be learned from, and masks all other rows.
+
+        Raises:
+            NothingToLearnError: there is no such row.
+        """
         self._part = copy(batch)
+        infos = self._final_rewards(batch)
+        learning = self._learning(batch, infos)
+        rows = select(batch, learning)
+        with ExitStack() as stack:
+            if self.config.algorithm.adv_estimator == GDPO:
+                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names, default)))
+            super()._compute_advantage(rows, metrics)
+        learned = {batch.keys[i] for i in learning}
+        self._rewards.trained |= learned
+        zero(
+            [key for key in batch.keys if key not in learned],
+            *(*self._advantage_fields(), *MASKS),
+            partition_id=batch.partition_id,
+        )
+        return copy(batch)
+
+    def _final_rewards(self, batch: Any) -> dict[str, dict[str, Any]]:
+        """Returns the extra info of the rewards by key, after their last changes. Adds them to those of the step."""
         if self._pending_rewards is not None:
             keys, pending = self._pending_rewards
             self._pending_rewards = None
@@ -286,6 +315,14 @@ class RewardLoopTrainer(RecordingTrainer):
             infos, raw_scores = read_reward_infos(batch)
         place_parts(batch, infos)
         self._rewards.add(infos, raw_scores)
+        return infos
+
+    def _learning(self, batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> list[int]:
+        """Returns the positions of the rows that are not padding, not masked, and not without a baseline.
+
+        Raises:
+            NothingToLearnError: there are none.
+        """
         masked = {key for key, info in infos.items() if info.get("reward_masked")}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= without_baseline(infos, masked)
@@ -296,20 +333,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
-        rows = select(batch, learning)
-        with ExitStack() as stack:
-            if self.config.algorithm.adv_estimator == GDPO:
-                names = self.config.algorithm.gdpo_reward_keys
-                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names)))
-            super()._compute_advantage(rows, metrics)
-        learned = {batch.keys[i] for i in learning}
-        self._rewards.trained |= learned
-        zero(
-            [key for key in batch.keys if key not in learned],
-            *(*self._advantage_fields(), *MASKS),
-            partition_id=batch.partition_id,
-        )
-        return copy(batch)
+        return learning
 
     def _advantage_fields(self) -> list[str]:
         """Returns the fields that verl writes with the advantage, apart from the masks.

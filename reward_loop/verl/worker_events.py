@@ -45,6 +45,7 @@ class Listener:
         recover: replaces the workers with these numbers, because they have died, and repeats what is lost. Called
             during a wait, and by `check`.
         resync: records events that the workers have not reported; called during a wait without events.
+        poll: called every `RESYNC_S` seconds of a wait; raises `RewardLoopError` if the run must stop.
         stall_timeout_s: a wait fails after this many seconds without an event; ``None`` waits indefinitely.
         stall_option: the name of ``stall_timeout_s``, for messages.
     """
@@ -56,6 +57,7 @@ class Listener:
         *,
         recover: Callable[[Collection[int]], Recovered],
         resync: Callable[[], None],
+        poll: Callable[[], None],
         stall_timeout_s: float | None,
         stall_option: str,
     ) -> None:
@@ -63,6 +65,7 @@ class Listener:
         self._progress = progress
         self._recover = recover
         self._resync = resync
+        self._poll = poll
         self._stall_timeout_s = stall_timeout_s
         self._stall_option = stall_option
         self._changed = threading.Condition()
@@ -90,8 +93,8 @@ class Listener:
             arrived: called while `lock` is held.
 
         Raises:
-            RewardLoopError: as `check`, or there was no event for ``stall_timeout_s`` seconds; the message names the
-                unfinished prompts, and the workers that have them.
+            RewardLoopError: as `check` or ``poll``, or there was no event for ``stall_timeout_s`` seconds; the message
+                names the unfinished prompts, and the workers that have them.
         """
         try:
             self._wait(what, arrived)
@@ -104,6 +107,7 @@ class Listener:
         events = self._progress.events
         began = last_event = last_report = time.monotonic()
         while not self._wait_once(arrived, RESYNC_S):
+            self._poll()
             now = time.monotonic()
             if self._progress.events == events:
                 self._resync()
@@ -141,7 +145,7 @@ class Listener:
             dead, self._dead = sorted(self._dead), set()
         if not dead:
             return
-        recovered = self._recover(dead)
+        recovered = self._recover(dead)  # takes longer than some values of `stall_timeout_s`
         with self._changed:
             self._progress.lose_rewards(recovered.received)
             self._progress.submit(recovered.generated_again)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Reward
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.router_address import RouterAddress, worker_nodes
 from reward_loop.verl.settings import RewardSettings
 
-__all__ = ["RewardWorkers"]
+__all__ = ["RewardWorkers", "longest_quiet_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,32 @@ class _Counts:
             with contextlib.suppress(RayActorError):  # Ray restarts the worker
                 counts.append(ray.get(answer))
         return counts
+
+
+def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
+    """Returns how many seconds may pass without a reward while samples are being scored; ``None`` if there is no bound.
+
+    A sample waits for a thread only while another sample runs, and for a permit no longer than ``max_wait`` of the
+    limit. The components of a composite may run one after the other, and an incomplete group fails only after its
+    timeout. The samples of a worker that dies start again when it has restarted, within ``worker_answer_timeout_s``.
+
+    Args:
+        options: the options of the run.
+        by_group: whether the manager waits for all rollouts of a prompt.
+    """
+    waits = [limit.max_wait for limit in options.limits.values()]
+    total = options.worker_answer_timeout_s + (options.group.timeout if by_group else 0.0)
+    for call in options.components.values() or [options]:
+        timeout = call.timeout or options.timeout
+        if timeout is None or None in waits:
+            return None
+        retry = call.retry if call.retry and "max_seconds" in call.retry.model_fields_set else options.retry
+        total += timeout + retry.max_seconds + max(filter(None, waits), default=0.0)
+    return total
+
+
+def _group_of(row: Any) -> str:
+    return str(row.non_tensor_batch["uid"][-1])
 
 
 class RewardWorkers:
@@ -120,7 +149,7 @@ class RewardWorkers:
         does not answer may be busy.
 
         Raises:
-            RewardLoopError: a worker reported that the run must stop.
+            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
         """
         self._take_answers(0)
         if not self._asked and time.monotonic() - self._asked_at > POLL_S:
@@ -133,7 +162,7 @@ class RewardWorkers:
         loop until its samples are scored. Its answer is read by a later call.
 
         Raises:
-            RewardLoopError: a worker reported that the run must stop.
+            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
         """
         self._take_answers(0)
         self._ask()
@@ -154,9 +183,13 @@ class RewardWorkers:
             return
         answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=timeout)
         for answer in answered:
-            with contextlib.suppress(RayActorError):  # Ray restarts the worker, or its samples fail
-                if (message := ray.get(answer)) is not None:
-                    raise RewardLoopError(message)
+            try:
+                message = ray.get(answer)
+            except RayActorError as error:
+                raise_if_lost(error)
+                continue  # Ray restarts the worker, or its samples fail
+            if message is not None:
+                raise RewardLoopError(message)
 
     def exchange_counts(self) -> list[dict[str, Any]]:
         """Returns the counts of exchanges with model servers since the last call, see `_Counts.take`."""
@@ -176,7 +209,15 @@ class RewardWorkers:
         )
 
     def start_batch(self, rows: Sequence[Any]) -> list[Any]:
-        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`."""
+        """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`.
+
+        The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
+        awaited: the others are the group.
+        """
+        if self.client.by_group:
+            sizes = Counter(_group_of(row) for row in rows)
+            for row in rows:
+                row.non_tensor_batch["group_size"] = np.array([sizes[_group_of(row)]] * len(row), dtype=object)
         return [self.client.worker_for(row).compute_score.remote(row) for row in rows]
 
     def finish_batch(self, pending: list[Any]) -> list[Reward]:
@@ -196,17 +237,9 @@ class RewardWorkers:
         return rewards
 
     def _wait_for(self, pending: list[Any]) -> None:
-        """Waits until all rewards have arrived.
-
-        A sample waits for a thread only while another sample runs, and for a permit no longer than ``max_wait`` of the
-        limit. So at least one sample ends within the timeout of the function plus ``retry.max_seconds`` plus the
-        longest ``max_wait``; if none does, the wait fails.
-        """
+        """Waits until all rewards have arrived. Fails if none arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
-        waits = [limit.max_wait for limit in options.limits.values()]
-        patience = None
-        if options.timeout is not None and None not in waits:
-            patience = options.timeout + options.retry.max_seconds + max(filter(None, waits), default=0.0)
+        patience = longest_quiet_s(options, by_group=self.client.by_group)
         left, last_arrival = list(pending), time.monotonic()
         while left:
             done, left = ray.wait(left, num_returns=len(left), timeout=min(options.worker_answer_timeout_s, CHECK_S))
@@ -217,9 +250,9 @@ class RewardWorkers:
                 self.check_fatal_errors()  # also checks that all workers respond
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
-                        f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s, "
-                        f"longer than reward_loop.timeout={options.timeout:g} plus reward_loop.retry.max_seconds="
-                        f"{options.retry.max_seconds:g} plus the longest max_wait of a limit: does the reward manager "
+                        f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s. With "
+                        "reward_loop.timeout, retry.max_seconds, the max_wait of the limits and "
+                        f"worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward manager "
                         "wait without a deadline?"
                     )
 

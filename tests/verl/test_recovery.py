@@ -135,7 +135,8 @@ def test_prompts_without_all_trajectories_are_generated_again_from_nothing(
         tag = {"is_prompt": True, "status": "pending", "global_steps": 7, GENERATED: False}
         assert queue.tags[partition][uid] == tag
     assert rewards.abandoned == [{"a", "b", "v"}] * 2
-    assert (recovered.generated_again, recovered.judged_again) == ({"a", "b", "v"}, set())
+    # The training progress does not contain prompts of a validation, and would wait for them indefinitely.
+    assert (recovered.generated_again, recovered.judged_again) == ({"a", "b"}, set())
     assert recovered.workers == {0: "new 0"}
 
 

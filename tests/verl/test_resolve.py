@@ -60,21 +60,29 @@ def test_records_are_off_without_log_dir() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "value"),
+    ("overrides", "key", "value"),
     [
         ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
         ("reward_model.num_workers=3", "reward.num_workers", 3),
         ("custom_reward_function.path=f.py", "reward.custom_reward_function.path", "f.py"),
         ("custom_reward_function.name=judge", "reward.custom_reward_function.name", "judge"),
-        ("+custom_reward_function.reward_kwargs.x=1", "reward.custom_reward_function.reward_kwargs.x", 1),
-        ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs.max_resp_len", 9),
+        (
+            "custom_reward_function.path=f.py +custom_reward_function.reward_kwargs.x=1",
+            "reward.custom_reward_function.reward_kwargs.x",
+            1,
+        ),
+        (
+            "reward_model.reward_manager=dapo +reward_model.reward_kwargs.max_resp_len=9",
+            "reward.reward_kwargs.max_resp_len",
+            9,
+        ),
         ("reward_model.rollout.name=transformers", "reward.reward_model.rollout.name", "transformers"),
         ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "http://x"),
         ("sandbox_fusion.max_concurrent=7", "reward.sandbox_fusion.max_concurrent", 7),
     ],
 )
-def test_the_keys_that_users_write_take_effect(override: str, key: str, value: object) -> None:
-    assert OmegaConf.select(settled(override), key) == value
+def test_the_keys_that_users_write_take_effect(overrides: str, key: str, value: object) -> None:
+    assert OmegaConf.select(settled(*overrides.split()), key) == value
 
 
 def test_verls_limits_of_the_rate_limited_manager_become_the_default_limit() -> None:
@@ -111,6 +119,15 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["reward_loop.on_failed=ignore"], ["reward_loop.on_failed"]),
         (["reward_loop.timeout=-1"], ["reward_loop.timeout"]),
         (["+reward.max_rpm=5"], ["reward.max_rpm", "reward_manager=rate_limited"]),
+        (
+            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
+            ["algorithm.filter_groups.enable=True", "reward_model.use_reward_loop=False"],
+        ),
+        (
+            ["+custom_reward_function.reward_kwargs.x=1"],
+            ["custom_reward_function.reward_kwargs={'x': 1}", "custom_reward_function.path"],
+        ),
+        (["+reward_model.reward_kwargs.max_resp_len=9"], ["reward.reward_kwargs", "reward_manager=naive"]),
         (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
         (
             [

@@ -293,6 +293,19 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     assert data.non_tensor_batch["__num_turns__"][0] == 2
 
 
+@pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
+def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_validation(
+    queue: Queue, partition: str, validates: list[bool] | None
+) -> None:
+    ids = torch.arange(4)
+    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids"), ids), "uid": "a"}
+    queue.rows |= {"a_0_0": dict(columns), "a_0_1": dict(columns)}
+    batch = KVBatchMeta(partition_id=partition, keys=["a_0_0", "a_0_1"], tags=[{}, {}])
+    _, (data,) = tq_rewards.read_sessions(batch)
+    column = data.non_tensor_batch.get("__validate__")
+    assert (None if column is None else column.tolist()) == validates
+
+
 def test_verl_would_join_our_names_by_words_in_them() -> None:
     """Why metrics of rewards do not go through verl's aggregation."""
     aggregator = MetricsAggregator()
@@ -369,11 +382,29 @@ def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch:
     written: list[Any] = []
     monkeypatch.setattr(PPOTrainer, "_dump_generations", lambda self, *args: written.append(args))
     run: Any = object.__new__(RewardLoopTrainer)
-    columns = {"reward": [1.0, 0.0], "reward_masked": [False, True], "score": [1.0, None]}
+    columns = {
+        "reward": [1.0, 0.0],
+        "reward_masked": [False, True],
+        "score": [1.0, None],
+        "output": ["a verdict", None],
+    }
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], columns, "folder")
     run._dump_generations(["i"] * 2, ["o"] * 2, [None] * 2, [1.0, 0.0], {"uid": ["a", "b"]}, "folder")
     assert written[0][3] == written[0][4]["reward"] == [1.0, None]
+    # verl writes the response as `output`.
+    assert written[0][4].keys() == {"reward", "reward_masked", "score", "returned_output"}
     assert written[1][3] == [1.0, 0.0]
+
+
+def test_numbers_of_numpy_and_torch_count_in_the_metrics() -> None:
+    info = {"right": np.bool_(True), "short": torch.tensor(0.5), "long": np.array(2), "nan": math.nan, "note": "x"}
+    rewards = StepRewards()
+    rewards.add({"p_0_0": {**info, "reward_outcome": "scored"}}, {"p_0_0": 1.0})
+    metrics = rewards.metrics()
+    assert [metrics.get(f"reward_loop/{name}/mean") for name in info] == [1.0, 0.5, 2.0, None, None]
+    found = validated([("s", "p", 1.0, info), ("s", "q", 0.0, {**info, "right": np.bool_(False)})], size=1)
+    means = [found.get(f"val-aux/s/{name}/mean@1") for name in info]
+    assert means == [0.5, 0.5, 2.0, None, None]
 
 
 def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:

@@ -37,6 +37,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         await self._compute_score([output], kwargs=kwargs)
 
     async def compute_score(self: Any, outputs: list[Any], kwargs: dict, **options: Any) -> None:
+        self.sent.append(kwargs)
         if self.fails == "judging":
             raise RuntimeError("no judge")
         await asyncio.sleep(0)
@@ -50,7 +51,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(verl, name, method)
     made: Any = object.__new__(RecordingAgentLoopWorker)
     made._records = Records(tmp_path)
-    made.reward_loop_worker_handles, made.fails, made.own_score = ["the client"], "", None
+    made.reward_loop_worker_handles, made.fails, made.own_score, made.sent = ["the client"], "", None, []
     return made
 
 
@@ -73,6 +74,16 @@ async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:
 
 async def test_a_validation_session_is_marked(worker: Any) -> None:
     assert (await session(worker, trajectory={"validate": True}))["validate"] is True
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker: Any, recorded: bool) -> None:
+    if not recorded:
+        worker._records = None
+    for validate in (True, False):
+        await worker._run_agent_loop({}, {"validate": validate}, uid="q", session_id=0, global_steps=3)
+    names = {"uid": "q", "session_id": 0, "global_steps": 3}
+    assert worker.sent == [{**names, "__validate__": True}, names]
 
 
 @pytest.mark.parametrize(

@@ -233,32 +233,30 @@ def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> 
         assert masking(worker) is worker
 
 
-@pytest.mark.parametrize(
-    ("mode", "question"),
-    [
-        ("sync", "check_fatal_errors"),
-        # Samples of later steps are out, so that a worker may be too busy to answer.
-        ("reward_pipeline", "check_fatal_errors_briefly"),
-        ("separate_async", "check_fatal_errors_briefly"),
-    ],
-)
-def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop(
-    mode: str, question: str
-) -> None:
+@pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])
+def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop(mode: str) -> None:
     told: list[str] = []
 
-    def check_fatal_errors() -> None:
+    def check_fatal_errors_briefly() -> None:
         if told:
             raise RewardLoopError(told[0])
 
+    def check_fatal_errors() -> None:
+        raise RewardLoopError("a reward worker did not answer within 120 s")
+
     run = object.__new__(trainer.with_reward_loop(PPOTrainerSync))
     run._settings = resolved(f"trainer.v1.trainer_mode={mode}")
-    run.reward_workers = SimpleNamespace(**{question: check_fatal_errors})  # type: ignore[assignment]
+    run.reward_workers = SimpleNamespace(  # type: ignore[assignment]
+        check_fatal_errors=check_fatal_errors, check_fatal_errors_briefly=check_fatal_errors_briefly
+    )
     with pytest.raises(RewardLoopError, match=r"a process of the run died.*unexpectedly"), run._checking_fatal_errors():
         raise ActorDiedError
     told.append("the judge is on strike")
     with pytest.raises(RewardLoopError, match="on strike"), run._checking_fatal_errors():
         raise ActorDiedError
+    told.clear()
+    with pytest.raises(ValueError, match="the update failed"), run._checking_fatal_errors():
+        raise ValueError("the update failed")
 
 
 def test_gdpo_normalises_each_reward_on_its_own() -> None:
@@ -272,7 +270,7 @@ def test_gdpo_normalises_each_reward_on_its_own() -> None:
     mask[1, 4:] = mask[7] = mask[8] = 0
     groups = np.array([*"ppppqqq", "masked", "padding"], dtype=object)
     config = {"gdpo_reward_keys": ["right", "brief"], "gdpo_reward_weights": [1.0, 0.5]}
-    rewards = component_rewards(keys, infos, config["gdpo_reward_keys"])
+    rewards = component_rewards(keys, infos, config["gdpo_reward_keys"], default_score=0.0)
     assert rewards["right"].tolist() == [infos[key].get("right", 0.0) for key in keys[:-1]] + [0.0]
     with use_rewards(rewards):
         ours, _ = get_adv_estimator_fn(GDPO)(torch.zeros_like(mask), mask, index=groups, config=config)
@@ -297,4 +295,12 @@ def test_gdpo_normalises_each_reward_on_its_own() -> None:
 
 def test_a_row_without_a_reward_of_gdpo_is_named() -> None:
     with pytest.raises(ConfigError, match=r"names 'brief', which rollout q_0_0 does not have"):
-        component_rewards(["q_0_0"], {"q_0_0": {"right": 1.0}}, ["right", "brief"])
+        component_rewards(["q_0_0"], {"q_0_0": {"right": 1.0}}, ["right", "brief"], default_score=0.0)
+
+
+@pytest.mark.parametrize("info", [{}, {"right": 1.0, "brief": 0.5}])
+def test_a_failed_sample_that_is_not_masked_has_the_default_score_as_each_reward_of_gdpo(info: dict) -> None:
+    """A reward worker that died repeatedly gives no other values; post-processing that failed leaves them."""
+    infos = {"q_0_0": {**info, "reward_outcome": "failed", "reward_masked": False}, "q_1_0": {"right": 1, "brief": 0.5}}
+    rewards = component_rewards(["q_0_0", "q_1_0"], infos, ["right", "brief"], default_score=-2.0)
+    assert {name: column.tolist() for name, column in rewards.items()} == {"right": [-2, 1], "brief": [-2, 0.5]}

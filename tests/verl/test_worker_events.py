@@ -4,7 +4,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +28,16 @@ def listener(
     stall_timeout_s: float | None = None,
     recover: Callable[[Collection[int]], Recovered] = lambda dead: Recovered(),
     resync: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> Listener:
     return Listener(
-        workers, progress, recover=recover, resync=resync, stall_timeout_s=stall_timeout_s, stall_option=STALL
+        workers,
+        progress,
+        recover=recover,
+        resync=resync,
+        poll=poll,
+        stall_timeout_s=stall_timeout_s,
+        stall_option=STALL,
     )
 
 
@@ -114,6 +123,37 @@ def test_a_wait_without_events_fails_and_names_the_missing_prompts(monkeypatch: 
         RewardLoopError, match=rf"(?s)nothing happened .*waited for rewards \({STALL}=0\.05\).*prompt d"
     ):
         listener(progress, stall_timeout_s=0.05).wait("rewards", lambda: not progress.unfinished)
+
+
+def test_a_run_that_must_stop_does_not_wait_for_the_other_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_events, "RESYNC_S", 0.01)
+    progress = Progress()
+    progress.submit(["a"])
+
+    def poll() -> None:
+        progress.record(("judging", f"a_{progress.pending}"), 0.0)  # others are still judged
+        if progress.pending > 3:
+            raise RewardLoopError("the budget is spent")
+
+    with pytest.raises(RewardLoopError, match="the budget is spent"):
+        listener(progress, poll=poll, stall_timeout_s=0.1).wait("rewards", lambda: not progress.unfinished)
+
+
+def test_the_recovery_from_a_death_may_take_longer_than_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(worker_events, "RESYNC_S", 0.01)
+    monkeypatch.setattr(worker_events, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress()
+    progress.submit(["a"])
+
+    def recover(dead: Collection[int]) -> Recovered:
+        now[0] += 100  # another worker has started
+        return Recovered({}, received={"a"}, generated_again={"a"})
+
+    listening = listener(progress, stall_timeout_s=60, recover=recover)
+    listening._dead = {0}
+    answers = chain([False] * 3, repeat(True))
+    listening.wait("rollouts", lambda: next(answers))
 
 
 def test_events_that_only_transfer_queue_has_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

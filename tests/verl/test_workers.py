@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError, RewardLoopError, TooManyFailuresError
 from reward_loop.limits.server import serve_limits
 from reward_loop.managers import registry
+from reward_loop.managers.recording import open_records
+from reward_loop.records.reader import RecordsReader
+from reward_loop.types import is_returned
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.workers import RewardWorkers
@@ -430,6 +434,45 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
 
 
+STARTS_ONCE = """
+import os, pathlib, signal
+class Judge:
+    def __init__(self, folder):
+        (pathlib.Path(folder) / "port").touch(exist_ok=False)
+
+    def compute_score(self, solution_str):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("policy_of_failures", ["mask", "raise"])
+async def test_a_worker_that_cannot_start_again_ends_the_run(
+    cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_of_failures: str
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(STARTS_ONCE)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        f"reward_loop.on_failed={policy_of_failures}",
+        f"custom_reward_function.path={function}",
+        "custom_reward_function.name=Judge",
+        f"+custom_reward_function.reward_kwargs.folder={tmp_path}",
+    )
+    monkeypatch.setattr("reward_loop.verl.workers.BUSY_S", 300.0)
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    ends = partial(pytest.raises, RewardLoopError, match="(?s)reward worker.* did not start.*FileExistsError")
+    with ends():
+        await workers.client.compute_score.remote(rollout("4"))
+    with ends():
+        workers.check_fatal_errors()
+    with ends():
+        workers.check_fatal_errors_briefly()
+    with ends():
+        await look_until_told(workers)
+
+
 WAITS = """
 import asyncio, pathlib, reward_loop
 async def compute_score(solution_str, flag):
@@ -517,8 +560,36 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(cluster: None
         "reward_loop.worker_answer_timeout_s=5",
     )
     workers.client.options = settled(policy, *overrides, *impatient).options
-    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout=0\.1"):
+    with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*reward_loop\.timeout.*within 5\.2 s"):
         workers.finish_batch(pending)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_group", "arrival_s"),
+    [
+        ({"timeout": 10, "retry": {"max_seconds": 5}}, False, 90),  # the restart of a worker
+        ({"timeout": 10, "retry": {"max_seconds": 5}, "group": {"timeout": 900}}, True, 910),
+        ({"retry": {"max_seconds": 5}, "components": {"a": {"timeout": 1800}, "b": {"timeout": 300}}}, False, 2000),
+        ({"timeout": 10, "components": {"a": {"retry": {"max_seconds": 5000}}}}, False, 5000),
+    ],
+)
+def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], by_group: bool, arrival_s: float
+) -> None:
+    now = [0.0]
+
+    def wait(left: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        now[0] = min(now[0] + timeout, arrival_s)
+        return (left, []) if now[0] == arrival_s else ([], left)
+
+    monkeypatch.setattr("reward_loop.verl.workers.ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr("reward_loop.verl.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = object.__new__(RewardWorkers)
+    client: Any = SimpleNamespace(options=RewardLoopConfig(**options), by_group=by_group)
+    workers.client = client
+    monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
+    workers._wait_for(["a reward"])
+    assert now[0] == arrival_s
 
 
 @pytest.mark.parametrize(
@@ -597,6 +668,33 @@ async def until_there(path: Path) -> None:
             await asyncio.sleep(0.02)
 
 
+REWARDS = """
+def compute_score(solution_str):
+    return {"score": 1.0, "reward": 2.0, "right": True}
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", "verl"])
+async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
+    policy: str, tmp_path: Path, manager: str
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(REWARDS)
+    overrides = verl_manager("Rewards") if manager == "verl" else (f"custom_reward_function.path={function}",)
+    worker = RewardWorker(settled(policy, *overrides, f"reward_loop.log_dir={tmp_path}/records"), None)
+    validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
+    trained = await worker.compute_score(rollout("4", uid="t"))
+    assert validated["reward_score"] == trained["reward_score"] == 1.0
+    returned = {name: value for name, value in validated["reward_extra_info"].items() if is_returned(name)}
+    assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
+    assert trained["reward_extra_info"]["reward"] == 2.0
+    records = open_records(worker._options)
+    assert records is not None
+    assert await asyncio.to_thread(records.flush)
+    rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
+    assert rows == {"v": True, "t": False}
+
+
 RANKS = """
 def compute_score(solution_strs, extra_infos):
     lengths = sorted(map(len, solution_strs))
@@ -648,6 +746,27 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: st
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
     batch = workers.finish_batch(workers.start_batch(rows))
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
+
+
+def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
+    cluster: None, policy: str, tmp_path: Path
+) -> None:
+    function = tmp_path / "f.py"
+    function.write_text(RANKS)
+    config = settled(
+        policy,
+        "reward.num_workers=1",
+        "reward_model.reward_manager=group",
+        "reward_loop.group.timeout=300",
+        "actor_rollout_ref.rollout.n=3",
+        f"custom_reward_function.path={function}",
+    )
+    workers = RewardWorkers(config, None)
+    workers.wait_until_ready()
+    rows = [rollout("x" * length, uid="q", session_id=length, group_size=3) for length in (1, 3)]
+    rewards = workers.finish_batch(workers.start_batch(rows))
+    assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
+    assert [reward["reward_score"] for reward in rewards] == [0, 1]
 
 
 async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
