@@ -217,6 +217,11 @@ class Lease:
         self._counted = (0.0, 0.0)
         self._verdict: tuple[bool | None, float | None] = (True, None)
 
+    @property
+    def name(self) -> str:
+        """The name of the limit; empty outside of a reward function call."""
+        return "" if self._permit is None else self._permit.name
+
     def used(self, tokens: float | None = None, cost: float | None = None) -> None:
         """Report the call's usage. The tokens replace the estimate; tokens and cost count towards the run's budget.
 

@@ -12,10 +12,12 @@ __all__ = ["book_tokens", "report_answer"]
 
 def book_tokens(tokens: float) -> None:
     """Count the tokens of one request of the current code, once in each limit that it holds and in the budget."""
-    leases = list(_leases())
-    for lease in leases:
-        lease.add(tokens, to_budget=lease is leases[0])
-    if not leases and tokens and (call := current_call()) is not None:
+    counted: set[str] = set()
+    for lease in _leases():
+        if lease.name not in counted:  # a limit may be held twice
+            lease.add(tokens, to_budget=not counted)
+            counted.add(lease.name)
+    if not counted and tokens and (call := current_call()) is not None:
         call.run(call.spend, 0.0, tokens)
 
 

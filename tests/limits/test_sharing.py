@@ -49,12 +49,12 @@ async def ask_judge(reward_router_address):
 
 
 async def ask_within_two_limits(reward_router_address):
-    async with reward_loop.limit("service"):
+    async with reward_loop.limit("service"), JUDGE:  # "judge" is held twice
         return await ask_within_judge(reward_router_address)
 
 
 def ask_within_two_limits_in_process(reward_router_address):
-    with reward_loop.limit("service"):
+    with reward_loop.limit("service"), JUDGE:
         return ask_within_judge_in_process(reward_router_address)
 
 
