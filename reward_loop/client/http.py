@@ -21,7 +21,7 @@ from reward_loop.client.bounds import MAX_REPLY_BYTES, ReplyTooLongError, max_co
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.plan import active_plan
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.lease import report_answer
+from reward_loop.limits.usage import report_answer
 from reward_loop.records import current, hide
 
 __all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]

@@ -386,5 +386,5 @@ class CallConnection:
 
     def send(self, *messages: tuple[Any, ...]) -> None:
         """Send messages, ignoring a closed connection: after the end of the call, its messages have no effect."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             self.socket.sendall(encode(*messages))

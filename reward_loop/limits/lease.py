@@ -18,7 +18,7 @@ from reward_loop.limits.permit import ABANDONED, DEFAULT, ENDED, RETRY, WAITING,
 from reward_loop.processes import worker
 from reward_loop.records import current
 
-__all__ = ["CallScope", "Lease", "book_tokens", "current_call", "current_scope", "limit", "report_answer"]
+__all__ = ["CallScope", "Lease", "current_call", "current_lease", "current_scope", "limit"]
 
 _PRUNE_AFTER = 16
 
@@ -217,6 +217,11 @@ class Lease:
         self._counted = (0.0, 0.0)
         self._verdict: tuple[bool | None, float | None] = (True, None)
 
+    @property
+    def name(self) -> str:
+        """The name of the limit; empty outside of a reward function call."""
+        return "" if self._permit is None else self._permit.name
+
     def used(self, tokens: float | None = None, cost: float | None = None) -> None:
         """Report the call's usage. The tokens replace the estimate; tokens and cost count towards the run's budget.
 
@@ -230,10 +235,15 @@ class Lease:
         if self.call is not None:
             self.call.run(self._used, amount("tokens", tokens), amount("cost", cost))
 
-    def add(self, tokens: float) -> None:
-        """Add the tokens of one more request. `reward_loop.client` calls this automatically."""
+    def add(self, tokens: float, to_budget: bool = True) -> None:
+        """Add the tokens of one more request. `reward_loop.client` calls this automatically.
+
+        Args:
+            tokens: the tokens of the request.
+            to_budget: whether the tokens also count towards the run's budget.
+        """
         if self.call is not None:
-            self.call.run(self._add, amount("tokens", tokens))
+            self.call.run(self._add, amount("tokens", tokens), to_budget)
 
     def refused(self, retry_after: float | None = None) -> None:
         """Report that the service refused a request (HTTP 429). Needed only if no exception leaves the ``with`` block.
@@ -262,16 +272,17 @@ class Lease:
         if self._permit is not None and self.call is not None:
             self.call.run(self._permit.leave, *_worse(self._verdict, answer_of(error)))
 
-    def _used(self, tokens: float | None, cost: float | None) -> None:
+    def _used(self, tokens: float | None, cost: float | None, to_budget: bool = True) -> None:
         assert self.call is not None
         if tokens is not None and self._permit is not None:
             self._permit.used(tokens)
         before = self._counted
         self._counted = (before[0] if tokens is None else tokens, before[1] if cost is None else cost)
-        self.call.spend(self._counted[1] - before[1], self._counted[0] - before[0])
+        if to_budget:
+            self.call.spend(self._counted[1] - before[1], self._counted[0] - before[0])
 
-    def _add(self, tokens: float) -> None:
-        self._used(self._counted[0] + tokens, None)
+    def _add(self, tokens: float, to_budget: bool) -> None:
+        self._used(self._counted[0] + tokens, None, to_budget)
 
 
 class limit:
@@ -353,25 +364,6 @@ class limit:
         del self._leases[lease]
         lease.end(error)
         return lease
-
-
-def book_tokens(tokens: float) -> None:
-    """Count the tokens of one request of the current code, once in each limit that it holds and in the budget."""
-    if (lease := current_lease.get()) is not None:
-        lease.add(tokens)
-    elif tokens and (call := current_call()) is not None:
-        call.run(call.spend, 0.0, tokens)
-
-
-def report_answer(error: BaseException | None) -> None:
-    """Report how a request of the current code ended to the adaptive limits that it holds."""
-    answer = answer_of(error)
-    if answer[0]:
-        return
-    if (lease := current_lease.get()) is not None:
-        lease.answer(*answer)
-    if (call := current_call()) is not None:
-        call.answer(*answer)
 
 
 def _worse(one: tuple[bool | None, float | None], other: tuple[bool | None, float | None]) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from reward_loop.client import Judge, Number, bounds, chat_complete, classify
 from reward_loop.client.bounds import max_connections
-from reward_loop.client.http import post
+from reward_loop.client.http import post, shared_session
 from reward_loop.errors import RequestError
 from reward_loop.testing import Body, FakeJudge
 from tests.gsm8k import ROOT
@@ -103,6 +103,13 @@ def test_the_pool_has_half_of_the_descriptors_that_are_left(monkeypatch: pytest.
     assert max_connections() == 1
     limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert max_connections() == 0
+
+
+async def test_the_pool_of_an_event_loop_has_this_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_loop.client.http.max_connections", lambda: 7)
+    connector = (await shared_session()).connector
+    assert connector is not None
+    assert connector.limit == 7
 
 
 def sender(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Any:

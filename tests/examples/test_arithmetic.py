@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
@@ -229,6 +230,22 @@ def test_conclusion_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["total_seconds_without_overlap"] == pytest.approx(seconds + 23)
     assert len(written["steps"]) == 6
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_shows_all_seconds_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    # Only the last step waits: the median of this phase is 0.
+    lines[-1]["data"] |= {"timing_s/wait_reward": 30.0, "timing_s/step": lines[-1]["data"]["timing_s/step"] + 30.0}
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    report = read_report(metrics)
+    plot(report, tmp_path / "curves.png")
+    time = figures[0].axes[1]
+    top = max(path.vertices[:, 1].max() for area in time.collections for path in area.get_paths())
+    assert top == pytest.approx(report.steps[-1].seconds)
+    assert {"waiting for rewards", "judging"} <= {text.get_text() for text in time.get_legend().get_texts()}
 
 
 def test_a_figure_of_a_single_step(tmp_path: Path) -> None:

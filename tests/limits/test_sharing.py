@@ -48,6 +48,35 @@ async def ask_judge(reward_router_address):
     return 1.0
 
 
+async def ask_within_two_limits(reward_router_address):
+    async with reward_loop.limit("service"), JUDGE:  # "judge" is held twice
+        return await ask_within_judge(reward_router_address)
+
+
+def ask_within_two_limits_in_process(reward_router_address):
+    with reward_loop.limit("service"), JUDGE:
+        return ask_within_judge_in_process(reward_router_address)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("remote", [False, True])
+async def test_tokens_of_the_client_count_in_all_limits_around_the_request(remote, isolation):
+    limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 60} for name in ("service", "judge")}
+    server = LimitServer(RewardLoopConfig(limits=limits))
+    address = await server.start()
+    options = RewardLoopConfig(limits=limits, job=address if remote else None, isolation=isolation)
+    function = ask_within_two_limits_in_process if isolation == "process" else ask_within_two_limits
+    scoring = ScoringFunction(function, options=options)
+    async with FakeJudge("0.5") as judge:
+        assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
+    counted = await scoring.limits.status()
+    used = {name: limit["tokens_last_minute"] for name, limit in counted["limits"].items()}
+    assert used == {"service": counted["tokens"], "judge": counted["tokens"]}
+    assert counted["tokens"] > 0
+    await asyncio.to_thread(scoring.close)
+    await server.stop()
+
+
 @pytest.mark.parametrize(
     ("function", "isolation"),
     [
@@ -241,38 +270,53 @@ async def breaks_within_judge():
         raise ConnectionResetError
 
 
-@pytest.mark.parametrize("function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge])
-async def test_an_outage_does_not_grow_an_adaptive_limit(function):
+def breaks_within_judge_in_process():
+    with JUDGE:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    "function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge, breaks_within_judge_in_process]
+)
+async def test_an_outage_does_not_grow_an_adaptive_limit(function, remote):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
-    options = RewardLoopConfig(limits=limits, timeout=0.01 if function is hangs else 60, retry=NO_RETRY)
+    server = LimitServer(RewardLoopConfig(limits=limits))
+    address = await server.start()
+    options = RewardLoopConfig(
+        limits=limits,
+        timeout=0.01 if function is hangs else 60,
+        retry=NO_RETRY,
+        job=address if remote else None,
+        isolation="process" if function is breaks_within_judge_in_process else "thread",
+    )
     scoring = ScoringFunction(function, options=options)
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
     found = await status(scoring.limits)
     assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
+    await asyncio.to_thread(scoring.close)
+    await server.stop()
 
 
 async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adaptive_limit():
     async def handles(reward_router_address):
-        try:
-            async with JUDGE:
-                try:
-                    await chat_complete(reward_router_address, "?")
-                except reward_loop.RequestError:
-                    return 0.0
-        finally:
-            pass
+        async with reward_loop.limit("service"), JUDGE:
+            try:
+                await chat_complete(reward_router_address, "?")
+            except reward_loop.RequestError:
+                return 0.0
 
-    limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
+    limits = {name: {"adaptive": True} for name in ("default", "service", "judge")}
     scoring = ScoringFunction(handles, options=RewardLoopConfig(limits=limits, retry=NO_RETRY))
     async with FakeJudge("0.5") as judge:
         judge.script(*(Status(503) for _ in range(40)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(40)))
         found = await status(scoring.limits)
-        assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 20, "judge": 20}
+        assert {found[name]["max_in_flight"] for name in limits} == {20}
         judge.script(Status(429))
         await scoring(SAMPLE, reward_router_address=judge.address)
     found = await status(scoring.limits)
-    assert {name: found[name]["max_in_flight"] for name in limits} == {"default": 16, "judge": 16}
+    assert {found[name]["max_in_flight"] for name in limits} == {16}
 
 
 async def test_answers_grow_an_adaptive_limit():

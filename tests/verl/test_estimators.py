@@ -11,6 +11,7 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from reward_loop.verl.pipeline_schedule import MINI_BATCH_ESTIMATORS
+from reward_loop.verl.trainer import GROUP_ESTIMATORS
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -69,10 +70,33 @@ def test_the_others_depend_on_the_whole_batch(estimator: str) -> None:
     assert (parts - whole).abs().max() > 1e-3
 
 
+# Ours stand in for one of verl's.
+VERLS = {name for name in core_algos.ADV_ESTIMATOR_REGISTRY if not name.startswith("reward_loop_")}
+
+WITHOUT_A_GROUP = {"gae", "reinforce_plus_plus"}
+UNAVAILABLE = {"optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
+"""They need what a batch of the V1 trainer does not have."""
+
+
+def test_every_estimator_of_verl_with_a_baseline_of_the_group_is_known() -> None:
+    assert (GROUP_ESTIMATORS & VERLS) | {"gdpo"} | WITHOUT_A_GROUP | UNAVAILABLE == VERLS
+    assert GROUP_ESTIMATORS >= MINI_BATCH_ESTIMATORS
+
+
+@pytest.mark.parametrize("estimator", sorted((GROUP_ESTIMATORS & VERLS) | WITHOUT_A_GROUP))
+def test_the_baseline_of_an_estimator_is_that_of_the_group(estimator: str) -> None:
+    """The scores of a group all rise by the same: only the advantage without a baseline of the group changes."""
+    before = advantages(*batch(), estimator)
+    data, keys = batch()
+    group = data.non_tensor_batch["uid"] == "u1"
+    data.batch["token_level_rewards"][group, 0] += 1.0
+    # Whitening and counting scale the whole batch.
+    after = advantages(data, keys, estimator)
+    ratio = (before[group] * after[group]).sum() / (before[group].norm() * after[group].norm())
+    assert (ratio > 0.999) == (estimator in GROUP_ESTIMATORS)
+
+
 def test_no_estimator_of_verl_is_forgotten() -> None:
-    # Those left out need what a batch of the V1 trainer does not have, or whiten. Ours stand in for one of verl's.
-    verls = {name for name in core_algos.ADV_ESTIMATOR_REGISTRY if not name.startswith("reward_loop_")}
-    assert verls - MINI_BATCH_ESTIMATORS == {
-        *("gae", "gdpo", "gpg", "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        *("remax", "tir_optimal_token_baseline"),
-    }
+    # Those left out whiten, or are not available.
+    whiten = {"gdpo", "gpg", "reinforce_plus_plus_baseline", *WITHOUT_A_GROUP}
+    assert whiten | UNAVAILABLE == VERLS - MINI_BATCH_ESTIMATORS

@@ -25,15 +25,9 @@ class ApiError(Exception):
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are ignored, as in vLLM."""
+    """Base of all bodies. Unknown fields are ignored, and a field that is ``null`` gets its default, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
-
-
-class Request(Body):
-    """Base of all requests. A field that is ``null`` gets its default value, as in vLLM."""
-
-    model: str | None = None
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields of vLLM's API that are not supported, each with the values that are accepted as harmless."""
@@ -50,6 +44,12 @@ class Request(Body):
         return given
 
 
+class Request(Body):
+    """Base of all requests."""
+
+    model: str | None = None
+
+
 class TextPart(Body):
     """One part of a message's content."""
 
@@ -59,6 +59,8 @@ class TextPart(Body):
 
 class Message(Body):
     """One turn of a conversation."""
+
+    unsupported = {"tool_calls": ([],), "function_call": ()}
 
     role: str
     content: str | list[TextPart] | None = None

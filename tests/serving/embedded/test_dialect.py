@@ -33,6 +33,17 @@ def test_options_that_are_not_supported_are_refused_by_name(name: str, value: st
     assert refused.value.body["error"]["param"] == name
 
 
+@pytest.mark.parametrize(("name", "value"), [("tool_calls", "[1]"), ("function_call", "{}")])
+def test_fields_of_messages_that_are_not_supported_are_refused_by_name(name: str, value: str) -> None:
+    messages = f'{{"messages": [{{"role": "assistant", "content": "x", "{name}": {value}}}]}}'
+    for kind in (ChatRequest, ClassifyRequest):
+        with pytest.raises(ApiError, match=f"`{name}`") as refused:
+            parse(kind, messages.encode())
+        assert refused.value.code == 400
+    harmless = messages.replace(value, "null")
+    assert parse(ChatRequest, harmless.encode()).messages[0].as_dict() == {"role": "assistant", "content": "x"}
+
+
 def test_harmless_values_of_such_options_are_accepted() -> None:
     body = f'{{{MESSAGES}, "response_format": {{"type": "text"}}, "tools": [], "min_tokens": 0, "n": null}}'
     assert parse(ChatRequest, body.encode()).n == 1
