@@ -227,7 +227,8 @@ def test_judges(client: TestClient) -> None:
     assert sum(judge["verdicts"]["counts"]) == 13
     assert len(judge["verdicts"]["edges"]) == len(judge["verdicts"]["counts"]) + 1
     assert [row["step"] for row in judge["by_step"]] == [1, 2, 3]
-    assert judge["by_step"][0]["mean_score"] == 2.5
+    first = judge["by_step"][0]
+    assert (first["mean_score"], first["scores"]) == (2.5, {"p10": 0.5, "p90": 4.5})
     assert get(client, "judges", step=2)["rows"][0]["calls"] == 6
 
 
