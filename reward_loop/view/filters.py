@@ -137,10 +137,8 @@ class SampleFilter:
 
     def _bounded(self, bound: str, name: str, value: str) -> SampleFilter:
         _check_field(name, NUMBERS)
-        if name.startswith(_COMPONENT):
-            compared = number_of(component(name.removeprefix(_COMPONENT)))
-        else:
-            compared = f'"{name}"'
+        is_component = name.startswith(_COMPONENT)
+        compared = number_of(component(name.removeprefix(_COMPONENT))) if is_component else f'"{name}"'
         return self.also(f"{compared} {_BOUNDS[bound]} ?", _number(f"{bound}.{name}", value))
 
     def _equal(self, name: str, value: str) -> SampleFilter:

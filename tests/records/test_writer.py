@@ -80,7 +80,7 @@ async def test_every_sample_has_a_record(tmp_path: Path) -> None:
     assert frame["score"].mean() == 0.75
 
 
-async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
+async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> None:
     tried: list[str] = []
 
     def compute_score(solution_str: str) -> float:
@@ -113,7 +113,7 @@ async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
         assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
 
 
-def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> None:
+def test_values_that_json_cannot_represent_are_written_as_text(tmp_path: Path) -> None:
     class Odd:
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -132,7 +132,7 @@ def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> N
     assert "RecursionError" in loop["record_error"]
 
 
-def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")
     writer = Records(tmp_path)
     path = writer.path
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
     assert [row["uid"] for row in read(path)] == ["kept"]
 
 
-def test_there_is_one_writer_a_directory(tmp_path: Path) -> None:
+def test_a_directory_has_one_writer(tmp_path: Path) -> None:
     assert records(tmp_path) is records(str(tmp_path) + "/")
     assert records(tmp_path) is not records(tmp_path / "other")
 

@@ -17,7 +17,7 @@ def test_without_connection_all_are_kept(headers: list[tuple[bytes, bytes]]) -> 
 
 
 @given(HEADERS, st.lists(TOKENS, min_size=1, max_size=4))
-def test_what_connection_names_is_left_out(headers: list[tuple[bytes, bytes]], named: list[bytes]) -> None:
+def test_headers_named_by_connection_are_removed(headers: list[tuple[bytes, bytes]], named: list[bytes]) -> None:
     option = b" , ".join(name.upper() for name in named)
     kept = end_to_end(headers, [(b"connection", option)])
     assert not {name for name, _ in kept} & (set(named) - {b"host", b"content-length", b"close", b"keep-alive"})

@@ -37,7 +37,7 @@ async def again(config, outcomes, elapsed=0.0):
     return last.value, pauses.seconds
 
 
-async def test_it_goes_on_until_it_succeeds():
+async def test_a_call_is_retried_until_it_succeeds():
     result, pauses = await again(RetryConfig(), [TimeoutError(), TimeoutError(), 1.0])
     assert result == 1.0
     assert len(pauses) == 2

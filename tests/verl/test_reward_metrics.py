@@ -317,7 +317,7 @@ def validated(
     return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
 
 
-def test_validation_means_are_over_the_scored_samples_whatever_the_sizes_of_groups() -> None:
+def test_validation_means_are_over_the_scored_samples_of_groups_of_any_size() -> None:
     scores: dict[str, list[float | None]] = {"p": [1.0, 0.5, None, 0.25], "q": [0.0, None, None, None], "r": [0.9] * 4}
     samples = [
         ("my/maths", uid, score, {} if score is None else {"score": score, "judge/format": 2 * score})
