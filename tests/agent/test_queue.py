@@ -273,7 +273,7 @@ def test_nothing_is_lost_with_any_bounds(data):
     assert sum(len(group.members) for group in groups) == sum(sizes)
 
 
-async def test_places_are_kept_for_who_reserved_them():
+async def test_reserved_places_are_kept():
     queue = RewardQueue(3)
     await queue.reserve(2)
     await queue.put("a", step=1)

@@ -402,7 +402,7 @@ async def test_a_retry_without_a_permit_names_the_error_that_it_retries():
         assert "It had raised TransientError: busy" in result.error
 
 
-def test_the_limit_of_retries_is_nobody_elses():
+def test_the_limit_retry_is_reserved_for_retries():
     with pytest.raises(ConfigError, match="'retry' is reserved for retries"):
         ScoringFunction(lambda: 1, limit="retry")
 

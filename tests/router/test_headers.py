@@ -25,7 +25,7 @@ def test_headers_named_by_connection_are_removed(headers: list[tuple[bytes, byte
     assert all(header in rest for header in kept)
 
 
-def test_connection_cannot_take_the_length_away() -> None:
+def test_the_connection_header_cannot_remove_the_length() -> None:
     headers = [(b"content-length", b"1"), (b"x", b"2")]
     assert end_to_end(headers, [(b"connection", b"content-length, x")]) == [(b"content-length", b"1")]
 

@@ -56,7 +56,7 @@ async def test_attempts_and_times_stay_when_dense_rewards_are_invalid():
     assert (info["reward_outcome"], info["reward_attempts"]) == ("failed", 2)
 
 
-async def test_a_sum_has_no_place_for_them(tmp_path):
+async def test_dense_rewards_of_a_composite_component_fail(tmp_path):
     path = tmp_path / "parts.py"
     path.write_text("def compute_score(): return {'score': 1, 'turn_level_scores': [1]}\n")
     config = {"reward_loop": {"components": {"a": {"path": str(path)}}}}

@@ -67,7 +67,7 @@ async def test_retry_after_is_waited_for_in_full():
     assert 30 <= pauses[0] <= 30.5
 
 
-async def test_all_that_were_asked_to_wait_do_not_come_back_at_once():
+async def test_clients_that_were_asked_to_wait_return_at_different_times():
     pauses = [(await again(RetryConfig(initial_wait=0.5), [asks(30), 1.0]))[1][0] for _ in range(20)]
     assert len(set(pauses)) > 1
 

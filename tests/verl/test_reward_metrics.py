@@ -293,7 +293,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     assert data.non_tensor_batch["__num_turns__"][0] == 2
 
 
-def test_verl_would_join_our_names_by_words_in_them() -> None:
+def test_verl_would_aggregate_metrics_by_words_in_their_names() -> None:
     """Why metrics of rewards do not go through verl's aggregation."""
     aggregator = MetricsAggregator()
     for value in (0.4, 0.6):
