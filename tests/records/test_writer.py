@@ -182,6 +182,44 @@ for i in range(50):
     assert done.stderr.count(b"File too large") == 1
 
 
+async def costs(solution_str: str) -> float:
+    async with limit("judge") as lease:
+        lease.used(cost=1.0)
+        lease.used(cost=0.25)  # replaces the value before
+    return 1.0
+
+
+def costs_in_a_thread(solution_str: str) -> float:
+    with limit("judge") as lease:
+        lease.used(cost=0.25)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation"), [(costs, "thread"), (costs_in_a_thread, "thread"), (costs_in_a_thread, "process")]
+)
+async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, function: Any, isolation: str) -> None:
+    config = RewardLoopConfig(log_dir=str(tmp_path), isolation=isolation, limits={"judge": {"max_concurrent": 1}})
+    manager = NaiveRewardLoopManager(config, compute_score=function)
+    await asyncio.gather(*(manager.run_single(RewardSample("x", uid=f"q{i}")) for i in range(3)))
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.25] * 3
+    manager.close()
+
+
+async def test_the_cost_of_a_call_for_several_samples_is_shared(tmp_path: Path) -> None:
+    async def both(solution_strs: list[str]) -> list[float]:
+        await costs("x")
+        return [1.0 for _ in solution_strs]
+
+    config = RewardLoopConfig(log_dir=str(tmp_path), limits={"judge": {"max_concurrent": 1}})
+    manager = GroupRewardLoopManager(config, compute_score=both)
+    samples = [RewardSample("x", uid=f"q{i}", group="g", group_size=2) for i in range(2)]
+    await asyncio.gather(*map(manager.run_single, samples))
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.125, 0.125]
+
+
 async def grade_all(solution_strs: list[str], reward_router_address: str) -> list[float | None]:
     judge = Judge("{{answer}}", Number(0, 1))
     return [(await judge(reward_router_address, answer=text)).score for text in solution_strs]
