@@ -367,7 +367,7 @@ def test_an_interrupted_run_to_stdout_is_resumed(folder):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_json_of_check_is_json_whatever_the_function_prints(folder, isolation):
+def test_the_json_of_check_is_valid_although_the_function_prints(folder, isolation):
     (folder / "prints.py").write_text(PRINTS.replace("solution_str[:10]", "solution_str"))
     arguments = ("--data", "rollouts.jsonl", "-f", "solution_str=output", "-O", f"isolation={isolation}")
     done = command("check", "prints.py", *arguments, "--json")

@@ -138,7 +138,7 @@ def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:
         (["empty", "a.jsonl"], "empty contains no records"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(
+def test_scorings_that_cannot_be_compared_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

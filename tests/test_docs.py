@@ -156,6 +156,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert len(documented) == len(set(documented))
     public = re.findall(r"^from ([\w.]+) import (\w+)", (ROOT / "reward_loop/__init__.pyi").read_text(), re.MULTILINE)
     assert {f"{module}.{name}" for module, name in public} <= set(documented)
+    imported = {
+        alias.name
+        for _, block in PYTHON
+        for statement in ast.walk(ast.parse(block))
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("reward_loop")
+        for alias in statement.names
+    }
+    assert imported <= {name.rsplit(".", 1)[1] for name in documented}
 
 
 @pytest.mark.integration

@@ -201,7 +201,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 11])
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, stop_at):
+def test_an_interrupted_run_is_resumed(tmp_path, stop_at):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     calls = Calls(stop_at)
     with pytest.raises(KeyboardInterrupt):
@@ -337,7 +337,7 @@ def test_two_runs_at_once_are_refused(tmp_path):
                 score(source, output, restart=restart)
 
 
-def test_an_output_is_not_overwritten_unasked(tmp_path):
+def test_an_output_is_overwritten_only_with_restart(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     output.write_text("precious\n")
     with pytest.raises(ConfigError, match=r"out.jsonl exists.*--restart"):
@@ -355,7 +355,7 @@ def raises(solution_str):
     raise KeyError("rubric")
 
 
-def test_what_stops_a_run(tmp_path):
+def test_too_many_failures_and_the_policy_raise_stop_a_run(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(TooManyFailuresError, match=r"KeyError: 'rubric'"):
         score(source, output, raises, config={"min_samples_for_failed_share": 6}, concurrency=1)
@@ -426,7 +426,7 @@ def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path, so
     assert {path.name for path in tmp_path.iterdir()} - {"in.jsonl", "in.parquet"} == {output.name}
 
 
-def test_an_interrupted_retry_of_a_finished_run_goes_on_without_a_flag(tmp_path):
+def test_an_interrupted_retry_of_a_finished_run_is_resumed_without_an_option(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     score(source, output, fails_for("3", "7"), config={"retry": {"max_attempts": 1}})
     stopped = Calls(1)
@@ -446,7 +446,7 @@ def test_a_finished_run_of_another_function_is_not_mixed(tmp_path):
     assert score(source, output, identity={"function": "a"}, retry_failed=True).outcomes == {"scored": 12}
 
 
-def test_failed_rows_of_another_function_are_no_obstacle(tmp_path):
+def test_a_run_without_results_starts_over_with_another_function(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     config = {"min_samples_for_failed_share": 6}
     with pytest.raises(TooManyFailuresError):
@@ -566,7 +566,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_whatever_a_function_returns_is_one_line_of_strict_json(value):
+def test_any_returned_value_is_one_line_of_strict_json(value):
     encoded = to_json(value)
     assert b"\n" not in encoded
     encoded.decode("utf-8")
@@ -585,7 +585,7 @@ def test_arrays_and_objects_are_encoded():
     }
 
 
-def test_what_cannot_be_written_down_costs_the_row_its_extra_info_alone(tmp_path):
+def test_a_value_that_cannot_be_written_costs_only_the_extra_info_of_its_row(tmp_path):
     class Odd:
         def __str__(self):
             raise LookupError("no text")

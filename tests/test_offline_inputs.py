@@ -174,7 +174,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     "data", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
 )
-def test_standard_input_is_read_and_known_by_its_content(stdin, data):
+def test_standard_input_is_read_and_identified_by_its_content(stdin, data):
     identities = []
     for given in (data, data):
         stdin(given)

@@ -130,8 +130,6 @@ def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
         ([".", "-o", "x.jsonl"], ". is not a file of rollouts: it is a folder with neither records nor rollout dumps"),
     ],
 )
-def test_what_would_change_the_folder_that_is_read_is_an_error(
-    folder: Path, arguments: list[str], message: str
-) -> None:
+def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
     assert message in run("score", *arguments, "--fn", "strict.py", code=2)
     assert len(list((folder / "run").glob("*.jsonl"))) == 1

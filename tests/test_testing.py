@@ -27,7 +27,7 @@ def chat(server: FakeJudge, path: str = "/v1/chat/completions", **body: Any) -> 
         connection.close()
 
 
-def test_it_serves_blocking_code_and_records_requests() -> None:
+def test_the_fake_judge_serves_blocking_code_and_lists_requests() -> None:
     with FakeJudge(lambda body: f"Score: {len(body['messages'])}") as judge:
         status, data, _ = chat(judge, temperature=0)
         answer = json.loads(data)
@@ -85,7 +85,7 @@ def test_classification_and_reranking() -> None:
         assert chat(judge, "/nowhere")[0] == 404
 
 
-async def test_it_stops_while_a_request_stalls() -> None:
+async def test_the_fake_judge_stops_while_a_request_stalls() -> None:
     async with aiohttp.ClientSession() as session:
         async with FakeJudge() as judge:
             judge.script(Stall())
@@ -106,7 +106,7 @@ def test_an_invalid_behaviour_is_refused(behaviour: Any) -> None:
         FakeJudge(faults={behaviour: 0.5})
 
 
-def test_it_ends_while_a_client_still_waits() -> None:
+def test_the_fake_judge_stops_while_a_client_waits() -> None:
     with socket.socket() as client:
         with FakeJudge() as judge:
             judge.script(Stall())

@@ -268,7 +268,7 @@ def _print_size(size: RunSize, *, as_json: bool) -> None:
             f"{load.full_at(size):,.0f} nodes",
         )
     out.print(table, highlight=False)
-    out.print(f"\nFirst to give way: {first.part}.", highlight=False)
+    out.print(f"\nFull first: {first.part}.", highlight=False)
     for load in loads:
         if load.used > capacity.BUSY:
             out.print(f"{load.part} ({load.used:.0%}): {load.remedy}.", highlight=False)

@@ -137,10 +137,12 @@ class CallScope:
         return await granted(lambda settled: self.open(name, tokens, self.traffic_class, settled))
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Add usage to the budget and to the permit of the whole call. Must run on the call's event loop."""
+        """Add usage to the budget, the permit of the whole call and the sample. Must run on the call's event loop."""
         self._tokens += tokens
         if self.permit is not None and tokens:
             self.permit.used(self._tokens)
+        if self.sample is not None:
+            self.sample.cost += cost
         self.limits.spend(cost, tokens)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:

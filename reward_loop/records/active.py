@@ -67,6 +67,8 @@ class ActiveSample:
     """The calls of the function, in the order of their ends."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cost: float = 0.0
+    """The cost that the function reported, in its own unit."""
     batch: ActiveBatch | None = None
     """The batch call that contains this sample; ``None`` before it starts, and for functions of single samples."""
     batch_s: float = 0.0
@@ -159,7 +161,7 @@ class ActiveBatch(ActiveSample):
     """One batch call: a call of a function of lists for several samples. Within ``with``, `current` returns the batch.
 
     Requests of a function of lists cannot be assigned to a single sample. At the end of the call, each sample gets an
-    equal share of the tokens and all exchanges. Above `MAX_COPIES`, only the first sample gets the exchanges.
+    equal share of tokens and cost, and all exchanges. Above `MAX_COPIES`, only the first sample gets the exchanges.
     """
 
     def __init__(self, members: Sequence[ActiveSample]) -> None:
@@ -188,6 +190,7 @@ class ActiveBatch(ActiveSample):
             member.calls = (*member.calls, *calls)
             member.prompt_tokens += _share(self.prompt_tokens, i, count)
             member.completion_tokens += _share(self.completion_tokens, i, count)
+            member.cost += self.cost / count
         self.members = ()  # breaks the reference cycle with the members
 
 

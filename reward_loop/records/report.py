@@ -78,6 +78,8 @@ class Report:
         self.score = Spread()
         self.reward = Spread()
         self.masked = self.revised = self.validation = 0
+        self.reported_cost: float | None = None
+        """The sum of the costs that functions reported, in their unit; ``None`` if there is none."""
         self.components: dict[str, Spread] = {}
         self.judges = Judges()
         self.parts: dict[Any, _Part] = {}
@@ -105,6 +107,8 @@ class Report:
         name = str(row.get("uid") or row.get("id") or "without uid")
         self._slowest.add(row.get("total_s") or row.get("work_s") or 0.0, name)
         self._costliest.add((row.get("prompt_tokens") or 0) + (row.get("completion_tokens") or 0), name)
+        if (cost := row.get("cost")) is not None:
+            self.reported_cost = (self.reported_cost or 0.0) + cost
         self.judges.add(row.get("judges") or (), row.get("batch"))
         if self.group_by is not None:
             value = look_up(row, self.group_by)
@@ -157,6 +161,7 @@ class Report:
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
             **self.groups(),
             "judges": self.judges.to_dict(prices),
+            "reported_cost": self.reported_cost,
             "slowest": [{"seconds": seconds, "sample": name} for seconds, name in self.slowest],
             "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self.costliest],
             **({} if self.group_by is None else {"by": self.group_by, "parts": self._parts()}),

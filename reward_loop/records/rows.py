@@ -82,6 +82,7 @@ def sample_row(
         "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
+        "cost": active.cost or None,
     }
 
 

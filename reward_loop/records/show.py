@@ -31,6 +31,8 @@ def show_report(report: Report, out: Console, prices: Prices = NO_PRICES) -> Non
     table.add_row("masked", str(report.masked))
     slowest = ", ".join(f"{cut(name, _NAME)} {duration(seconds)}" for seconds, name in report.slowest)
     table.add_row("slowest", escape(slowest) or "none")
+    if report.reported_cost is not None:
+        table.add_row("cost", f"{rounded(report.reported_cost)}, as reported by functions")
     out.print(table, highlight=False)
     _show_causes(report, out)
     _show_spreads("component", {name: spread.to_dict() for name, spread in report.components.items()}, out)

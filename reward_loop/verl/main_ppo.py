@@ -34,6 +34,8 @@ from reward_loop.verl.ray_start import with_ray
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
 
+__all__ = ["main", "run"]
+
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",

@@ -377,5 +377,11 @@ class RewardLoopTrainer(RecordingTrainer):
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
-    """Returns a subclass of a mode's trainer that takes its rewards from the reward loop."""
+    """Returns a subclass of a mode's trainer that takes its rewards from the reward loop.
+
+    Its constructor takes verl's configuration and the `RewardServices` of the run.
+
+    Args:
+        trainer: the trainer class of one of verl's modes, or of a recipe.
+    """
     return type(f"RewardLoop{trainer.__name__}", (RewardLoopTrainer, trainer), {})

@@ -45,8 +45,10 @@ _EQUAL = ("step", "validate", "group", "outcome", "data_source")
 
 _PAGE = ("sort", "order", "offset", "limit")
 
-SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD")
-"""All parameters of a page of samples. FIELD stands for any field."""
+_BOUNDS = {"min": ">=", "max": "<="}
+
+SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
+"""All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
 
 GROUPS_PARAMETERS = ("step", "validate", *_PAGE)
 """All parameters of a page of groups."""
@@ -77,20 +79,21 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
 
     Args:
         query: the parameters of the request.
-        known: the names of the parameters; with ``where.FIELD``, all names that begin with ``where.`` are known.
+        known: the names of the parameters; with ``where.FIELD``, all names that begin with ``where.`` are known, and
+            in the same way with ``min.FIELD`` and ``max.FIELD``.
 
     Raises:
         BadRequestError: it has another one.
     """
     for name in query:
-        if name not in known and not ("where.FIELD" in known and name.startswith("where.")):
+        prefix, dot, _ = name.partition(".")
+        if name not in known and not (dot and f"{prefix}.FIELD" in known):
             raise BadRequestError(
                 f"There is no parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
             )
 
 
-def _check_field(name: str) -> None:
-    known = (*NUMBERS, *TEXTS, *FLAGS)
+def _check_field(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> None:
     if name not in known and not (name.startswith(_COMPONENT) and len(name) > len(_COMPONENT)):
         raise BadRequestError(
             f"There is no field {name!r}{did_you_mean(name, known) or '.'} Fields: {listing(known)}, components.NAME"
@@ -127,8 +130,16 @@ class SampleFilter:
             elif value and name in _EQUAL:
                 found = found._equal(name, value)
             elif value and name in ("min_reward", "max_reward"):
-                found = found.also(f"reward {'>=' if name == 'min_reward' else '<='} ?", _number(name, value))
+                found = found._bounded(name[:3], "reward", value)
+            elif value and name.startswith(("min.", "max.")):
+                found = found._bounded(name[:3], name[4:], value)
         return found
+
+    def _bounded(self, bound: str, name: str, value: str) -> SampleFilter:
+        _check_field(name, NUMBERS)
+        is_component = name.startswith(_COMPONENT)
+        compared = number_of(component(name.removeprefix(_COMPONENT))) if is_component else f'"{name}"'
+        return self.also(f"{compared} {_BOUNDS[bound]} ?", _number(f"{bound}.{name}", value))
 
     def _equal(self, name: str, value: str) -> SampleFilter:
         _check_field(name)

@@ -39,7 +39,8 @@ FROM calls GROUP BY judge ORDER BY calls DESC, judge
 """
 _BY_STEP = """
 SELECT judge, step, count(*) AS calls, count(*) FILTER (error) AS errors, count(*) FILTER (unscored) AS unscored,
-    quantile_cont(seconds, [0.5, 0.95]) AS quantiles, avg(score) AS mean_score
+    quantile_cont(seconds, [0.5, 0.95]) AS quantiles, avg(score) AS mean_score,
+    {p10: quantile_cont(score, 0.1), p90: quantile_cont(score, 0.9)} AS scores
 FROM calls GROUP BY judge, step ORDER BY judge, step NULLS LAST
 """
 _HISTOGRAM = """

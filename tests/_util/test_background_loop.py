@@ -13,7 +13,7 @@ from reward_loop._util import background_loop
 from reward_loop._util.background_loop import in_background
 
 
-def test_it_is_entered_in_another_thread_and_left_there_with_the_block() -> None:
+def test_the_context_is_entered_and_left_in_another_thread() -> None:
     threads: list[threading.Thread] = []
 
     @asynccontextmanager
@@ -31,7 +31,7 @@ def test_it_is_entered_in_another_thread_and_left_there_with_the_block() -> None
     assert not threads[0].is_alive()
 
 
-def test_what_entering_and_leaving_raise_is_raised_here() -> None:
+def test_errors_at_entry_and_exit_are_raised_in_the_callers_thread() -> None:
     @asynccontextmanager
     async def failing(at: str) -> AsyncIterator[None]:
         if at == "entry":
@@ -47,7 +47,7 @@ def test_what_entering_and_leaving_raise_is_raised_here() -> None:
         pass
 
 
-def test_what_entering_raises_is_raised_also_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     closed, joined = threading.Event(), threading.Event()
     run = background_loop._Background._run
 

@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_cancels_it() -> None:
     assert cancelled.is_set()
 
 
-async def test_what_it_raises_is_raised_as_it_is() -> None:
+async def test_an_exception_of_the_work_is_raised_unchanged() -> None:
     async def work() -> None:
         raise KeyError("x")
 

@@ -92,7 +92,7 @@ class FailingHeaders(Exception):
     ],
     ids=repr,
 )
-def test_what_may_pass(error):
+def test_transient_errors(error):
     assert is_transient(error)
 
 
@@ -121,11 +121,11 @@ def test_what_may_pass(error):
     ],
     ids=repr,
 )
-def test_what_will_not(error):
+def test_errors_that_are_not_transient(error):
     assert not is_transient(error)
 
 
-def test_an_error_met_while_handling_another_is_not_taken_for_it():
+def test_the_context_of_an_error_does_not_make_it_transient():
     error = ValueError("bad JSON")
     error.__context__ = ConnectionResetError()
     assert not is_transient(error)

@@ -114,7 +114,7 @@ async def test_a_cancelled_caller_cancels_its_samples() -> None:
     assert reward["reward_score"] == 1.0
 
 
-async def test_a_closed_agent_says_so() -> None:
+async def test_a_closed_agent_raises_an_error() -> None:
     agent = await process_agent({"function": FUNCTION})
     await asyncio.to_thread(close_agent)
     with pytest.raises(RewardLoopError, match="closed"):

@@ -116,7 +116,7 @@ def rollout(response: str) -> dict[str, str]:
 
 
 @pytest.mark.integration
-def test_it_answers_each_trainer_cancels_at_a_disconnect_and_ends_with_nothing_left(
+def test_the_service_answers_each_trainer_cancels_at_a_disconnect_and_leaves_no_process(
     folder: Path, started: IO[str]
 ) -> None:
     isolation = ("--isolation", "process", "-O", "max_processes=4")

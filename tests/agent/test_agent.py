@@ -281,7 +281,7 @@ async def test_leaving_the_agent_cancels_what_has_not_ended():
         agent.submit(numbered(1))
 
 
-async def test_what_cannot_be_submitted():
+async def test_invalid_group_sizes_are_refused():
     async with RewardAgent(naive(number)) as agent:
         for options in ({"group_size": 2}, {"group_size": 0}, {"groups": [1, 1]}, {"groups": [3, 0]}):
             with pytest.raises(ConfigError, match="groups"):

@@ -13,7 +13,7 @@ def journal_of(*names, size=2):
     return journal
 
 
-def test_what_is_noted_twice_counts_once():
+def test_entries_that_arrive_twice_count_once():
     journal = journal_of("a")
     assert journal.ended({"a": {0: reward(1)}})
     assert journal.ended({"a": {0: reward(5), 1: reward(2)}})
@@ -39,7 +39,7 @@ def test_the_last_batch_that_was_handed_out_is_kept_for_a_call_that_is_made_agai
     assert journal.entries()["b"].handed_out == [0, 1]
 
 
-def test_it_says_when_it_does_not_know_a_batch():
+def test_an_unknown_batch_is_reported():
     assert not Journal().submitted("a", Entry(data=[None], group_size=1))
     assert not Journal().ended({"a": {0: reward(1)}})
     assert not Journal().handed_out("a", "call", [0], {})

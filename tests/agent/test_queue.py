@@ -63,7 +63,7 @@ async def test_pause_and_resume():
     assert (await within(getting)).sample == "a"
 
 
-async def test_what_waits_counts_towards_staleness():
+async def test_waiting_entries_count_towards_staleness():
     queue = RewardQueue(4)
     assert queue.staleness(9) == Staleness(0, 0.0)
     for step in (3, 5, 5):
@@ -101,7 +101,7 @@ async def test_closing_ends_whoever_waits_for_entries():
             await within(task)
 
 
-async def test_what_a_queue_refuses():
+async def test_invalid_capacities_and_members_are_refused():
     with pytest.raises(ConfigError, match="capacity"):
         RewardQueue(0)
     with pytest.raises(ConfigError, match="from 0 to 1 in a group of 2, got 2"):
@@ -217,7 +217,7 @@ async def test_the_policy_raise_reaches_the_trainer():
             await within(anext(rewards))
 
 
-async def test_a_group_that_stays_incomplete_is_no_silent_end():
+async def test_an_incomplete_group_at_the_end_is_an_error():
     gate = Gate()
     gate.let(0)
     queue = RewardQueue(6)
@@ -242,7 +242,7 @@ async def test_leaving_cancels_what_is_in_judging():
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_nothing_is_lost_whatever_the_bounds(data):
+def test_nothing_is_lost_with_any_bounds(data):
     sizes = data.draw(st.lists(st.integers(1, 4), max_size=8))
     capacity = data.draw(st.integers(1, 4))
     in_flight = data.draw(st.integers(1, 4))
@@ -273,7 +273,7 @@ def test_nothing_is_lost_whatever_the_bounds(data):
     assert sum(len(group.members) for group in groups) == sum(sizes)
 
 
-async def test_places_are_kept_for_who_reserved_them():
+async def test_reserved_places_are_kept():
     queue = RewardQueue(3)
     await queue.reserve(2)
     await queue.put("a", step=1)

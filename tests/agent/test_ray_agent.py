@@ -92,7 +92,7 @@ async def test_samples_with_the_same_uid_make_a_group():
         await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in "aaab"], group_size=2)
 
 
-async def test_what_is_refused():
+async def test_invalid_sizes_and_calls_are_refused():
     agent = AsyncRewardAgent(lambda solution_str: 1, config={"on_failed": "raise"})
     with pytest.raises(ConfigError, match="do not divide"):
         await agent.compute_reward_pipeline(numbered(3), group_size=2)
@@ -279,7 +279,7 @@ async def test_groups_that_were_handed_out_are_not_post_processed_again():
     await agent.shutdown()
 
 
-async def test_a_journal_that_was_killed_is_told_everything_again():
+async def test_a_restarted_journal_receives_all_batches_again():
     gate, copy = Gate(), JournalHandle()
     agent = Durable(gate, copy)
     await agent.compute_reward_pipeline(numbered(2), group_size=1)

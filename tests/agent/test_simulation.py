@@ -18,7 +18,7 @@ SMALL = Workload(
 )
 
 
-def test_what_can_be_computed_by_hand():
+def test_step_times_equal_those_computed_by_hand():
     # 16 samples of 4 s, 8 at a time: half of the groups after 4 s, the rest after 8 s. Two mini-batches train 2 s each.
     load = replace(SMALL, mini_batches=2)
     assert simulate(load, "baseline").step_seconds == 3 + 8 + 4
@@ -112,7 +112,7 @@ def test_the_published_setting():
     assert simulate(load, "both").over_floor < 0.03
 
 
-def test_what_more_concurrency_brings():
+def test_more_concurrency_shortens_the_step_until_it_is_enough():
     load = Workload(steps=5)
     enough = enough_concurrency(load)
     assert enough == 518
@@ -134,7 +134,7 @@ def test_seeds():
     assert simulate(load, "both").seconds != simulate(replace(load, seed=1), "both").seconds
 
 
-def test_what_is_no_workload():
+def test_invalid_workloads_are_refused():
     for wrong in (
         {"batch": 0},
         {"concurrency": 0},
@@ -190,6 +190,6 @@ def test_measured_latencies(tmp_path):
         *("uniform:nan:1", "uniform:1:nan", "constant:inf", "constant:1e308", "lognormal:3:40", "lognormal:1:nan"),
     ],
 )
-def test_what_is_no_distribution(text):
+def test_invalid_latency_distributions_are_refused(text):
     with pytest.raises(ConfigError, match="uniform:LOW:HIGH"):
         parse_latency(text)

@@ -47,12 +47,12 @@ async def test_an_answer_without_a_reply_is_an_error_that_shows_it() -> None:
 
 
 @pytest.mark.parametrize("request_", [{"stream": True}, {"n": 2}])
-async def test_what_is_not_supported_is_refused(request_: dict[str, object]) -> None:
+async def test_streams_and_several_replies_are_refused(request_: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="one complete reply"):
         await chat_complete("127.0.0.1:1", "?", **request_)
 
 
-async def test_tokens_are_booked_to_the_sample() -> None:
+async def test_tokens_are_counted_for_the_sample() -> None:
     async with FakeJudge("two words") as judge:
         with ActiveSample(RewardSample("x"), "f") as call:
             replies = [await chat_complete(judge.address, "?") for _ in range(3)]

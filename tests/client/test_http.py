@@ -33,7 +33,7 @@ def test_addresses(address: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("address", [None, ""])
-def test_no_address_says_what_to_configure(address: str | None) -> None:
+def test_a_missing_address_is_an_error_that_names_the_option(address: str | None) -> None:
     with pytest.raises(ConfigError, match="reward_router_address"):
         url_of(address, "/classify")
 
@@ -133,7 +133,7 @@ async def test_cancellation_reaches_the_server() -> None:
         assert judge.requests[0].abandoned
 
 
-async def test_what_is_asked_is_known_while_it_is_asked() -> None:
+async def test_a_sample_lists_its_requests_in_flight() -> None:
     async with FakeJudge() as judge:
         judge.script(Stall())
         with ActiveSample(RewardSample("x", uid="q1"), "compute_score (judge.py)") as call:
@@ -147,7 +147,7 @@ async def test_what_is_asked_is_known_while_it_is_asked() -> None:
     assert call not in active_samples()
 
 
-async def test_the_key_comes_from_the_environment_and_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_comes_from_the_environment_and_is_not_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     async with FakeJudge() as judge:
         judge.script("fine", Status(401))

@@ -41,7 +41,7 @@ async def test_a_field_of_the_request_that_is_none_is_left_out() -> None:
     assert body["seed"] == 3
 
 
-async def test_the_text_of_a_field_is_no_template() -> None:
+async def test_the_text_of_a_field_is_not_a_template() -> None:
     rendered = Judge(TEMPLATE, Number(1, 10)).render(question="{{answer}}", answer="{{question}} $x {y}")
     assert rendered.startswith("Rate {{question}} $x {y} to {{answer}} like")
 
@@ -55,7 +55,7 @@ async def test_the_text_of_a_field_is_no_template() -> None:
         (Answer("Score: __import__('os').getpid()"), "no single number"),
     ],
 )
-async def test_without_a_verdict_a_sample_is_unscored_and_says_why(reply: Answer, why: str) -> None:
+async def test_without_a_verdict_a_sample_is_unscored_with_the_reason(reply: Answer, why: str) -> None:
     judge = Judge("{{answer}}", Number(1, 10))
 
     async def compute_score(solution_str: str, reward_router_address: str) -> dict:

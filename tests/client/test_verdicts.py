@@ -160,7 +160,7 @@ def test_a_schema_can_be_enforced_by_the_server() -> None:
     assert Json(Model).request == {}
 
 
-def test_what_cannot_be_a_verdict_is_refused() -> None:
+def test_invalid_verdict_formats_are_refused() -> None:
     with pytest.raises(ConfigError, match="the first bound must be below"):
         Number(1, 1)
     for scores in ({}, {"Yes": 1, "yes": 0}, {"": 1}):

@@ -9,7 +9,7 @@ def a_round(adaptive, now=0.0):
         adaptive.answered(now, adaptive.calls)
 
 
-def test_it_doubles_until_the_first_refusal_and_then_grows_slowly():
+def test_the_limit_doubles_until_the_first_refusal_and_then_grows_slowly():
     adaptive = AdaptiveConcurrency()
     assert adaptive.calls == INITIAL
     a_round(adaptive)
@@ -22,7 +22,7 @@ def test_it_doubles_until_the_first_refusal_and_then_grows_slowly():
     assert cut < adaptive.calls <= cut * 1.05 + 1
 
 
-def test_refusals_of_one_burst_cut_once_and_there_is_no_growth_meanwhile():
+def test_refusals_of_one_burst_cut_the_limit_once_and_pause_its_growth():
     adaptive = AdaptiveConcurrency()
     for _ in range(10):
         adaptive.refused(1.0)
@@ -50,7 +50,7 @@ def test_a_limit_that_is_not_reached_does_not_grow():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 5)), max_size=300), st.integers(1, 50))
-def test_it_stays_between_one_and_the_maximum(events, maximum):
+def test_the_limit_stays_between_one_and_the_maximum(events, maximum):
     adaptive, now = AdaptiveConcurrency(maximum), 0.0
     for refused, pause in events:
         now += pause

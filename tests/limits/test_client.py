@@ -74,7 +74,7 @@ async def test_no_more_calls_in_flight_than_the_limit(kept):
     await turns(lambda: state.snapshot()["limits"]["judge"]["in_flight"] == 0)
 
 
-async def test_what_cannot_be_sent_holds_up_nothing_else():
+async def test_a_message_with_a_lone_surrogate_does_not_block_others():
     service = LimitServer(options(max_concurrent=1))
     job = RemoteLimits(await service.start())
     place = await job.enter("judge", 0, "train")
@@ -124,7 +124,7 @@ async def test_waiting_has_an_end(kept):
     (await job.enter("judge", 0, "train")).leave()
 
 
-async def test_what_can_never_be(kept):
+async def test_impossible_requests_are_errors(kept):
     job, _ = await kept(options(tokens_per_minute=10))
     with pytest.raises(LimitError, match="11 tokens"):
         await job.enter("judge", 11, "train")

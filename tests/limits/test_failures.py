@@ -10,7 +10,7 @@ UNSCORED = RewardResult(Outcome.UNSCORED, None)
 FAILED = RewardResult(Outcome.FAILED, None, error="sample u7: compute_score (reward.py) raised KeyError: 'x'")
 
 
-def test_it_names_the_sample_the_function_and_the_cause():
+def test_the_error_names_the_sample_the_function_and_the_cause():
     bound = FailureBound(0.5, 4)
     for result in (FAILED, FAILED, UNSCORED):
         bound.count(result)

@@ -86,7 +86,7 @@ async def test_a_limit_inside_an_async_function():
     ("tokens", "error"),
     [(np.int64(5), None), (math.nan, "got nan"), (-1, "got -1"), ("many", "got 'many'"), (True, None)],
 )
-async def test_what_a_call_used_is_a_number(tokens, error):
+async def test_used_tokens_and_cost_must_be_numbers(tokens, error):
     async def judge():
         async with reward_loop.limit("judge") as lease:
             lease.used(tokens=tokens, cost=tokens)
@@ -333,7 +333,7 @@ async def test_a_refusal_shrinks_an_adaptive_limit(inside):
     assert kept.snapshot()["limits"][name]["max_in_flight"] == 16
 
 
-async def test_transient_errors_are_tried_again_and_booked():
+async def test_transient_errors_are_retried_and_counted():
     calls = 0
 
     async def judge():
@@ -389,7 +389,7 @@ async def test_retries_of_all_samples_have_one_limit(remote):
         await service.stop()
 
 
-async def test_a_retry_without_a_place_says_why_there_was_to_be_one():
+async def test_a_retry_without_a_permit_names_the_error_that_it_retries():
     async def judge():
         raise reward_loop.TransientError("busy")
 
@@ -402,7 +402,7 @@ async def test_a_retry_without_a_place_says_why_there_was_to_be_one():
         assert "It had raised TransientError: busy" in result.error
 
 
-def test_the_limit_of_retries_is_nobody_elses():
+def test_the_limit_retry_is_reserved_for_retries():
     with pytest.raises(ConfigError, match="'retry' is reserved for retries"):
         ScoringFunction(lambda: 1, limit="retry")
 

@@ -232,7 +232,7 @@ def in_two_loops(settled):
         assert asyncio.run(score(function, "a"))[0].score == 1
 
 
-def test_it_outlives_a_loop():
+def test_the_client_works_in_a_second_event_loop():
     assert left_open(in_two_loops) == []
 
 

@@ -71,7 +71,7 @@ def test_charges_older_than_the_window_are_deleted(limit, count):
 
 
 @pytest.mark.parametrize("count", [Rate.add, Rate.count])
-def test_it_is_used_to_99_percent(count):
+def test_a_rate_limit_is_used_to_99_percent(count):
     window, now, made = rate(600), 0.0, 0
     while now < 100 * PERIOD:
         now = window.free_at(now, 1)
@@ -101,7 +101,7 @@ def test_an_estimate_is_corrected():
     assert window.free_at(2 * PERIOD, 100) == 2 * PERIOD
 
 
-def test_what_never_fits():
+def test_a_request_above_the_limit_never_fits():
     assert rate(10).free_at(0.0, 11) == float("inf")
 
 

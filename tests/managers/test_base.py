@@ -83,7 +83,7 @@ async def test_a_row_becomes_a_sample():
     assert caller == {"level": 1}
 
 
-async def test_what_tools_and_interactions_gave_reaches_the_function():
+async def test_results_of_tools_and_interactions_reach_the_function():
     def compute_score(solution_str, extra_info):
         parts = [*extra_info["turn_scores"], float(solution_str == "ab")]
         return {"score": sum(parts) + sum(extra_info["tool_rewards"]), "turn_level_scores": parts}

@@ -49,14 +49,14 @@ async def test_keys_are_kept_apart():
     assert scorer.calls == [["0", "2"], ["1", "3"]]
 
 
-async def test_what_waited_too_long_goes_elsewhere():
+async def test_an_incomplete_batch_is_passed_on_after_its_wait():
     scorer, late = Scorer(), Scorer()
     batcher = Batcher(scorer, late)
     assert (await start(batcher, 7, wait=0.001)).score == 7
     assert (scorer.calls, late.calls) == ([], [["7"]])
 
 
-async def test_who_leaves_is_not_waited_for():
+async def test_a_cancelled_sample_leaves_its_batch():
     scorer = Scorer()
     batcher = Batcher(scorer)
     first = start(batcher, 1)
@@ -108,7 +108,7 @@ async def test_another_number_of_results_is_an_error_of_all(given):
                 await task
 
 
-def test_it_outlives_a_loop():
+def test_the_batcher_works_in_a_second_event_loop():
     scorer = Scorer()
     batcher = Batcher(scorer)
 

@@ -40,7 +40,7 @@ def lists(solution_strs: list[str], extra_infos: list[dict[str, Any]]) -> list[A
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "batch", "group", "composite"])
-async def test_it_stays_and_keys_may_differ(name: str) -> None:
+async def test_the_callers_extra_info_is_unchanged_and_keys_may_differ(name: str) -> None:
     cls = get(name)
     manager = cls(CONFIG, Tokenizer(), lists if name in ("batch", "group") else one)
     rows = [

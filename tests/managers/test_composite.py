@@ -119,7 +119,7 @@ async def test_a_gate_that_does_not_pass_spares_what_comes_after_it(make, calls)
     assert calls == ["<4>"]
 
 
-async def test_what_comes_before_a_gate_counts(make):
+async def test_components_before_a_gate_count(make):
     manager = make({"Judge": {}, "form": {"gate": 1}, "accuracy": {}})
     assert (await run(manager, "4"))["reward_score"] == 1.0
 
@@ -237,7 +237,7 @@ async def test_each_component_has_its_own_cache(make, calls, tmp_path):
     assert (info["Judge/attempts"], info["accuracy/attempts"]) == (0, 1)
 
 
-async def test_a_component_has_the_runs_cache_unless_it_says_otherwise(make, calls, tmp_path):
+async def test_a_component_has_the_runs_cache_unless_it_sets_its_own(make, calls, tmp_path):
     parts = {"Judge": {"cache": {"enabled": False}}, "again": {"name": "Judge", "cache": {"version": "2"}}}
     manager = make(parts, cache={"enabled": True, "path": str(tmp_path / "scores.sqlite")})
     for _ in range(3):
@@ -246,7 +246,7 @@ async def test_a_component_has_the_runs_cache_unless_it_says_otherwise(make, cal
 
 
 @pytest.mark.parametrize(("at_cap", "score"), [("stop", None), ("default", 1 - 2.0), ("mask", 0.0)])
-async def test_the_budget_says_what_becomes_of_components_that_are_not_called(at_cap, score):
+async def test_at_cap_applies_to_components_that_are_not_called(at_cap, score):
     async def judge():
         async with limit("judge") as lease:
             lease.used(tokens=100)

@@ -40,7 +40,7 @@ async def test_a_sample_without_a_score_has_no_penalty():
     assert (reward["reward_score"], reward["reward_extra_info"]["reward_outcome"]) == (0.0, "unscored")
 
 
-async def test_the_length_must_be_known():
+async def test_a_missing_response_length_is_an_error():
     with pytest.raises(ConfigError, match="response_length"):
         await manager().run_single(RewardSample("x"))
 

@@ -45,7 +45,7 @@ def test_the_alphabet():
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) + 3), max_size=40))
-async def test_a_table_of_bytes_says_what_the_tokenizer_says(ids):
+async def test_a_table_of_bytes_decodes_as_the_tokenizer_does(ids):
     # Ids beyond the vocabulary too: models have more rows than tokens, and can draw them.
     decoder = ResponseDecoder(BYTE_LEVEL)
     assert decoder._bytes is not None

@@ -66,12 +66,12 @@ async def test_the_policy_may_be_to_raise():
 @pytest.mark.parametrize(
     ("one", "message"), [(RewardSample("x"), "RewardSample.group"), (sample("x", "q"), "group.size")]
 )
-async def test_group_and_size_must_be_known(one, message):
+async def test_a_missing_group_or_size_is_an_error(one, message):
     with pytest.raises(ConfigError, match=message):
         await manager().run_single(one)
 
 
-async def test_the_agent_says_what_belongs_together():
+async def test_the_agent_sets_the_groups():
     async with RewardAgent(manager()) as agent:
         pending = agent.submit([RewardSample("x" * i) for i in (3, 1, 2, 5, 4)], groups=[3, 2])
         assert [reward["reward_score"] for reward in await pending] == [2, 0, 1, 1, 0]

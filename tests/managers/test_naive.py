@@ -87,7 +87,7 @@ def data_proto(verl, turns=3):
 @pytest.mark.parametrize(
     ("name", "kwargs"), [("number", {}), ("mapping", {}), ("with_address", {}), ("configured", {"scale": 3})]
 )
-async def test_it_gives_what_verls_own_gives(verl, config, name, kwargs):
+async def test_rewards_equal_those_of_verls_manager(verl, config, name, kwargs):
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
     from verl.trainer.ppo.reward import load_reward_manager
 
@@ -108,7 +108,7 @@ async def test_it_gives_what_verls_own_gives(verl, config, name, kwargs):
 
 
 @pytest.mark.integration
-async def test_what_verl_cannot_call(verl, config):
+async def test_a_class_that_verl_cannot_call_works(verl, config):
     # A class, which lacks parameters that verl always passes.
     from verl.trainer.ppo.reward import load_reward_manager
 

@@ -13,7 +13,7 @@ def manager(function=lambda: 1.0, reward_loop=None, limits=None, **reward):
     return RateLimitedRewardLoopManager(config, compute_score=function, limits=limits)
 
 
-def test_it_has_both_of_verls_names():
+def test_the_manager_has_both_of_verls_names():
     assert get("rate_limited") is get("limited") is RateLimitedRewardLoopManager
 
 
@@ -73,7 +73,7 @@ async def test_tokens_are_counted_by_the_estimate():
     tasks[1].cancel()
 
 
-async def test_a_failure_is_no_made_up_score_unless_asked_for():
+async def test_a_failure_has_a_score_only_under_the_policy_default():
     def broken():
         raise ConnectionError("no route")
 

@@ -42,7 +42,7 @@ def test_by_import_path(tmp_path):
         ("reward_loop:RewardSample", "is not a reward manager: it must be a class"),
     ],
 )
-def test_what_is_no_manager(name, message):
+def test_unknown_and_invalid_managers_are_errors(name, message):
     with pytest.raises(ConfigError, match=message):
         registry.get(name)
 
@@ -53,6 +53,6 @@ def test_a_name_is_taken_once():
 
 
 @pytest.mark.parametrize("name", ["", "pkg:Class"])
-def test_what_is_no_name(name):
+def test_invalid_manager_names_are_errors(name):
     with pytest.raises(ConfigError, match="invalid manager name"):
         register(name)

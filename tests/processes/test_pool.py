@@ -156,7 +156,7 @@ async def test_the_interpreters_lock_does_not_protect_it(one):
     assert (await one(sample("works"))).score == 1.0
 
 
-async def test_what_it_started_is_killed_with_it(one, tmp_path):
+async def test_processes_that_a_call_started_are_killed_with_its_worker(one, tmp_path):
     path = tmp_path / "pids"
     result = await one(sample("starts_others", path=str(path), then="exits_at_once"))
     assert isinstance(result.exception, RewardCrashedError)
@@ -232,7 +232,7 @@ async def test_an_exception_is_a_failed_result(one, does, message, cause):
         ("returns_too_much", "returned 65 MB, more than the maximum of 64 MB"),
     ],
 )
-async def test_what_cannot_be_sent_back(one, does, message):
+async def test_results_that_cannot_be_sent_back_fail_the_sample(one, does, message):
     result = await one(sample(does))
     assert isinstance(result.exception, RewardFunctionError)
     assert f"sample u7: act (misbehaving.py) {message}" in result.error
@@ -248,13 +248,13 @@ async def test_arguments_that_cannot_be_sent(one):
 
 
 @pytest.mark.parametrize("does", ["prints_a_lot", "closes_its_streams", "comes_back_twice", "uses_an_alarm"])
-async def test_what_is_allowed(one, does):
+async def test_output_closed_streams_and_alarms_do_not_affect_the_next_call(one, does):
     for _ in range(2):
         assert (await one(sample(does))).error is None
         assert (await one(sample("works"))).score == 1.0
 
 
-async def test_what_a_call_leaves_does_not_meet_the_next(one):
+async def test_alarms_and_the_working_directory_are_reset_after_a_call(one):
     await one(sample("leaves_an_alarm"))
     assert (await one(sample("alarm_left"))).score == 0.0
     await one(sample("changes_folder"))
@@ -513,7 +513,7 @@ class Marked:
 
 
 @pytest.mark.parametrize("function", [marked, Marked, Marked(), Marked().compute_score, functools.partial(marked)])
-async def test_a_mark_isolates_whatever_the_configuration(function):
+async def test_a_marked_function_is_isolated_under_any_configuration(function):
     scoring = ScoringFunction(function, timeout=60)
     assert (await scoring(RewardSample(""))).score != os.getpid()
     scoring.close()

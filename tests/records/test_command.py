@@ -39,7 +39,7 @@ def test_the_oldest_samples_are_shown_with_what_they_wait_for() -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_a_process_that_does_not_answer_is_told() -> None:
+def test_a_process_that_does_not_answer_is_reported() -> None:
     pid = 4_194_304 + os.getpid()  # beyond the greatest process id, and no other test process has it
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0{_name(pid)}")
@@ -53,7 +53,7 @@ def test_a_process_that_does_not_answer_is_told() -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_where_nothing_runs_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_running_process_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reward_loop.records.command.processes", list)
     done = runner.invoke(app, ["stuck"])
     assert done.exit_code == 1

@@ -69,7 +69,7 @@ def test_options_have_dotted_names_and_lists_are_values() -> None:
         "key",
     ],
 )
-def test_a_value_whose_name_says_secret_is_not_recorded(name: str) -> None:
+def test_a_value_with_the_name_of_a_secret_is_not_recorded(name: str) -> None:
     config = {"a": {"kwargs": {name: "Abc-123"}, "list": [{name: "Abc-123"}]}}
     assert public_options(config) == {f"a.kwargs.{name}": NOT_RECORDED, "a.list": [{name: NOT_RECORDED}]}
 

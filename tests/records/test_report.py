@@ -102,6 +102,13 @@ def test_the_summary_is_printed(tmp_path: Path) -> None:
         assert part in shown
 
 
+def test_the_cost_that_functions_reported_is_summed(tmp_path: Path) -> None:
+    assert summary(str(write(tmp_path / "r", *ROWS)))["reported_cost"] is None
+    folder = str(write(tmp_path / "s", *(row | {"cost": 0.5} for row in ROWS[:3]), *ROWS[3:]))
+    assert summary(folder)["reported_cost"] == 1.5
+    assert "cost 1.5, as reported by functions" in " ".join(report(folder).split())
+
+
 def test_samples_are_counted_by_a_field(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "r", *ROWS))
     first, second = summary(folder, "--group-by", "step")["parts"]

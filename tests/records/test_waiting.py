@@ -51,9 +51,7 @@ async def unlimited(solution_str: str) -> float:
         (in_a_process, "judge", {"isolation": "process", "max_processes": 2}),
     ],
 )
-async def test_a_sample_that_waits_for_a_limit_says_so(
-    function: Callable[..., Any], name: str, options: dict[str, Any]
-) -> None:
+async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
     config = {"limits": {name: {"max_concurrent": 1}}, **options}
     manager = NaiveRewardLoopManager(config, compute_score=function)
     samples = [RewardSample(f"q{i}", uid=f"q{i}", data_source="waiting") for i in range(2)]
@@ -73,7 +71,7 @@ async def test_a_sample_that_waits_for_a_limit_says_so(
     assert waits() == {}
 
 
-async def test_a_sync_function_in_a_thread_that_waits_for_a_limit_says_so() -> None:
+async def test_waiting_for_a_limit_in_a_thread_is_shown() -> None:
     go = threading.Event()
 
     def in_a_thread(solution_str: str) -> float:
@@ -92,7 +90,7 @@ async def test_a_sync_function_in_a_thread_that_waits_for_a_limit_says_so() -> N
     assert waits() == {}
 
 
-async def test_a_sample_that_waits_for_its_next_attempt_says_so() -> None:
+async def test_waiting_for_the_next_attempt_is_shown() -> None:
     async def busy(solution_str: str) -> float:
         raise TransientError("busy", retry_after=600)
 
@@ -111,7 +109,7 @@ def blocks(solution_str: str) -> float:
 gates = {f"q{i}": threading.Event() for i in range(2)}
 
 
-async def test_a_sample_that_waits_for_a_free_thread_says_so() -> None:
+async def test_waiting_for_a_free_thread_is_shown() -> None:
     manager = NaiveRewardLoopManager({"max_threads": 1}, compute_score=blocks)
     samples = [RewardSample(uid, uid=uid, data_source="waiting") for uid in gates]
     tasks = [asyncio.create_task(manager.run_single(sample)) for sample in samples]
@@ -125,7 +123,7 @@ async def test_a_sample_that_waits_for_a_free_thread_says_so() -> None:
         await asyncio.wait(tasks)
 
 
-async def test_a_sample_that_waits_for_a_free_process_says_so() -> None:
+async def test_waiting_for_a_free_process_is_shown() -> None:
     config = {"limits": {"judge": {"max_concurrent": 1}}, "isolation": "process", "max_processes": 1}
     manager = NaiveRewardLoopManager(config, compute_score=in_a_process)
     samples = [RewardSample("x", uid=f"q{i}", data_source="waiting") for i in range(2)]
@@ -146,7 +144,7 @@ async def test_a_sample_that_waits_for_a_free_process_says_so() -> None:
         (GroupRewardLoopManager, {"group": {"size": 2}}, "group"),
     ],
 )
-async def test_a_sample_that_waits_for_the_others_of_its_batch_says_so(
+async def test_waiting_for_the_other_samples_of_a_batch_is_shown(
     manager_class: type[RewardLoopManagerBase], options: dict[str, Any], name: str
 ) -> None:
     go = asyncio.Event()

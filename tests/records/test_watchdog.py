@@ -36,7 +36,7 @@ asyncio.run(main())
 """
 
 
-def test_what_is_too_old_is_logged_with_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_run_too_long_are_logged_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_LOGGED", 1000)  # earlier tests may have left calls that are older
     messages: queue.Queue[str] = queue.Queue()
 
@@ -98,7 +98,7 @@ def test_a_socket_whose_name_ends_without_a_process_id_is_left_out() -> None:
         assert isinstance(processes(), list)
 
 
-def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     watch()
     for said in (b"", frame(b"nonsense"), b"a frame that is too long", frame(b'["report"]')):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -111,7 +111,7 @@ def test_who_leaves_without_an_answer_is_nothing_to_log(caplog: pytest.LogCaptur
     assert [message for message in logged if "have been running for more than" not in message] == []
 
 
-async def test_it_answers_while_the_event_loop_is_blocked() -> None:
+async def test_the_watchdog_answers_while_the_event_loop_is_blocked() -> None:
     watch()
     with ActiveSample(RewardSample("x", uid="here"), "f"):
         answered = ask(os.getpid(), timeout=60)  # on the loop, which this blocks

@@ -80,7 +80,7 @@ async def test_every_sample_has_a_record(tmp_path: Path) -> None:
     assert frame["score"].mean() == 0.75
 
 
-async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
+async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> None:
     tried: list[str] = []
 
     def compute_score(solution_str: str) -> float:
@@ -113,7 +113,7 @@ async def test_waiting_is_booked_apart_from_working(tmp_path: Path) -> None:
         assert info["reward_queue_seconds"] <= rows[name]["queue_s"] + 0.001
 
 
-def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> None:
+def test_values_that_json_cannot_represent_are_written_as_text(tmp_path: Path) -> None:
     class Odd:
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -132,7 +132,7 @@ def test_what_json_has_no_place_for_is_written_all_the_same(tmp_path: Path) -> N
     assert "RecursionError" in loop["record_error"]
 
 
-def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")
     writer = Records(tmp_path)
     path = writer.path
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
     assert [row["uid"] for row in read(path)] == ["kept"]
 
 
-def test_there_is_one_writer_a_directory(tmp_path: Path) -> None:
+def test_a_directory_has_one_writer(tmp_path: Path) -> None:
     assert records(tmp_path) is records(str(tmp_path) + "/")
     assert records(tmp_path) is not records(tmp_path / "other")
 
@@ -180,6 +180,44 @@ for i in range(50):
     assert [row["uid"] for row in read(path)] == list(range(len(read(path))))
     assert 1 < len(read(path)) < 8
     assert done.stderr.count(b"File too large") == 1
+
+
+async def costs(solution_str: str) -> float:
+    async with limit("judge") as lease:
+        lease.used(cost=1.0)
+        lease.used(cost=0.25)  # replaces the value before
+    return 1.0
+
+
+def costs_in_a_thread(solution_str: str) -> float:
+    with limit("judge") as lease:
+        lease.used(cost=0.25)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation"), [(costs, "thread"), (costs_in_a_thread, "thread"), (costs_in_a_thread, "process")]
+)
+async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, function: Any, isolation: str) -> None:
+    config = RewardLoopConfig(log_dir=str(tmp_path), isolation=isolation, limits={"judge": {"max_concurrent": 1}})
+    manager = NaiveRewardLoopManager(config, compute_score=function)
+    await asyncio.gather(*(manager.run_single(RewardSample("x", uid=f"q{i}")) for i in range(3)))
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.25] * 3
+    manager.close()
+
+
+async def test_the_cost_of_a_call_for_several_samples_is_shared(tmp_path: Path) -> None:
+    async def both(solution_strs: list[str]) -> list[float]:
+        await costs("x")
+        return [1.0 for _ in solution_strs]
+
+    config = RewardLoopConfig(log_dir=str(tmp_path), limits={"judge": {"max_concurrent": 1}})
+    manager = GroupRewardLoopManager(config, compute_score=both)
+    samples = [RewardSample("x", uid=f"q{i}", group="g", group_size=2) for i in range(2)]
+    await asyncio.gather(*map(manager.run_single, samples))
+    assert await asyncio.to_thread(records(tmp_path).flush)
+    assert [row["cost"] for row in read(records(tmp_path).path)] == [0.125, 0.125]
 
 
 async def grade_all(solution_strs: list[str], reward_router_address: str) -> list[float | None]:

@@ -12,7 +12,7 @@ def new(**options: object) -> Backend:
     return Backend(config, Upstream(config.url), models=config.models)
 
 
-async def test_it_counts_what_it_was_given_and_what_it_answered() -> None:
+async def test_requests_and_answers_are_counted() -> None:
     backend = new()
     backend.begin()
     backend.begin()
@@ -23,7 +23,7 @@ async def test_it_counts_what_it_was_given_and_what_it_answered() -> None:
     assert not backend.idle.is_set()
 
 
-async def test_one_that_is_to_sleep_says_when_its_last_request_is_done() -> None:
+async def test_idle_is_set_when_the_last_request_before_sleep_has_ended() -> None:
     backend = new()
     backend.begin()
     backend.begin()
@@ -44,7 +44,7 @@ async def test_one_that_is_to_sleep_says_when_its_last_request_is_done() -> None
         (("m",), "generative", "m", "generative", True),
     ],
 )
-async def test_what_it_can_answer(
+async def test_requests_that_a_backend_can_answer(
     models: tuple[str, ...], own: Kind | None, model: str | None, kind: Kind | None, can: bool
 ) -> None:
     assert new(models=models, kind=own).can_answer(model, kind) is can

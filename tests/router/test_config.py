@@ -15,7 +15,7 @@ def test_origins(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["a:1", "ftp://a", "http://a/v1", "http://u:p@a", "http://a?x", "http://", "http://a:x", "http://a:99999"]
 )
-def test_what_is_no_origin_is_refused(url: str) -> None:
+def test_a_url_that_is_not_an_origin_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         parse(BackendConfig, {"url": url}, "worker")
 

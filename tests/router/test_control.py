@@ -39,7 +39,7 @@ async def test_servers_come_and_go_while_it_runs() -> None:
             assert response.status == 404
 
 
-async def test_health_is_that_of_the_servers_and_life_its_own() -> None:
+async def test_health_reports_the_servers_and_live_the_router() -> None:
     async with routed(model_server("a")) as (_, urls, session):
         for method, path, status in (("GET", "/health", 200), ("HEAD", "/ready", 200), ("POST", "/live", 405)):
             async with session.request(method, path) as response:

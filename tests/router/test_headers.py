@@ -17,7 +17,7 @@ def test_without_connection_all_are_kept(headers: list[tuple[bytes, bytes]]) -> 
 
 
 @given(HEADERS, st.lists(TOKENS, min_size=1, max_size=4))
-def test_what_connection_names_is_left_out(headers: list[tuple[bytes, bytes]], named: list[bytes]) -> None:
+def test_headers_named_by_connection_are_removed(headers: list[tuple[bytes, bytes]], named: list[bytes]) -> None:
     option = b" , ".join(name.upper() for name in named)
     kept = end_to_end(headers, [(b"connection", option)])
     assert not {name for name, _ in kept} & (set(named) - {b"host", b"content-length", b"close", b"keep-alive"})
@@ -25,7 +25,7 @@ def test_what_connection_names_is_left_out(headers: list[tuple[bytes, bytes]], n
     assert all(header in rest for header in kept)
 
 
-def test_connection_cannot_take_the_length_away() -> None:
+def test_the_connection_header_cannot_remove_the_length() -> None:
     headers = [(b"content-length", b"1"), (b"x", b"2")]
     assert end_to_end(headers, [(b"connection", b"content-length, x")]) == [(b"content-length", b"1")]
 

@@ -89,7 +89,7 @@ async def whole(answer: Answer) -> bytes:
         (b"HTTP/1.1 418 Odd One\r\nConnection: close\r\ncontent-length: 0\r\n\r\n", 418, b""),
     ],
 )
-async def test_what_is_http_is_understood(written: bytes, status: int, body: bytes) -> None:
+async def test_valid_http_answers_are_read(written: bytes, status: int, body: bytes) -> None:
     async with raw(saying(written)) as upstream:
         assert await get(upstream) == (status, body)
 
@@ -127,7 +127,7 @@ async def test_the_connection_of_a_head_is_used_again_unless_a_body_came(body: b
     "written",
     [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", b"SSH-2.0\r\n", b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n"],
 )
-async def test_what_is_not_whole_is_an_error(written: bytes) -> None:
+async def test_an_incomplete_answer_is_an_error(written: bytes) -> None:
     async with raw(saying(written)) as upstream:
         with pytest.raises(BrokenError):
             await get(upstream)
@@ -392,7 +392,7 @@ async def test_breaking_off_fails_requests_whose_connection_is_still_being_made(
         assert await get(upstream) == (200, b"ok")
 
 
-async def test_a_long_answer_of_known_length_comes_whole() -> None:
+async def test_a_long_answer_of_known_length_is_complete() -> None:
     body = b"x" * 1_000_000
     async with raw(saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))) as upstream:
         assert await get(upstream) == (200, body)

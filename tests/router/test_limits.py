@@ -31,7 +31,7 @@ async def test_the_gate_lets_in_some_makes_some_wait_in_order_and_refuses_more()
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
-async def test_who_gives_up_waiting_keeps_no_place() -> None:
+async def test_a_cancelled_waiter_keeps_no_permit() -> None:
     gate = Gate(1, 5)
     await gate.enter()
     first, second, third = (asyncio.create_task(gate.enter()) for _ in range(3))

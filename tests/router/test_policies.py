@@ -55,7 +55,7 @@ def test_the_same_content_meets_the_same_server_and_only_the_orphans_move(backen
             assert policy.choose(backends[1:], key) is home
 
 
-def test_what_counts_as_content() -> None:
+def test_the_key_of_the_content_policy() -> None:
     session = [(b"x-session-id", b"7")]
     by_header, by_prefix = Content(b"x-session-id"), Content(prefix=4)
     assert by_header.key(session, b"one") == by_header.key(session, b"two")

@@ -352,7 +352,7 @@ async def test_backends_that_were_woken_together_share_what_comes() -> None:
 
 
 @pytest.mark.parametrize("end", ["resume", "give_up", "remove"])
-async def test_who_waits_for_a_server_to_fall_asleep_hears_that_it_will_not(end: str) -> None:
+async def test_waiting_for_sleep_ends_if_the_server_is_removed(end: str) -> None:
     async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
         backend = await pool.acquire()
         backend.begin()

@@ -225,7 +225,7 @@ async def test_a_request_waits_for_its_backend_to_come_back() -> None:
         assert await request == (200, b"ok")
 
 
-async def test_without_a_backend_until_the_deadline_the_503_says_why() -> None:
+async def test_without_a_backend_until_the_deadline_the_503_has_the_reason() -> None:
     async def unwell(url: str) -> None:
         raise ConnectionRefusedError("nobody there")
 
@@ -260,7 +260,7 @@ async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> 
     assert answer.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_request_whose_turn_does_not_come_gets_a_503_that_says_so() -> None:
+async def test_a_request_that_waits_in_the_queue_too_long_gets_a_503() -> None:
     async with serving(silent) as backend, well_pool(backend) as pool:
         proxy = Proxy(pool, RouterConfig(request_timeout_s=0.1, max_in_flight=1))
         assert proxy.gate.enter_at_once()
@@ -395,7 +395,7 @@ async def test_a_request_on_a_connection_that_had_died_is_sent_again_and_its_ser
         assert (backend.stats.broken, backend.state) == (0, BackendState.UP)
 
 
-async def test_whatever_becomes_of_requests_none_is_counted_for_ever() -> None:
+async def test_requests_are_not_counted_after_their_end() -> None:
     arrived = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -112,7 +112,7 @@ async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:
     assert sum(server.asked for server in servers) == 3
 
 
-async def test_who_breaks_every_connection_is_given_up_and_who_cannot_connect_is_not_to_blame() -> None:
+async def test_broken_connections_use_up_attempts_and_refused_ones_do_not() -> None:
     async with calling(Scripted(ConnectError("x"), BrokenError("x")), max_attempts=2) as caller:
         with pytest.raises(Refusal, match="2 connections to servers broke") as refused:
             await caller.ask()

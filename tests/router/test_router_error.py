@@ -5,7 +5,7 @@ import orjson
 from reward_loop.router.router_error import Refusal
 
 
-def test_it_has_the_shape_of_vllms_errors() -> None:
+def test_router_errors_have_the_format_of_vllm() -> None:
     headers, body = Refusal(404, "no such model", param="model").render()
     assert orjson.loads(body) == {
         "error": {"message": "no such model", "type": "RouterError", "param": "model", "code": 404}

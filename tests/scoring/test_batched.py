@@ -169,7 +169,7 @@ def test_its_calls_are_not_cached():
         ListScoringFunction(lambda solution_strs: [], options=RewardLoopConfig(cache={"enabled": True}))
 
 
-def test_what_it_requires():
+def test_required_fields_of_a_function_of_lists():
     function = ListScoringFunction(lambda solution_strs, ground_truths, data_sources=None: [])
     assert function.requires == {"solution_str", "ground_truth"}
     assert "test_batched.py" in function.name

@@ -49,7 +49,7 @@ async def test_equal_calls_in_flight_are_made_once():
     assert judge.calls == 3
 
 
-async def test_one_that_is_cancelled_does_not_take_the_others_with_it():
+async def test_a_cancelled_call_does_not_cancel_merged_ones():
     judge = Judge()
     judge.gate.clear()
     function = cached(judge)
@@ -119,14 +119,14 @@ async def test_the_reward_model_is_part_of_the_key_and_its_address_is_not(tmp_pa
 
 
 @pytest.mark.parametrize("answer", [None, "no score", {"score": 1, "object": object()}, {"score": 1, "tuple": (1,)}])
-async def test_what_is_not_kept(tmp_path, answer):
+async def test_failures_missing_scores_and_inexact_results_are_not_cached(tmp_path, answer):
     path = tmp_path / "scores.db"
     for judge in (Judge(answer), Judge(answer)):
         await cached(judge, path)(SAMPLE)
         assert judge.calls == 1
 
 
-async def test_arguments_that_cannot_be_written_down_are_not_cached():
+async def test_arguments_that_json_cannot_represent_are_not_cached():
     judge = Judge()
     function = cached(judge)
     sample = RewardSample("4", extra_info={"object": object()})

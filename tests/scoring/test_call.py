@@ -130,7 +130,7 @@ async def test_everything_for_a_function_with_kwargs():
     }
 
 
-async def test_what_the_user_bound_is_not_overridden():
+async def test_bound_and_configured_arguments_are_not_overridden():
     def address(reward_router_address):
         return {"score": 1, "address": reward_router_address}
 
@@ -179,7 +179,7 @@ class Broken:
         (3, {}, "cannot be called"),
     ],
 )
-def test_what_cannot_be_called_is_refused_at_once(function, kwargs, message):
+def test_functions_that_cannot_be_called_are_refused_at_once(function, kwargs, message):
     with pytest.raises(FunctionLoadError, match=message):
         ScoringFunction(function, reward_kwargs=kwargs)
 
@@ -272,7 +272,7 @@ async def test_no_exception_of_the_user_ends_more_than_its_sample(exception, is_
     assert isinstance(result.exception, RewardFunctionError)
 
 
-async def test_a_result_that_is_no_score():
+async def test_a_result_that_is_not_a_score_fails_the_sample():
     result = await ScoringFunction(lambda: "high")(SAMPLE)
     assert result.outcome is Outcome.FAILED
     assert isinstance(result.exception, InvalidScoreError)

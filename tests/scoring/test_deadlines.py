@@ -19,7 +19,7 @@ async def test_a_call_that_has_not_started_does_not_expire() -> None:
     assert isinstance(call.future.exception(), TimeoutError)
 
 
-async def test_a_stall_of_the_process_before_the_function_starts_is_not_its_own() -> None:
+async def test_a_stall_before_the_function_starts_does_not_count_towards_its_deadline() -> None:
     async def compute_score(solution_str: str) -> float:
         return 1.0
 

@@ -19,7 +19,7 @@ async def reward(returned, **sample):
         ({"turn_level_scores": []}, 7),
     ],
 )
-async def test_they_pass(parts, length):
+async def test_valid_dense_rewards_are_kept(parts, length):
     info = (await reward({"score": 1.0, **parts}, response_length=length))["reward_extra_info"]
     assert info["reward_outcome"] == "scored"
     assert parts.items() <= info.items()
@@ -36,14 +36,14 @@ async def test_they_pass(parts, length):
         ({"turn_level_scores": [1, 1e39]}, "finite numbers"),
     ],
 )
-async def test_others_are_failures(parts, message):
+async def test_invalid_dense_rewards_are_failures(parts, message):
     info = (await reward({"score": 1.0, **parts}, response_length=3))["reward_extra_info"]
     assert info["reward_outcome"] == "failed"
     assert info["reward_error"].startswith("sample u1: ")
     assert message in info["reward_error"]
 
 
-async def test_what_is_known_of_the_call_stays():
+async def test_attempts_and_times_stay_when_dense_rewards_are_invalid():
     calls = iter([ConnectionError("busy"), {"score": 1.0, "turn_level_scores": "abc"}])
 
     def judge():
@@ -56,7 +56,7 @@ async def test_what_is_known_of_the_call_stays():
     assert (info["reward_outcome"], info["reward_attempts"]) == ("failed", 2)
 
 
-async def test_a_sum_has_no_place_for_them(tmp_path):
+async def test_dense_rewards_of_a_composite_component_fail(tmp_path):
     path = tmp_path / "parts.py"
     path.write_text("def compute_score(): return {'score': 1, 'turn_level_scores': [1]}\n")
     config = {"reward_loop": {"components": {"a": {"path": str(path)}}}}

@@ -105,7 +105,7 @@ def test_a_tuple_has_prompt_and_explanation():
         ("x" * 1000, r"x\.\.\."),
     ],
 )
-def test_what_is_no_score(returned, message):
+def test_invalid_scores_are_errors(returned, message):
     with pytest.raises(InvalidScoreError, match=message) as caught:
         normalise(returned)
     assert len(str(caught.value)) < 400

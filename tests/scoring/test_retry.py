@@ -37,7 +37,7 @@ async def again(config, outcomes, elapsed=0.0):
     return last.value, pauses.seconds
 
 
-async def test_it_goes_on_until_it_succeeds():
+async def test_a_call_is_retried_until_it_succeeds():
     result, pauses = await again(RetryConfig(), [TimeoutError(), TimeoutError(), 1.0])
     assert result == 1.0
     assert len(pauses) == 2
@@ -67,7 +67,7 @@ async def test_retry_after_is_waited_for_in_full():
     assert 30 <= pauses[0] <= 30.5
 
 
-async def test_all_that_were_asked_to_wait_do_not_come_back_at_once():
+async def test_clients_that_were_asked_to_wait_return_at_different_times():
     pauses = [(await again(RetryConfig(initial_wait=0.5), [asks(30), 1.0]))[1][0] for _ in range(20)]
     assert len(set(pauses)) > 1
 

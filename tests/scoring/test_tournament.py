@@ -35,7 +35,7 @@ async def test_a_judge_that_favours_a_place_makes_draws():
 
 
 @given(st.integers(2, 20), st.integers(1, 20))
-def test_so_many_opponents_each(count, opponents):
+def test_each_response_has_the_configured_number_of_opponents(count, opponents):
     judge = Judge()
     asyncio.run(tournament(list(range(count)), judge, swap=False, opponents=opponents))
     assert len(judge.asked) == len({frozenset(pair) for pair in judge.asked})

@@ -32,7 +32,7 @@ def write_config(directory: Path, *architectures: str) -> Path:
         ("Qwen2ForProcessRewardModel", "discriminative"),
     ],
 )
-def test_the_architecture_tells_the_kind(architecture: str, kind: str, tmp_path: Path) -> None:
+def test_the_architecture_determines_the_kind(architecture: str, kind: str, tmp_path: Path) -> None:
     assert model_kind(write_config(tmp_path, architecture), "model_path") == kind
 
 
@@ -42,7 +42,7 @@ def test_a_model_that_classifies_tokens_is_refused(tmp_path: Path) -> None:
         model_kind(tmp_path, "model_path")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model_path: there is no directory '/no/such/model'$"):
         model_kind("/no/such/model", "model_path")
     with pytest.raises(ConfigError, match=r"no config\.json in"):

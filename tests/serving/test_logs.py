@@ -81,7 +81,7 @@ async def test_a_server_dies_and_starts_again_although_its_log_cannot_be_written
         assert "was killed by SIGKILL.\nIt ran without a log" in died
 
 
-async def test_the_error_of_a_server_that_does_not_start_says_why_there_is_no_log(tmp_path: Path) -> None:
+async def test_the_error_of_a_server_that_does_not_start_has_the_reason_for_a_missing_log(tmp_path: Path) -> None:
     (tmp_path / "server.log").symlink_to("/dev/full")
     with listen("127.0.0.1") as listener:
         process = ServerProcess(

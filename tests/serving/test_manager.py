@@ -78,7 +78,7 @@ async def test_with_one_server_requests_wait_until_it_is_back(config: Any) -> No
 
 
 @pytest.mark.usefixtures("stubs")
-async def test_a_killed_router_comes_back_at_its_address_and_is_told_who_is_lost(config: Any) -> None:
+async def test_a_killed_router_restarts_at_its_address_with_the_states_of_the_servers(config: Any) -> None:
     async with RewardModelManager(config(replicas=2, max_restarts=1)) as models:
         url = f"http://{models.reward_router_address}"
         first = models.pids()["server 1"]
@@ -160,7 +160,7 @@ async def test_servers_that_someone_else_runs_get_no_requests_while_they_are_asl
 
 
 @pytest.mark.usefixtures("stubs")
-async def test_where_a_server_does_not_fall_asleep_the_others_have_when_that_is_said(
+async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_the_others(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
@@ -225,7 +225,7 @@ async def test_a_port_in_use_is_named_with_its_option(config: Any) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_synchronous_program_gets_an_address_and_says_when_the_model_sleeps(config: Any) -> None:
+def test_serve_reward_model_gives_an_address_and_sleep_and_wake(config: Any) -> None:
     with serve_reward_model(config(enable_sleep_mode=True)) as model:
         url = f"http://{model.reward_router_address}"
         assert asyncio.run(post(url, "/echo", b"x")) == (200, b"x")

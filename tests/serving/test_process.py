@@ -36,7 +36,7 @@ def stub(listener: socket.socket, tmp_path: Path) -> Any:
     return make
 
 
-async def test_it_is_ready_inside_the_context_and_gone_after_it(stub: Any, listener: socket.socket) -> None:
+async def test_a_process_is_ready_inside_the_context_and_ended_after_it(stub: Any, listener: socket.socket) -> None:
     async with stub() as process:
         watched = Watched([process.pid])
         assert await post(url_of(listener), "/echo", b"hello") == (200, b"hello")
@@ -88,7 +88,7 @@ async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm
         os.kill(process.pid, 0)
 
 
-async def test_one_that_has_just_ended_when_it_is_stopped(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_a_process_that_has_just_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     look, waitid = threading.Event(), os.waitid
 
     def late(*args: Any) -> Any:

@@ -119,7 +119,7 @@ async def test_more_than_the_cluster_has_is_refused_at_once_with_the_arithmetic(
         await GpuReservation().places([Demand(1, 0, 17)])
 
 
-async def test_no_room_is_an_error_in_time_that_says_what_each_node_has(reserve: Any) -> None:
+async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(reserve: Any) -> None:
     from reward_loop.serving.reservation import Demand, GpuReservation
 
     assert await asyncio.to_thread(reserve, 8)

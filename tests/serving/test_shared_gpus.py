@@ -117,7 +117,7 @@ async def test_more_servers_than_gpus_are_refused(groups: list[Any], config: Any
         await RewardModelManager(config(2, replicas=3), _shared(groups)).__aenter__()
 
 
-async def test_one_that_dies_asleep_is_started_again_when_the_models_wake(groups: list[Any], config: Any) -> None:
+async def test_a_server_that_dies_asleep_is_restarted_when_the_models_wake(groups: list[Any], config: Any) -> None:
     async with RewardModelManager(config(2), _shared(groups)) as models:
         url = f"http://{models.reward_router_address}"
         before = models.pids()["server 1"]

@@ -65,20 +65,22 @@ def test_every_sample_is_scored_exactly_once(run: Run) -> None:
     assert signature([call for call in run.calls if call["split"] == "val"]) == signature(validated)
 
 
-def test_it_is_awake_once_a_batch_and_asleep_at_the_end(run: Run) -> None:
+def test_the_reward_model_wakes_once_for_each_batch_and_is_asleep_at_the_end(run: Run) -> None:
     events = _events(run)
     assert [state for state, _, _ in events] == ["asleep"] + ["awake", "asleep"] * 4
     answers = [count for state, _, count in events if state == "asleep"]
     assert [after - before for before, after in pairwise(answers)] == [8, 8 * 4, 8 * 4, 8]
 
 
-def test_it_judges_while_it_is_awake_and_the_rollout_sleeps(run: Run, awake: list[Interval]) -> None:
+def test_judging_happens_while_the_reward_model_is_awake_and_the_rollout_asleep(
+    run: Run, awake: list[Interval]
+) -> None:
     for call in run.calls:
         assert call["rollout_slept"]
         assert any(began <= call["began"] and call["ended"] <= ended for began, ended in awake)
 
 
-def test_nothing_is_generated_while_it_is_awake(run: Run, awake: list[Interval]) -> None:
+def test_nothing_is_generated_while_the_reward_model_is_awake(run: Run, awake: list[Interval]) -> None:
     assert len(run.generations) == 2 * 8 * 4 + 2 * 8
     for generation in run.generations:
         assert all(generation["ended"] <= began or ended <= generation["began"] for began, ended in awake)

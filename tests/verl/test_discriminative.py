@@ -102,7 +102,7 @@ async def test_a_router_with_a_key_is_given_it(monkeypatch: pytest.MonkeyPatch) 
         ({"raw_prompt": PROMPT}, CHATML, "status 500"),
     ],
 )
-async def test_what_cannot_be_scored_is_a_failed_sample(
+async def test_a_conversation_that_cannot_be_scored_is_a_failed_sample(
     overrides: list[str], columns: dict[str, Any], template: str, cause: str
 ) -> None:
     async with FakeJudge() as judge:

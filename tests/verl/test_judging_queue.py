@@ -54,7 +54,7 @@ class Rollouts:
         return {name.partition("/")[2]: value for name, value in self.queue.metrics(step).items()}
 
 
-async def test_generation_goes_on_while_judges_are_at_it_until_the_queue_is_full() -> None:
+async def test_generation_continues_during_judging_until_the_queue_is_full() -> None:
     rollouts = Rollouts(JudgingQueue(capacity=4, in_flight=2))
     rollouts.generated.set()
     for prompt in "abcde":
@@ -76,7 +76,7 @@ async def test_generation_goes_on_while_judges_are_at_it_until_the_queue_is_full
     assert (figures["put"], figures["got"], figures["largest_size"]) == (10, 10, 4)
 
 
-async def test_what_is_being_generated_takes_up_room() -> None:
+async def test_rollouts_in_generation_reserve_room() -> None:
     rollouts = Rollouts(JudgingQueue(capacity=4, in_flight=1))
     for prompt in "abc":
         rollouts.start(prompt)
@@ -117,7 +117,7 @@ async def test_a_rollout_that_fails_gives_its_place_back() -> None:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_who_gives_up_leaves_nothing_behind(paused: bool) -> None:
+async def test_a_cancelled_prompt_releases_its_room(paused: bool) -> None:
     rollouts = Rollouts(JudgingQueue(capacity=6, in_flight=1))
     if paused:
         rollouts.queue.queue.pause()

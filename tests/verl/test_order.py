@@ -526,7 +526,7 @@ def test_the_option_order_decides_whether_updates_depend_on_the_judges(
     assert trainer._finish_generation({}, {}).in_order is in_order
 
 
-def test_what_is_trained_on_must_be_written() -> None:
+def test_a_trajectory_that_is_not_written_is_not_trained_on() -> None:
     trainer = Writing(written="b")
     with pytest.raises(RewardLoopError, match="waited for rollouts"):
         trainer._finish_generation({}, {})

@@ -76,7 +76,7 @@ def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
         assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
 
 
-def test_it_is_off_policy_by_exactly_one_step_and_verl_corrects_for_it(run: Run) -> None:
+def test_rollouts_are_one_step_old_and_verl_corrects_for_it(run: Run) -> None:
     steps = [run.steps[step] for step in range(1, 5)]
     assert [metrics["reward_pipeline/off_policy_steps"] for metrics in steps] == [0, 1, 1, 1]
     assert [metrics["reward_pipeline/off_policy_share"] for metrics in steps] == [0, 1, 1, 1]
@@ -102,7 +102,7 @@ def test_a_critic_learns_beside_the_actor(run: Run) -> None:
     assert run.steps[1]["critic/values/mean"] != run.steps[4]["critic/values/mean"]
 
 
-def test_every_step_says_where_its_seconds_went(run: Run) -> None:
+def test_the_parts_of_a_step_add_up_to_its_seconds(run: Run) -> None:
     for step in range(1, 5):
         metrics = run.steps[step]
         part = {name: metrics[f"reward_pipeline/{name}"] for name in PARTS}

@@ -24,7 +24,7 @@ MODE = "trainer.v1.trainer_mode=reward_pipeline"
         ("+trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
     ],
 )
-def test_what_does_not_work_in_this_mode_is_refused(override: str, named: str) -> None:
+def test_unsupported_options_of_the_mode_are_refused(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         settled(MODE, override)
 

@@ -94,7 +94,7 @@ def test_a_name_gives_the_same_command_on_every_node() -> None:
     assert commands[0] == commands[1]
 
 
-def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
+def test_the_launcher_stays_as_long_as_the_worker(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import os, sys\nprint(os.getpid(), flush=True)\nsys.stdin.read()\n")
     with preloaded([]) as executable:
@@ -111,7 +111,7 @@ def test_what_asks_stays_as_long_as_the_worker(tmp_path: Path) -> None:
             asker.wait(60)
 
 
-def test_without_the_process_a_worker_starts_all_the_same(worker: Path) -> None:
+def test_without_the_fork_server_a_worker_starts_by_itself(worker: Path) -> None:
     with preloaded([]) as executable:
         pass
     run = subprocess.run([*shlex.split(executable), str(worker)], stdout=subprocess.PIPE, timeout=300, check=True)
@@ -120,7 +120,7 @@ def test_without_the_process_a_worker_starts_all_the_same(worker: Path) -> None:
     assert not said["had"]
 
 
-def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_the_fork_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import sys, time\n"

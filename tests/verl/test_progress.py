@@ -78,7 +78,7 @@ def test_without_a_bound_groups_are_replaced_for_ever() -> None:
     assert not any(limit.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
 
 
-def test_what_was_filtered_is_counted() -> None:
+def test_filtered_groups_are_counted() -> None:
     limit = RefillLimit(1)
     for filtered in (3, 0, 2):
         limit.exhausted(failed=0, filtered=filtered, kept=5)
@@ -189,7 +189,7 @@ def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None
     assert metrics["reward_pipeline/over_floor"] == pytest.approx(0)
 
 
-def test_what_was_thrown_out_is_judged_to_its_end() -> None:
+def test_a_reward_of_a_forgotten_prompt_still_ends_its_judging() -> None:
     progress = told((1, ("judging", "a_0")), uids="a")
     progress.forget("a")
     progress.record(("judged", "a_0"), 2)

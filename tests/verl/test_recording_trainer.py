@@ -80,7 +80,7 @@ def test_without_a_folder_the_timings_are_a_plain_dict(trainer: Any) -> None:
         (("reward_model.use_reward_loop=False",), "rollouts"),
     ],
 )
-def test_what_the_trainer_waits_for_during_generation(
+def test_the_cause_of_waiting_during_generation_is_recorded(
     trainer: Any, tmp_path: Path, options: tuple[str, ...], waits_for: str
 ) -> None:
     trainer._settings = resolved(f"reward_loop.log_dir={tmp_path}", *options)

@@ -156,14 +156,14 @@ def test_a_module_path_alone_means_importlib() -> None:
         (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
     ],
 )
-def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str], named: list[str]) -> None:
+def test_options_without_effect_are_errors_that_name_them(overrides: list[str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         settled(*overrides)
     for name in named:
         assert name in str(caught.value)
 
 
-def test_the_same_value_twice_is_no_contradiction() -> None:
+def test_the_same_value_under_old_and_new_key_is_accepted() -> None:
     config = settled("reward_model.reward_manager=dapo", "reward.reward_manager.name=dapo")
     assert config.reward.reward_manager.name == "dapo"
 

@@ -306,7 +306,7 @@ def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_v
     assert (None if column is None else column.tolist()) == validates
 
 
-def test_verl_would_join_our_names_by_words_in_them() -> None:
+def test_verl_would_aggregate_metrics_by_words_in_their_names() -> None:
     """Why metrics of rewards do not go through verl's aggregation."""
     aggregator = MetricsAggregator()
     for value in (0.4, 0.6):
@@ -330,7 +330,7 @@ def validated(
     return run._val_metrics_update(sources, uids, columns, [2] * len(samples), expected_acc_counts=sizes)
 
 
-def test_validation_means_are_over_the_scored_samples_whatever_the_sizes_of_groups() -> None:
+def test_validation_means_are_over_the_scored_samples_of_groups_of_any_size() -> None:
     scores: dict[str, list[float | None]] = {"p": [1.0, 0.5, None, 0.25], "q": [0.0, None, None, None], "r": [0.9] * 4}
     samples = [
         ("my/maths", uid, score, {} if score is None else {"score": score, "judge/format": 2 * score})

@@ -153,7 +153,7 @@ def test_the_interpreter_of_the_engine_is_an_option_of_the_server() -> None:
     assert options.python == "/envs/sglang/bin/python"
 
 
-def test_a_model_with_code_of_its_own_is_trusted_where_the_user_says_so() -> None:
+def test_trust_remote_code_is_passed_on_only_if_set() -> None:
     options = resolved(*VLLM, *POOL, "reward_model.model.trust_remote_code=True").model
     assert options is not None
     assert options.trust_remote_code
@@ -313,7 +313,7 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
         ),
     ],
 )
-def test_what_cannot_take_effect_is_an_error_that_names_it(overrides: list[str], named: list[str]) -> None:
+def test_options_without_effect_are_errors_that_name_them(overrides: list[str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(*overrides)
     for name in named:

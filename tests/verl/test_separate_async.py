@@ -101,7 +101,7 @@ async def test_validation_goes_past_the_queue(worker: Any) -> None:
         await asyncio.gather(validation, *waiting)
 
 
-async def test_what_has_a_score_already_needs_no_turn(worker: Any) -> None:
+async def test_an_output_with_a_score_does_not_enter_the_queue(worker: Any) -> None:
     worker.judged.set()
     async with worker._queue.reserve(2) as worker._reservations["a"]:
         await worker._compute_score([output(score=1.0)], {"uid": "a", "global_steps": 4})

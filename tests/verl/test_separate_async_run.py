@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
     )
 
 
-def test_generation_goes_on_while_judges_are_at_it_until_the_queue_is_full(run: Run) -> None:
+def test_generation_continues_during_judging_until_the_queue_is_full(run: Run) -> None:
     assert run.returncode == 0, run.output[-8000:]
     full = json.loads((run.directory / "queue.json").read_text())
     assert full["reward_queue/size"] == CAPACITY

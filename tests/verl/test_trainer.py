@@ -201,7 +201,7 @@ def test_all_outputs_of_a_session_whose_parts_do_not_fit_leave_loss_and_baseline
     assert run.reward_workers.accepted == 3
 
 
-def test_a_session_whose_parts_do_not_fit_gets_the_default_score_if_the_policy_says_so(
+def test_invalid_dense_rewards_get_the_default_score_under_the_policy_default(
     rejected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = advantages(rejected, monkeypatch, "default")
@@ -234,7 +234,7 @@ def test_in_every_mode_the_training_workers_leave_masked_rows_out(mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])
-def test_a_process_that_died_is_named_unless_a_reward_worker_knows_why_the_run_must_stop(mode: str) -> None:
+def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_the_run(mode: str) -> None:
     told: list[str] = []
 
     def check_fatal_errors_briefly() -> None:

@@ -12,10 +12,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from starlette.testclient import TestClient
 
 from reward_loop.records.health import health
 from reward_loop.records.reader import RecordsReader
 from reward_loop.verl.sample_table import COLUMNS
+from reward_loop.view.app import create_app
+from reward_loop.view.index import Index
 from reward_loop.view.phases import phases
 from reward_loop.view.timeline import timeline
 from tests.collector import Collector, collector, decoded
@@ -405,7 +408,9 @@ def test_the_agreement_of_second_calls_is_a_metric(harried_run: Run) -> None:
     assert set(agreements) == {1.0}
 
 
-def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_run: Run) -> None:
+def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(
+    harried_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = harried_run.directory / "checkpoints" / "rewards"
     recorded = {row["uid"] for row in RecordsReader(folder).rows()}
     # The reward worker that was killed has lost its last records.
@@ -415,6 +420,12 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(harried_ru
         timings = harried_run.steps[step]
         assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
         assert "bounded the step" in timeline(folder, step)["bound"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with Index(folder) as index, TestClient(create_app(index)) as viewer:
+        index.update()
+        assert viewer.get("/api/run").json()["samples"] == len(list(RecordsReader(folder).rows()))
+        shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
+        assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
 
 
 def test_ctrl_c_leaves_no_process(harried_run: Run, tiny_discriminative_model: Path) -> None:

@@ -98,7 +98,7 @@ def expected_advantages(run: Run, step: int) -> dict[Session, float]:
     return advantages
 
 
-def test_what_is_masked_and_what_is_learnt_is_what_the_function_said(run: Run, made: list[Update]) -> None:
+def test_updates_train_on_unmasked_samples_with_the_scores_of_the_function(run: Run, made: list[Update]) -> None:
     expected = {session: value for step in STEPS for session, value in expected_advantages(run, step).items()}
     outputs = {session: len(rows) for step in STEPS for session, rows in sessions(run, step).items()}
     assert len(expected) < len(outputs)

@@ -131,7 +131,7 @@ async def test_second_calls_are_counted(policy: str, tmp_path: Path) -> None:
         ("NotANumber", [], "nan"),
     ],
 )
-async def test_what_goes_wrong_in_it_is_a_failed_sample(
+async def test_an_error_in_a_manager_of_verl_is_a_failed_sample(
     policy: str, name: str, overrides: list[str], cause: str
 ) -> None:
     worker = RewardWorker(settled(policy, *verl_manager(name, *overrides)), None)
@@ -274,7 +274,7 @@ async def test_the_scores_of_a_group_are_post_processed(policy: str, tmp_path: P
     assert await worker.fatal_error() is None
 
 
-async def test_a_failure_of_post_processing_stops_the_run_if_the_policy_says_so(policy: str, tmp_path: Path) -> None:
+async def test_a_failure_of_post_processing_stops_the_run_under_the_policy_raise(policy: str, tmp_path: Path) -> None:
     function = tmp_path / "f.py"
     function.write_text(POST_PROCESSES)
     worker = RewardWorker(
@@ -769,7 +769,7 @@ def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
     assert [reward["reward_score"] for reward in rewards] == [0, 1]
 
 
-async def test_a_worker_that_keeps_dying_stops_the_run_if_the_policy_says_so(
+async def test_a_worker_that_keeps_dying_stops_the_run_under_the_policy_raise(
     cluster: None, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = tmp_path / "f.py"

@@ -138,6 +138,16 @@ def test_samples_are_filtered_and_sorted(client: TestClient) -> None:
     assert (page["total"], page["offset"], uids(page)) == (8, 6, ["2-6", "2-7"])
     assert uids(get(client, "samples", step=2, group="g1", outcome="failed")) == ["2-7"]
     assert uids(get(client, "samples", step=2, min_reward=0.2, max_reward=0.3)) == ["2-2", "2-3"]
+    assert uids(get(client, "samples", **{"step": 2, "min.response_length": 6})) == ["2-6", "2-7"]
+    assert uids(get(client, "samples", **{"step": 2, "min.components.a/b": 3, "max.components.a/b": 4})) == [
+        "2-3",
+        "2-4",
+    ]
+    assert uids(get(client, "samples", **{"step": 2, "min.components.text": 0})) == []  # a text is not a number
+    assert (
+        uids(get(client, "samples", **{"step": 2, "validate": "false", "max.judge_s": 1e9, "min.judge_s": 0.1}))[-1]
+        == "2-5"
+    )
     assert uids(get(client, "samples", step=2, data_source="math")) == ["2-1", "2-3", "2-5", "2-7"]
     assert uids(get(client, "samples", **{"step": 2, "where.components.acc": "1"}))[0] == "2-1"
     assert uids(get(client, "samples", **{"step": 2, "where.components.text": "t5"})) == ["2-5"]
@@ -217,7 +227,8 @@ def test_judges(client: TestClient) -> None:
     assert sum(judge["verdicts"]["counts"]) == 13
     assert len(judge["verdicts"]["edges"]) == len(judge["verdicts"]["counts"]) + 1
     assert [row["step"] for row in judge["by_step"]] == [1, 2, 3]
-    assert judge["by_step"][0]["mean_score"] == 2.5
+    first = judge["by_step"][0]
+    assert (first["mean_score"], first["scores"]) == (2.5, {"p10": 0.5, "p90": 4.5})
     assert get(client, "judges", step=2)["rows"][0]["calls"] == 6
 
 
@@ -285,6 +296,9 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         "samples?offset=9223372036854775808",
         "samples?step=one",
         "samples?min_reward=low",
+        "samples?min.response_length=low",
+        "samples?max.outcome=1",
+        "samples?min.nothing=1",
         "samples?validate=maybe",
         "samples?where.nothing=1",
         "samples?where.components.=1",
@@ -409,6 +423,7 @@ def test_an_unknown_parameter_of_samples_is_an_error_that_lists_the_valid_ones(c
     assert answer.status_code == 400
     message = answer.json()["error"]
     assert "no parameter 'min_rewrad'; did you mean 'min_reward'? Parameters: data_source, group, limit, " in message
+    assert ", max.FIELD, max_reward, min.FIELD, min_reward, " in message
     assert message.endswith("where.FIELD")
 
 
@@ -418,8 +433,10 @@ def test_names_and_values_of_filters_cannot_inject_sql(client: TestClient, value
     for name in ("text", "group", "where.uid", "where.components.acc"):
         answer = client.get("/api/samples", params={name: text})
         assert answer.status_code == 200, answer.text
-    answer = client.get("/api/samples", params={f"where.components.{value.replace(chr(0xD800), 'x')}": "1"})
-    assert answer.status_code == 200, answer.text
+    for filtered in ("where", "min", "max"):
+        name = f"{filtered}.components.{value.replace(chr(0xD800), 'x')}"
+        answer = client.get("/api/samples", params={name: "1"})
+        assert answer.status_code == 200, answer.text
     assert get(client, "run")["samples"] == 20
 
 

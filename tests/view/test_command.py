@@ -59,7 +59,7 @@ def connected(address: str) -> http.client.HTTPConnection:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_follows_other_processes_and_stops_with_an_open_stream(folder: Path, number: signal.Signals) -> None:
+def test_the_server_follows_other_processes_and_stops_with_an_open_stream(folder: Path, number: signal.Signals) -> None:
     writer = OtherProcess(folder, "other")
     try:
         with viewing(folder) as (process, address):

@@ -231,6 +231,24 @@ def test_filters_and_search_narrow_the_table(page: Page) -> None:
     page.wait_for_selector("text=No sample matches these filters.")
 
 
+def test_a_component_or_a_length_has_a_range(page: Page) -> None:
+    open_view(page, "step/1")
+    wait_for_total(page, GROUPS * SIZE)
+    page.get_by_label("Field of the range").select_option("acc")
+    page.get_by_label("Highest acc").fill("0")
+    page.wait_for_url(re.compile("max.components.acc=0"))
+    page.locator("section[aria-label=Samples] .total", has_text=re.compile("^(?!24$)")).wait_for()
+    assert set(column(page, "components.acc")) == {"no"}
+    page.get_by_label("Field of the range").select_option("Tokens")
+    page.get_by_label("Lowest Tokens").fill("100000")
+    wait_for_total(page, 0)
+    page.reload()
+    wait_for_total(page, 0)
+    page.get_by_role("button", name="response_length ≥ 100000").click()
+    page.get_by_role("button", name="components.acc ≤ 0").click()
+    wait_for_total(page, GROUPS * SIZE)
+
+
 def test_a_group_narrows_the_table_and_is_marked(page: Page) -> None:
     open_view(page, "step/3")
     row = page.locator(".groups .tabulator-row", has_text="s3-p0")

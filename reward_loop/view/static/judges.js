@@ -149,8 +149,10 @@ function card(row, charts) {
       histogram("Latency", row.seconds.histogram, seconds),
       histogram("Scores of the verdicts", row.verdicts),
       hasSteps
-        ? add({ title: "Mean score", format: (given) => fixed(given, 2) }, [
+        ? add({ title: "Scores by step", format: (given) => fixed(given, 2) }, [
             { label: "mean", values: each((one) => one.mean_score) },
+            { label: "10 %", values: each((one) => one.scores.p10), isEdge: true },
+            { label: "90 %", values: each((one) => one.scores.p90), isEdge: true },
           ])
         : null,
       hasSteps ? add({ title: "Latency by step", format: seconds }, latency) : null,

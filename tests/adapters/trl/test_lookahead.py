@@ -26,7 +26,7 @@ def test_each_generation_is_followed_by_the_next_and_the_last_by_none() -> None:
     assert walk(4, every=1, accumulation=1, steps=4) == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, None, 3)]
 
 
-def test_no_generation_follows_the_last_step_if_the_data_goes_on() -> None:
+def test_no_generation_follows_the_last_step_if_there_is_more_data() -> None:
     assert walk(100, every=1, accumulation=1, steps=2) == [(0, 1, 0), (1, None, 1)]
 
 

@@ -206,7 +206,7 @@ def test_an_evaluation_with_a_batch_in_flight_scores_its_own_completions(run: Ru
     assert not any("eval_judge/number" in entry for entry in entries)
 
 
-def test_what_judges_log_belongs_to_their_own_batch(run: Run) -> None:
+def test_metrics_logged_by_judges_belong_to_their_own_batch(run: Run) -> None:
     numbers = {
         entry["step"]: entry["judge/number"] for entry in run.trainer.state.log_history if "judge/number" in entry
     }
@@ -334,7 +334,7 @@ def test_completions_that_are_used_several_times_are_scored_once(tmp_path: Path,
     assert [call.step for call in judge.calls] == [0, 2]
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path, tiny_generative_model: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path, tiny_generative_model: Path) -> None:
     from reward_loop.adapters.trl import OverlappedGRPOTrainer
 
     def sync(completions: Any, **_: Any) -> list[float]:

@@ -242,7 +242,7 @@ LONE = "a \ud800 b"
         {"chat_template_kwargs": {"x": LONE}},
     ],
 )
-async def test_a_lone_surrogate_in_a_chat_request_is_a_400_that_says_what_to_do(judge: Client, fields: Any) -> None:
+async def test_a_lone_surrogate_in_a_chat_request_is_a_400_with_the_fix(judge: Client, fields: Any) -> None:
     status, answer = await judge.post("/v1/chat/completions", {"messages": MESSAGES}, **fields)
     assert status == 400, answer
     assert "lone" in answer["error"]["message"]
@@ -331,7 +331,7 @@ async def test_values_that_change_nothing_are_accepted(judge: Client) -> None:
     assert harmless["choices"] == plain["choices"]
 
 
-async def test_an_enforced_json_verdict_says_what_to_do(judge: Client) -> None:
+async def test_an_enforced_json_verdict_is_an_error_with_the_fix(judge: Client) -> None:
     address = judge.session._base_url.authority
     ask = Judge("Rate {{answer}}", Json(dict[str, int], enforce=True), max_tokens=4)
     with pytest.raises(RequestError, match=r"enforce=False.*vllm") as raised:
@@ -480,5 +480,5 @@ async def test_asleep_it_holds_no_weights_and_awake_it_answers_as_before(
     assert [line.partition(" ")[2] for line in log] == ["asleep; answers so far: 1", "awake; answers so far: 1"]
 
 
-async def test_who_does_not_say_so_cannot_put_it_to_sleep(scorer: Client) -> None:
+async def test_without_sleep_mode_there_is_no_sleep_endpoint(scorer: Client) -> None:
     assert (await scorer.post("/sleep"))[0] == 404

@@ -234,7 +234,7 @@ async def test_a_running_generation_that_is_cancelled_stops(generative: Any, ste
             assert len(steps.sizes) <= 2
 
 
-async def test_what_does_not_fit_is_refused_alone(generative: Any, discriminative: Any) -> None:
+async def test_invalid_prompts_of_a_batch_fail_alone(generative: Any, discriminative: Any) -> None:
     async with engine_for(generative) as engine:
         good, long, unknown, empty = await asyncio.gather(
             engine.generate(PROMPTS[0], GREEDY),
@@ -260,7 +260,7 @@ def test_parameters_out_of_range_are_refused_by_name(bad: dict[str, Any]) -> Non
         SamplingParams(**{"max_tokens": 1} | bad)
 
 
-async def test_a_model_error_reaches_its_batch_and_the_engine_goes_on(discriminative: Any, batches: Batches) -> None:
+async def test_a_model_error_fails_its_batch_and_the_engine_continues(discriminative: Any, batches: Batches) -> None:
     async with engine_for(discriminative) as engine:
         batches.error = RuntimeError("out of luck")
         results = await asyncio.gather(engine.classify([5]), engine.classify([6]), return_exceptions=True)

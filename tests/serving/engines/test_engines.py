@@ -84,7 +84,7 @@ def test_vllm_on_a_cpu(installed: Any) -> None:
     assert ENGINES["vllm"].gpus(model) == 0
 
 
-def test_what_a_user_says_about_the_engine_goes_before_what_we_say(installed: Any) -> None:
+def test_engine_args_override_the_librarys_flags(installed: Any) -> None:
     installed("0.31.0+cpu")
     model = settled("vllm", engine_args={"kv_cache_memory_bytes": "32M", "dtype": "bfloat16", "enforce_eager": False})
     assert command(model).endswith("--disable-uvicorn-access-log --dtype bfloat16 --kv-cache-memory-bytes 32M")
@@ -122,7 +122,7 @@ def test_sglang_on_a_cpu_needs_no_other_option_and_has_no_memory_saver() -> None
     assert "OMP_NUM_THREADS" not in on_gpus
 
 
-def test_code_of_a_model_is_trusted_where_the_user_says_so(installed: Any) -> None:
+def test_trust_remote_code_is_passed_on_only_if_set(installed: Any) -> None:
     installed("0.31.0")
     for engine in ("vllm", "sglang"):
         assert "--trust-remote-code" in command(settled(engine, trust_remote_code=True))

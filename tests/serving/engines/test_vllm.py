@@ -95,7 +95,7 @@ async def test_the_openai_client_chats(client: Any) -> None:
     assert {model.id async for model in client.models.list()} == {"judge", "scorer"}
 
 
-async def test_a_stream_arrives_in_parts_and_says_the_same(client: Any) -> None:
+async def test_a_stream_arrives_in_parts_with_the_same_text(client: Any) -> None:
     request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": 8, "temperature": 0}
     whole = await client.chat.completions.create(**request)
     stream = await client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
@@ -201,7 +201,7 @@ async def test_a_judge(models: RewardModelManager) -> None:
     assert judgement.score in (0, 1) or judgement.reply.cut_off
 
 
-async def test_what_is_refused_and_by_whom(models: RewardModelManager, client: Any) -> None:
+async def test_errors_of_vllm_and_of_the_router(models: RewardModelManager, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
         await client.chat.completions.create(
             model="judge", messages=[{"role": "user", "content": "x" * 2 * MAX_MODEL_LEN}], max_tokens=8
