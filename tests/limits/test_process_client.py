@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -142,6 +143,23 @@ async def test_waiting_does_not_eat_the_deadline():
         assert (result.error, result.score) == (None, 1)
         assert result.wait_seconds > timeout
         assert result.seconds < timeout
+    await asyncio.to_thread(function.close)
+
+
+def waits_with_a_default_timeout():
+    socket.setdefaulttimeout(0.01)
+    return waits()
+
+
+async def test_the_default_timeout_of_sockets_does_not_end_the_wait():
+    function, limits = scoring(waits_with_a_default_timeout, limits={"judge": {"max_concurrent": 1}})
+    place = await limits.enter("judge", 0, "train")
+    call = asyncio.create_task(function(RewardSample("a")))
+    await until(lambda: judge(limits)["waiting"] == 1)
+    await asyncio.wait([call], timeout=0.2)
+    place.leave()
+    result = await call
+    assert (result.error, result.score) == (None, 1)
     await asyncio.to_thread(function.close)
 
 
