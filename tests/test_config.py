@@ -1,3 +1,4 @@
+import math
 from collections import UserDict
 
 import pytest
@@ -61,6 +62,16 @@ def test_mappings_of_other_libraries():
         (RewardLoopConfig, {"timeout": 0}, r"reward_loop.timeout: .*greater than 0; got 0"),
         (RewardLoopConfig, {"on_failed": "crash"}, r"reward_loop.on_failed: .*'raise', 'default' or 'mask'"),
         (RewardLoopConfig, {"default_score": float("nan")}, r"reward_loop.default_score: .*finite"),
+        (
+            RewardLoopConfig,
+            {"limits": {"judge": {"tokens_per_minute": 10**400}}},
+            r"reward_loop.limits.judge.tokens_per_minute: .*less than or equal to",
+        ),
+        (
+            RewardLoopConfig,
+            {"limits": {"judge": {"estimated_tokens_per_request": math.inf}}},
+            r"reward_loop.limits.judge.estimated_tokens_per_request: .*finite",
+        ),
         (RewardLoopConfig, [1], r"reward_loop: expected a mapping of options, got \[1\]"),
         (Outer, {}, r"reward_loop.name: required"),
         (

@@ -84,11 +84,12 @@ def test_bad_rows_are_failed_rows(tmp_path):
         {"solution_str": None, "ground_truth": "1"},
         {"solution_str": "1", "ground_truth": "1", "extra_info": [1]},
         {"solution_str": "", "ground_truth": ""},
+        '{"solution_str": "1", "ground_truth": "1", "other": ' + "[" * 600 + "]" * 600 + "}",
     ]
     source, output = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     summary = score(source, output)
     scored = read_jsonl(output)
-    assert count_rows(source) == len(scored) == 8
+    assert count_rows(source) == len(scored) == 9
     errors = [row["error"] for row in scored]
     assert errors[0] is None
     assert "line 2: not JSON" in errors[1]
@@ -98,9 +99,10 @@ def test_bad_rows_are_failed_rows(tmp_path):
     assert "line 7: field 'solution_str' is None, not text" in errors[5]
     assert "line 8: field 'extra_info' is [1], not an object" in errors[6]
     assert scored[7]["score"] == 1.0
-    assert [row["score"] for row in scored[1:7]] == [None] * 6
-    assert summary.outcomes == {"scored": 2, "failed": 6}
-    assert sum(count for count, _ in summary.report.causes.most_common()) == 6
+    assert "line 10: its fields are nested more than 200 levels deep" in errors[8]
+    assert [row["score"] for row in (*scored[1:7], scored[8])] == [None] * 7
+    assert summary.outcomes == {"scored": 2, "failed": 7}
+    assert sum(count for count, _ in summary.report.causes.most_common()) == 7
 
 
 def test_unscored_failed_and_not_finite(tmp_path):

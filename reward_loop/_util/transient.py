@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,7 +78,7 @@ def retry_after(error: BaseException) -> float | None:
     """
     for cause in _causes(error):
         own = _attribute(cause, "retry_after")
-        if isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own):
+        if isinstance(own, int | float) and not isinstance(own, bool) and abs(own) <= sys.float_info.max:
             return max(0.0, float(own))
         response = _attribute(cause, "response")
         for headers in (_attribute(cause, "headers"), _attribute(response, "headers")):

@@ -160,3 +160,9 @@ def test_retry_after_a_date():
 def test_refusals():
     assert is_refusal(raised_from(aiohttp_status(429)))
     assert not is_refusal(aiohttp_status(503))
+
+
+def test_a_pause_beyond_the_range_of_float_is_not_valid():
+    error = RuntimeError("slow down")
+    error.retry_after = 10**400
+    assert retry_after(error) is None

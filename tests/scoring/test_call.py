@@ -164,6 +164,11 @@ class Broken:
         raise RuntimeError("no GPU")
 
 
+class Quits:
+    def __init__(self):
+        sys.exit("OPENAI_API_KEY is not set")
+
+
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
@@ -174,6 +179,7 @@ class Broken:
             "does not take the configured reward_kwargs bonsu; did you mean 'bonus'",
         ),
         (Fussy, {}, "class Fussy .*requires model"),
+        (Quits, {}, "class Quits .*cannot be instantiated: SystemExit: OPENAI_API_KEY is not set"),
         (Broken, {}, "class Broken .*cannot be instantiated: RuntimeError: no GPU"),
         (lambda solution_str, /: 0, {}, "takes solution_str by position only"),
         (3, {}, "cannot be called"),
@@ -250,13 +256,25 @@ class Unprintable(Exception):
         raise RuntimeError
 
 
+class EndlessPause(Exception):
+    retry_after = 10**400
+
+
 class Exit(BaseException):
     """As those by which test and coroutine libraries leave."""
 
 
 @pytest.mark.parametrize(
     "exception",
-    [SystemExit(3), StopIteration(), asyncio.CancelledError(), TimeoutError("mine"), Unprintable(), Exit()],
+    [
+        SystemExit(3),
+        StopIteration(),
+        asyncio.CancelledError(),
+        TimeoutError("mine"),
+        Unprintable(),
+        EndlessPause(),
+        Exit(),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("is_async", [True, False])
@@ -291,6 +309,14 @@ async def test_a_broken_sample_fails_without_a_call():
     assert result.error == "sample u1: no field 'x'"
     assert result.outcome is Outcome.FAILED
     assert not called
+
+
+async def test_extra_info_that_is_nested_too_deeply_fails_without_a_call():
+    extra_info = {}
+    extra_info["itself"] = extra_info
+    result = await ScoringFunction(lambda extra_info: 1.0)(RewardSample("", uid="q1", extra_info=extra_info))
+    assert result.error == "sample q1: its extra_info is nested too deeply, or contains itself"
+    assert result.attempts == 0
 
 
 async def test_a_sync_function_that_blocks_does_not_block_the_loop():
