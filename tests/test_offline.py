@@ -1,8 +1,10 @@
 import json
 import math
+import os
 import resource
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,8 @@ from reward_loop import (
 from reward_loop._util.json import to_json
 from reward_loop.offline import Fields, PartialResults, Row, count_rows, read_rows, score_file
 from reward_loop.offline.output import RESULT_COLUMNS
+from reward_loop.records import records
+from reward_loop.records.reader import RecordsReader
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 
 
@@ -166,6 +170,20 @@ def test_columns_that_have_our_names_are_kept(tmp_path):
     (row,) = read_jsonl(output)
     assert (row["score"], row["input_score"]) == (1.0, "old")
     assert (row["row"], row["input_row"], row["input_input_row"]) == (0, 1, 99)
+
+
+def test_a_function_that_changes_the_working_directory(tmp_path, monkeypatch):
+    def moves(solution_str):
+        os.chdir("/")
+        return 1.0
+
+    monkeypatch.chdir(tmp_path)
+    source = write_jsonl(Path("in.jsonl"), ROWS)
+    config = {"log_dir": "records"}
+    assert score(source, Path("out.jsonl"), moves, config=config).outcomes == {"scored": 12}
+    records("records").flush()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "records"]
+    assert len(list(RecordsReader(tmp_path / "records").rows())) == 12
 
 
 def test_no_more_rows_are_scored_at_a_time_than_asked(tmp_path):

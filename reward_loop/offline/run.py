@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +167,8 @@ def score_file(
         resumed = len(results)
         on_row(resumed)
         todo = (row for row in source.rows() if row.index not in results)
-        run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
+        with contextlib.chdir("."):  # a function in a thread may change the working directory
+            run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
