@@ -446,6 +446,16 @@ def test_characters_that_a_terminal_cannot_encode_are_escaped(folder):
     assert rb"raised ValueError: \ud800\u2026" in done.stdout
 
 
+def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert "Interrupted." in capsys.readouterr().err
+
+
 def test_help_and_version():
     shown = run("score", "--help")
     assert "Example" in shown

@@ -1,6 +1,7 @@
 """Limits inside functions that run in processes of their own."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -248,6 +249,22 @@ def in_two_loops(settled):
     settled()
     for _ in range(2):
         assert asyncio.run(score(function, "a"))[0].score == 1
+
+
+def test_a_function_that_is_deleted_leaves_the_file_descriptors_of_a_uvloop_alone():
+    """An event loop of uvloop does not keep its servers alive: the garbage collector would close their sockets."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run():
+        results = []
+        for _ in range(3):
+            function, _ = scoring(waits, limits={"judge": {"max_concurrent": 2}})
+            results += await score(function, "a", "b")
+            del function
+            gc.collect()
+        return results
+
+    assert [result.error for result in uvloop.run(run())] == [None] * 6
 
 
 def test_it_outlives_a_loop():
