@@ -236,8 +236,8 @@ def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
 
 
 _open_servers: dict[asyncio.Server, asyncio.AbstractEventLoop] = {}
-"""The sockets of all `CallServer`, each with its event loop. An event loop of uvloop does not reference its servers: the
-garbage collector would close the socket of a deleted function, while the event loop still uses the descriptor."""
+"""The sockets of all `CallServer`, each with its event loop. An event loop of uvloop does not reference its servers:
+without this reference, the garbage collector closes the socket while the event loop still uses the descriptor."""
 
 
 class CallServer:
