@@ -409,6 +409,21 @@ def test_a_composite_needs_no_other_function(folder):
     assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 
 
+@pytest.mark.parametrize("command", ["score", "check"])
+def test_components_need_the_manager_composite(folder, command):
+    shown = run(command, *MAPPED[1:], *RIGHT, code=2)
+    assert "reward_loop.components have an effect only with the manager `composite`" in shown
+
+
+def test_options_of_processes_without_processes_are_noted(folder):
+    (folder / "waits.py").write_text("async def compute_score(solution_str): return 1\n")
+    asyncs = ("score", "rollouts.jsonl", "waits.py", "-f", "solution_str=output", "--restart", "--isolation", "process")
+    shown = run(*MAPPED, "--max-memory-mb", "100", "--max-processes", "2")
+    assert "note: no effect: --max-memory-mb, --max-processes. No function runs in a process: add --isolation" in shown
+    assert "note: no effect: --isolation. No function runs in a process: only sync functions do" in run(*asyncs)
+    assert "no effect" not in run(*MAPPED, "--restart", "--isolation", "process", "--max-memory-mb", "1000")
+
+
 def test_a_run_is_not_resumed_with_other_weights_of_a_composite(folder):
     stops = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=raise", "--concurrency", "1")
     assert "rerun the command to resume" in run(*COMPOSITE, *stops, code=1)

@@ -49,12 +49,14 @@ def load_scorer(
 
     Raises:
         ConfigError: the manager does not exist or its options are invalid; or the function is missing, or would have
-            no effect because each component has its own.
+            no effect because each component has its own; or there are components without a composite.
         FunctionLoadError: a function cannot be found, or cannot be called with the arguments of the reward loop.
     """
     cls: Any = managers.get(manager)
     is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
-    components = options.components.values() if is_composite else ()
+    if options.components and not is_composite:
+        raise ConfigError("reward_loop.components have an effect only with the manager `composite`")
+    components = options.components.values()
     if spec is None and not components:
         instead = ", or a path for each component: -O components.NAME.path=file.py:name" if is_composite else ""
         raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
