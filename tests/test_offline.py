@@ -553,6 +553,24 @@ def test_parquet(tmp_path):
     assert read_jsonl(tmp_path / "out.jsonl")[1]["reward_model"] == {"ground_truth": "0"}
 
 
+def test_parquet_with_dates_that_python_does_not_have(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    far = pa.array([2**40, None], pa.timestamp("s"))
+    columns = {"solution_str": ["1", "2"], "ground_truth": ["1", "1"]}
+    source = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pa.table({**columns, "until": far}), source)
+    score(source, tmp_path / "out.jsonl")
+    rows = read_jsonl(tmp_path / "out.jsonl")
+    assert [row["until"] is None for row in rows] == [False, True]
+    assert "1099511627776" in rows[0]["until"]
+    assert [row["solution_str"] for row in rows] == ["1", "2"]
+    pyarrow.parquet.write_table(pa.table({**columns, "until": [[{"at": at}] for at in far]}), source)
+    with pytest.raises(ConfigError, match=r"in.parquet: the column 'until' cannot be read: .*remove it"):
+        score(source, tmp_path / "other.jsonl")
+
+
 def test_jsonl_to_parquet_with_columns_of_mixed_types(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [{**ROWS[0], "note": 1}, {**ROWS[1], "note": [1]}, "torn {", {**ROWS[2], "late": "x"}]

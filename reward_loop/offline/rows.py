@@ -14,7 +14,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.compression import SUFFIXES
 from reward_loop.offline.contents import read_contents
 from reward_loop.offline.folders import count_folder, read_folder, renamed
-from reward_loop.offline.parquet import parquet_rows, read_batches
+from reward_loop.offline.parquet import parquet_rows, read_batches, rows_of
 from reward_loop.types import RewardSample
 
 __all__ = ["Fields", "Row", "check_fields", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
@@ -106,7 +106,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if is_parquet(path):
         index = 0
         for batch in read_batches(path):
-            for columns in batch.to_pylist():
+            for columns in rows_of(path, batch):
                 yield Row(index, f"row {index}", columns)
                 index += 1
         return
