@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from reward_loop._util.json import to_json
 from reward_loop.offline import Fields, PartialResults, Row, count_rows, read_rows, score_file
 from reward_loop.offline.output import RESULT_COLUMNS
 from reward_loop.records import records
+from reward_loop.records.encoding import cleaned
 from reward_loop.records.reader import RecordsReader
 from tests.gsm8k import DATA, ROOT, needs_gsm8k
 
@@ -611,6 +613,17 @@ def test_whatever_a_function_returns_is_one_line_of_strict_json(value):
     assert b"\n" not in encoded
     encoded.decode("utf-8")
     json.loads(encoded, parse_constant=lambda constant: pytest.fail(constant))
+
+
+@pytest.mark.parametrize(
+    ("number", "read"),
+    [(2**1023, float(2**1023)), (10**400, str(10**400)), (10**5000, hex(10**5000))],
+    ids=["number", "text", "hexadecimal"],
+)
+def test_integers_beyond_the_range_of_float_are_text(number, read):
+    """Readers such as orjson, DuckDB and browsers refuse them as numbers."""
+    assert orjson.loads(to_json([number, -number])) == [read, -read if isinstance(read, float) else f"-{read}"]
+    assert cleaned({"components": {"n": number}}) == {"components": {"n": read}}
 
 
 def test_arrays_and_objects_are_encoded():

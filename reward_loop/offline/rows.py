@@ -123,8 +123,8 @@ def _parse(index: int, name: str, content: Any) -> Row:
             return Row(index, name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
         return Row(index, name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
-    if (error := _too_deep(columns)) is not None:
-        return Row(index, name, error=error)
+    if (problem := _too_deep(columns)) is not None:
+        return Row(index, name, error=problem)
     return Row(index, name, columns)
 
 
