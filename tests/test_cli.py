@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from typer.testing import CliRunner
 
+from reward_loop import __main__ as entry_point
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
 from reward_loop.managers import registry
@@ -469,6 +471,17 @@ def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="130"):
         cli.main()
     assert "Interrupted." in capsys.readouterr().err
+
+
+def test_ctrl_c_during_the_imports(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "reward_loop.cli", Interrupted("cli"))
+    with pytest.raises(SystemExit, match="130"):
+        entry_point.main()
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 def test_help_and_version():
