@@ -411,6 +411,42 @@ def test_a_composite_needs_no_other_function(folder):
     assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 
 
+MANAGERS = """
+from reward_loop import RewardLoopManagerBase
+
+class Unmade(RewardLoopManagerBase):
+    def __init__(self, **kwargs):
+        raise SystemExit(0)
+
+class Raises(RewardLoopManagerBase):
+    async def run_single(self, data):
+        raise KeyError("x")
+
+class Number(RewardLoopManagerBase):
+    async def run_single(self, data):
+        return 5
+
+class NoInfo(RewardLoopManagerBase):
+    async def run_single(self, data):
+        return {"reward_score": 1.0, "reward_extra_info": 5}
+"""
+
+
+@pytest.mark.parametrize("command", ["score", "check"])
+@pytest.mark.parametrize(
+    ("name", "message", "code"),
+    [
+        ("Unmade", "the manager own.py:Unmade cannot be created: SystemExit: 0", 2),
+        ("Raises", "line 1: Raises.run_single raised KeyError: 'x'", 1),
+        ("Number", "line 1: Number.run_single returned 5, not a dict with reward_score", 1),
+        ("NoInfo", "line 1: NoInfo.run_single returned {'reward_score': 1.0, 'reward_extra_info': 5}, not a dict", 1),
+    ],
+)
+def test_errors_of_a_manager_are_one_message(folder, command, name, message, code):
+    (folder / "own.py").write_text(MANAGERS)
+    assert message in run(command, *MAPPED[1:], "--manager", f"own.py:{name}", code=code)
+
+
 @pytest.mark.parametrize("command", ["score", "check"])
 def test_components_need_the_manager_composite(folder, command):
     shown = run(command, *MAPPED[1:], *RIGHT, code=2)

@@ -208,6 +208,19 @@ def test_no_more_rows_are_scored_at_a_time_than_asked(tmp_path):
     assert summary.outcomes == {"scored": 12}
 
 
+def test_a_score_of_a_manager_that_is_not_finite_is_a_failure(tmp_path):
+    class Manager:
+        async def run_single(self, sample):
+            return {"reward_score": {"0": math.nan, "1": "high"}.get(sample.solution_str, 1.0)}
+
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS[:3])
+    summary = score_file(source, tmp_path / "out.jsonl", Manager(), fields=Fields())
+    assert summary.outcomes == {"failed": 2, "scored": 1}
+    errors = [row["error"] for row in read_jsonl(tmp_path / "out.jsonl")]
+    assert errors[0] == "sample line 1: Manager.run_single returned the score nan, which is not a finite number"
+    assert "returned the score 'high'" in errors[1]
+
+
 class Calls:
     """A reward function that counts its calls, and stops the run at one of them."""
 

@@ -13,6 +13,7 @@ from reward_loop.check.report import Callee, Row
 from reward_loop.config import CacheConfig, RewardLoopConfig
 from reward_loop.managers import CompositeRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
+from reward_loop.managers.scorer import reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample
 
@@ -111,7 +112,7 @@ class Calls:
         return rows
 
     async def _run_one(self, sample: RewardSample, manager: Any) -> Row:
-        reward = await (manager or self._manager).run_single(sample)
+        reward = await reward_of(manager or self._manager, sample, str(sample.uid))
         info = dict(reward.get("reward_extra_info") or {})
         outcome = info.pop("reward_outcome", "scored")
         masked = info.pop("reward_masked", False)
