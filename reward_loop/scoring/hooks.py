@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from reward_loop.errors import InvalidScoreError, RewardFunctionError, RewardTimeoutError
+from reward_loop.errors import InvalidScoreError, RewardCrashedError, RewardFunctionError, RewardTimeoutError
 from reward_loop.processes.invocation import Invocation, describe_exception
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.on_loop import LoopCalls
@@ -57,7 +57,7 @@ class Hooks:
         """Call a method in a thread, and return its value.
 
         Raises:
-            ScoringError: the method raised, or ran past the deadline.
+            ScoringError: the method raised, ran past the deadline, or could not be started.
         """
         try:
             outcome = await self._threads.run(invocation, timeout)
@@ -65,6 +65,10 @@ class Hooks:
                 outcome = await self._loop_calls.run(outcome.value, timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"ran past its deadline of {timeout} s", function=method) from None
+        except (OSError, RuntimeError) as error:  # not of the method, whose exceptions are data: no thread is free
+            raise RewardCrashedError(
+                f"could not be started: {type(error).__name__}: {error}", function=method
+            ) from error
         if outcome.exception is not None:
             problem = f"raised {describe_exception(outcome.exception)}"
             raise RewardFunctionError(problem, function=method) from outcome.exception

@@ -12,6 +12,7 @@ from reward_loop import (
     FunctionLoadError,
     InvalidScoreError,
     Outcome,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
@@ -470,6 +471,18 @@ async def test_post_process_scores_that_goes_wrong(process, error, message):
     judge.post_process_scores = process
     with pytest.raises(error, match=message):
         await ScoringFunction(judge).post_process_scores([1.0, 2.0])
+
+
+async def test_post_process_scores_without_a_free_thread_fails_its_group_only(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    judge = SyncJudge()
+    judge.post_process_scores = list
+    function = ScoringFunction(judge)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RewardCrashedError, match="could not be started: RuntimeError: can't start new thread"):
+        await function.post_process_scores([1.0, 2.0])
 
 
 def test_results_can_be_pickled():
