@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reward_loop.errors import InvalidScoreError, RewardCrashedError, RewardFunctionError, RewardTimeoutError
@@ -35,7 +36,8 @@ class Hooks:
         if self._target.post_process_scores is None:
             return scores
         method = f"post_process_scores beside {self._target.name}"
-        returned = await self._call(Invocation(self._target.post_process_scores, (list(scores),)), method, timeout)
+        invocation = Invocation(_called, (self._target.post_process_scores, scores))
+        returned = await self._call(invocation, method, timeout)
         try:
             processed = [normalise(score)[0] for score in returned]
         except (InvalidScoreError, TypeError) as error:
@@ -73,3 +75,10 @@ class Hooks:
             problem = f"raised {describe_exception(outcome.exception)}"
             raise RewardFunctionError(problem, function=method) from outcome.exception
         return outcome.value
+
+
+def _called(post_process_scores: Callable[[list[float]], Any], scores: list[float]) -> Any:
+    """Return what the method returns; the numbers of a generator as a list, with at most one number too many."""
+    returned = post_process_scores(list(scores))
+    # Here, the code of a generator runs in the thread and has a deadline; its exceptions are data.
+    return list(itertools.islice(returned, len(scores) + 1)) if isinstance(returned, Iterator) else returned

@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import itertools
 import subprocess
 import sys
 import threading
@@ -470,6 +471,18 @@ async def test_post_process_scores_that_goes_wrong(process, error, message):
     judge = SyncJudge()
     judge.post_process_scores = process
     with pytest.raises(error, match=message):
+        await ScoringFunction(judge).post_process_scores([1.0, 2.0])
+
+
+async def test_post_process_scores_that_is_a_generator():
+    judge = SyncJudge()
+    judge.post_process_scores = lambda scores: (1 / score for score in scores)
+    function = ScoringFunction(judge)
+    assert await function.post_process_scores([1.0, 2.0]) == [1.0, 0.5]
+    with pytest.raises(RewardFunctionError, match="raised ZeroDivisionError"):
+        await function.post_process_scores([1.0, 0.0])
+    judge.post_process_scores = lambda scores: itertools.count()
+    with pytest.raises(InvalidScoreError, match="received 2 scores and returned 3 numbers"):
         await ScoringFunction(judge).post_process_scores([1.0, 2.0])
 
 
