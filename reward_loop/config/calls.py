@@ -72,7 +72,7 @@ class CacheConfig(Config):
     path: str | None = None
     """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
 
-    version: str = ""
+    version: str = Field(default="", coerce_numbers_to_str=True)
     """Any text; stored scores are used only with the same version. Change it when the score depends on something that
     is neither in the function's file nor in its arguments, such as the judge's model. With ``path``, required for a
     function that is not defined at the top level of a file."""
