@@ -134,6 +134,9 @@ def main() -> None:
     signals.handle()
     try:
         app()
+    except KeyboardInterrupt as error:  # before a command is invoked
+        _report("\n[yellow]Interrupted.[/]", error)
+        raise SystemExit(130) from None
     except OSError as error:  # raised by --version and --help, which print before a command is invoked
         _report(f"[bold red]error:[/] {escape(str(error))}", error)
         raise SystemExit(1) from None

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from typer.testing import CliRunner
 
+from reward_loop import __main__ as entry_point
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
 from reward_loop.managers import registry
@@ -409,6 +411,57 @@ def test_a_composite_needs_no_other_function(folder):
     assert message in run(*COMPOSITE, *RIGHT, "--fn", "reward.py", "-o", "other.jsonl", code=2)
 
 
+MANAGERS = """
+from reward_loop import RewardLoopManagerBase
+
+class Unmade(RewardLoopManagerBase):
+    def __init__(self, **kwargs):
+        raise SystemExit(0)
+
+class Raises(RewardLoopManagerBase):
+    async def run_single(self, data):
+        raise KeyError("x")
+
+class Number(RewardLoopManagerBase):
+    async def run_single(self, data):
+        return 5
+
+class NoInfo(RewardLoopManagerBase):
+    async def run_single(self, data):
+        return {"reward_score": 1.0, "reward_extra_info": 5}
+"""
+
+
+@pytest.mark.parametrize("command", ["score", "check"])
+@pytest.mark.parametrize(
+    ("name", "message", "code"),
+    [
+        ("Unmade", "the manager own.py:Unmade cannot be created: SystemExit: 0", 2),
+        ("Raises", "line 1: Raises.run_single raised KeyError: 'x'", 1),
+        ("Number", "line 1: Number.run_single returned 5, not a dict with reward_score", 1),
+        ("NoInfo", "line 1: NoInfo.run_single returned {'reward_score': 1.0, 'reward_extra_info': 5}, not a dict", 1),
+    ],
+)
+def test_errors_of_a_manager_are_one_message(folder, command, name, message, code):
+    (folder / "own.py").write_text(MANAGERS)
+    assert message in run(command, *MAPPED[1:], "--manager", f"own.py:{name}", code=code)
+
+
+@pytest.mark.parametrize("command", ["score", "check"])
+def test_components_need_the_manager_composite(folder, command):
+    shown = run(command, *MAPPED[1:], *RIGHT, code=2)
+    assert "reward_loop.components have an effect only with the manager `composite`" in shown
+
+
+def test_options_of_processes_without_processes_are_noted(folder):
+    (folder / "waits.py").write_text("async def compute_score(solution_str): return 1\n")
+    asyncs = ("score", "rollouts.jsonl", "waits.py", "-f", "solution_str=output", "--restart", "--isolation", "process")
+    shown = run(*MAPPED, "--max-memory-mb", "100", "--max-processes", "2")
+    assert "note: no effect: --max-memory-mb, --max-processes. No function runs in a process: add --isolation" in shown
+    assert "note: no effect: --isolation. No function runs in a process: only sync functions do" in run(*asyncs)
+    assert "no effect" not in run(*MAPPED, "--restart", "--isolation", "process", "--max-memory-mb", "1000")
+
+
 def test_a_run_is_not_resumed_with_other_weights_of_a_composite(folder):
     stops = ("-O", "components.right.path=reward.py", "-O", "components.right.on_failed=raise", "--concurrency", "1")
     assert "rerun the command to resume" in run(*COMPOSITE, *stops, code=1)
@@ -444,6 +497,27 @@ def test_characters_that_a_terminal_cannot_encode_are_escaped(folder):
     done = subprocess.run(command, capture_output=True, env=environment, timeout=300)
     assert done.returncode == 1, done.stderr
     assert rb"raised ValueError: \ud800\u2026" in done.stdout
+
+
+def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert "Interrupted." in capsys.readouterr().err
+
+
+def test_ctrl_c_during_the_imports(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "reward_loop.cli", Interrupted("cli"))
+    with pytest.raises(SystemExit, match="130"):
+        entry_point.main()
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 def test_help_and_version():

@@ -130,10 +130,12 @@ def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:
         (["a.jsonl", "none.jsonl"], "no such file: none.jsonl"),
         (["a.jsonl", "plain.jsonl"], "plain.jsonl, line 1: it has no field 'score'"),
         (["a.jsonl", "torn.jsonl"], "torn.jsonl, line 2: not JSON"),
-        (["a.jsonl", "a.jsonl", "--on", "rwo"], "have no field 'rwo'; did you mean 'row'?"),
+        (["a.jsonl", "a.jsonl", "--on", "rwo"], "have no value in the field 'rwo'; did you mean 'row'?"),
         (["a.jsonl", "a.jsonl", "--label", "lab"], "neither a.jsonl nor a.jsonl has a field 'lab'"),
         (["a.jsonl", "a.jsonl", "--label", "word"], "the label 'word' of sample 0 is 'good', which is not a number"),
         (["a.jsonl", "text.jsonl"], "the score of sample 0 is 'high', which is not a number"),
+        (["a.jsonl", "huge.jsonl"], f"the score of sample 0 is {'1' + 119 * '0'}"[:-3] + "..., which is not a number"),
+        (["a.jsonl", "null.jsonl", "--on", "word"], "null.jsonl: 1 rows have no value in the field 'word'. Their"),
         (["records", "a.jsonl"], "have no sample in common: the first has uid='q1', the second row=0"),
         (["empty", "a.jsonl"], "empty contains no records"),
     ],
@@ -146,6 +148,8 @@ def test_scorings_that_cannot_be_compared_are_errors(
     Path("plain.jsonl").write_text('{"solution_str": "4"}\n')
     Path("torn.jsonl").write_text('{"row": 0, "score": 1}\n{"row"')
     Path("text.jsonl").write_text('{"row": 0, "score": "high"}\n')
+    Path("huge.jsonl").write_text(f'{{"row": 0, "score": {10**400}}}\n')
+    Path("null.jsonl").write_text('{"row": 0, "score": 1, "word": null}\n')
     records(Path("records"), record("q1", 1.0))
     Path("empty").mkdir()
     assert message in compare(*arguments, code=2)

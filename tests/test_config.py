@@ -1,3 +1,4 @@
+import math
 from collections import UserDict
 
 import pytest
@@ -28,6 +29,10 @@ def test_an_instance_stays_as_it_is():
 
 def test_values_are_read_as_a_command_line_writes_them():
     assert parse(RewardLoopConfig, {"timeout": "2.5"}, "reward_loop").timeout == 2.5
+
+
+def test_a_version_may_be_a_number():
+    assert parse(RewardLoopConfig, {"cache": {"version": 2}}, "reward_loop").cache.version == "2"
 
 
 def test_mappings_of_other_libraries():
@@ -61,6 +66,16 @@ def test_mappings_of_other_libraries():
         (RewardLoopConfig, {"timeout": 0}, r"reward_loop.timeout: .*greater than 0; got 0"),
         (RewardLoopConfig, {"on_failed": "crash"}, r"reward_loop.on_failed: .*'raise', 'default' or 'mask'"),
         (RewardLoopConfig, {"default_score": float("nan")}, r"reward_loop.default_score: .*finite"),
+        (
+            RewardLoopConfig,
+            {"limits": {"judge": {"tokens_per_minute": 10**400}}},
+            r"reward_loop.limits.judge.tokens_per_minute: .*less than or equal to",
+        ),
+        (
+            RewardLoopConfig,
+            {"limits": {"judge": {"estimated_tokens_per_request": math.inf}}},
+            r"reward_loop.limits.judge.estimated_tokens_per_request: .*finite",
+        ),
         (RewardLoopConfig, [1], r"reward_loop: expected a mapping of options, got \[1\]"),
         (Outer, {}, r"reward_loop.name: required"),
         (

@@ -76,6 +76,20 @@ def test_a_function_in_processes_is_refused(folder):
         "from reward_loop import isolated\n@isolated\ndef compute_score(solution_str): return 1\n"
     )
     assert "--dry-run: the function runs in processes" in score("isolated.py", "rollouts.jsonl", code=2).stderr
+    (folder / "sync.py").write_text("def compute_score(solution_str): return 1\n")
+    refused = score("sync.py", "rollouts.jsonl", "--isolation", "process", code=2)
+    assert "--dry-run: the function runs in processes" in refused.stderr
+
+
+def test_errors_of_a_manager_are_counted_by_cause(folder):
+    (folder / "own.py").write_text(
+        "from reward_loop import RewardLoopManagerBase\n"
+        "class Own(RewardLoopManagerBase):\n"
+        "    async def run_single(self, data): raise KeyError('rubric')\n"
+    )
+    shown = " ".join(score("judge.py", "rollouts.jsonl", "--manager", "own.py:Own").stdout.split())
+    assert "100 of the 100 rows failed before a request, first: line" in shown
+    assert "Own.run_single raised KeyError: 'rubric'" in shown
 
 
 def test_failures_before_a_request_are_counted_by_cause(folder):

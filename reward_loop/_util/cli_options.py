@@ -19,6 +19,7 @@ __all__ = [
     "RouterAddress",
     "Timeout",
     "function_and_files",
+    "is_given",
     "json_or_text",
     "more_options",
     "nested",
@@ -159,7 +160,7 @@ def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[st
     """
     options = nested(pairs(items, "--option"), "--option")
     for name, value in options.items():
-        if _is_given(context, name):
+        if is_given(context, name):
             option = _flag(name)
             raise typer.BadParameter(
                 f"{option}={context.params[name]} and -O {name}={value} set the same option: give one of them",
@@ -175,12 +176,12 @@ def option_names(context: typer.Context) -> Callable[[str], str]:
     """
 
     def name_of(path: str) -> str:
-        return _flag(path) if _is_given(context, path) else f"--option {path}"
+        return _flag(path) if is_given(context, path) else f"--option {path}"
 
     return name_of
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
     """Return whether a parameter of the command is given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,16 +29,16 @@ def encode(value: Any) -> bytes:
 def to_json(value: Any) -> bytes:
     """Encodes a value as one line of strict UTF-8 JSON.
 
-    Arrays become lists, NaN and infinities ``null``, bytes text, integers of more than about 4,200 digits hexadecimal
-    text, and values of unknown types their ``str()``.
+    Arrays become lists, NaN and infinities ``null``, bytes text, integers beyond the range of float text (of more than
+    about 4,200 digits, hexadecimal), and values of unknown types their ``str()``.
     """
     # A lone surrogate cannot be encoded as UTF-8; backslashreplace writes it as a JSON escape.
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return hex(value)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # most readers refuse it as a number
+        return str(value) if value.bit_length() <= _MAX_BITS else hex(value)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -25,6 +25,6 @@ def retry_after_seconds(value: str | None) -> float | None:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time()
-        except ValueError:
+        except (ValueError, OverflowError):  # no date; a year beyond the range of dates
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -1,4 +1,7 @@
-"""Handles Ctrl-C in commands: it always reaches the event loop, and repeated signals within a second count once."""
+"""Handles Ctrl-C in commands: it always reaches the event loop, and repeated signals within a second count once.
+
+Also returns the names of signals, for messages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["handle", "run"]
+__all__ = ["handle", "name_of", "run"]
 
 T = TypeVar("T")
 
@@ -63,6 +66,14 @@ def handle() -> None:
         signal.signal(signal.SIGINT, _CtrlC())
         # At exit, the interpreter removes handlers, but an ignored signal stays ignored.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+
+
+def name_of(number: int) -> str:
+    """Returns a signal's name, such as ``SIGTERM``; ``signal 37`` for a real-time signal, most of which have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reward_loop._util.retry_after import retry_after_seconds
@@ -46,13 +46,17 @@ def is_transient(error: BaseException) -> bool:
 
     The error and the errors that it was raised from (``raise ... from``) are examined together. The first attribute
     ``transient`` decides; without one, the first HTTP status decides; without a status, the types decide, and a
-    permanent type overrules a transient one.
+    permanent type overrules a transient one. A group of exceptions, as of `asyncio.TaskGroup`, is transient if all of
+    them are.
     """
     causes = list(_causes(error))
     for cause in causes:
         transient = _attribute(cause, "transient")  # TransientError and RequestError have it
         if isinstance(transient, bool):
             return transient
+    for cause in causes:
+        if isinstance(cause, BaseExceptionGroup):
+            return all(map(is_transient, cause.exceptions))
     status = status_of(error)
     if status is not None:
         return status in TRANSIENT_STATUS or 500 <= status <= 599
@@ -63,22 +67,28 @@ def is_transient(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Returns whether the service answered that it is overloaded. Adaptive limits shrink on such answers."""
-    return any(_status(cause) in REFUSAL_STATUS for cause in _causes(error))
+    return any(_status(cause) in REFUSAL_STATUS or any(map(is_refusal, _parts(cause))) for cause in _causes(error))
 
 
 def status_of(error: BaseException) -> int | None:
     """Returns the first HTTP status of the error and the errors that it was raised from; ``None`` without one."""
-    return next((status for cause in _causes(error) if (status := _status(cause)) is not None), None)
+    for cause in _causes(error):
+        for status in (_status(cause), *map(status_of, _parts(cause))):
+            if status is not None:
+                return status
+    return None
 
 
 def retry_after(error: BaseException) -> float | None:
     """Returns the seconds that the service asked to wait, by an attribute ``retry_after`` or a ``Retry-After`` header.
 
-    ``None`` if the service did not ask, or the value is not valid.
+    ``None`` if the service did not ask, or the value is not valid. Of a group of exceptions, the longest time counts.
     """
     for cause in _causes(error):
+        if asked := [seconds for part in _parts(cause) if (seconds := retry_after(part)) is not None]:
+            return max(asked)
         own = _attribute(cause, "retry_after")
-        if isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own):
+        if isinstance(own, int | float) and not isinstance(own, bool) and abs(own) <= sys.float_info.max:
             return max(0.0, float(own))
         response = _attribute(cause, "response")
         for headers in (_attribute(cause, "headers"), _attribute(response, "headers")):
@@ -98,6 +108,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         # urllib's URLError has its cause in `reason`.
         reason = _attribute(error, "reason")
         error = error.__cause__ or (reason if isinstance(reason, BaseException) else None)
+
+
+def _parts(error: BaseException) -> Sequence[BaseException]:
+    """Returns the exceptions in a group; of other exceptions, nothing."""
+    return error.exceptions if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -213,8 +213,8 @@ def load_config(source: Source = None) -> AdapterConfig:
 
 def _read(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the options of the rewards, {path}, cannot be read: {error}") from None
     try:
         if path.suffix == ".json":

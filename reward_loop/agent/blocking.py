@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
@@ -31,8 +32,10 @@ class BlockingRewardAgent:
         """Create an agent; see `RewardAgent` for the arguments."""
         self._runner = BatchRunner(manager, concurrency=concurrency, on_ended=None)
         self._stack = ExitStack()
+        self._pid: int | None = None
 
     def __enter__(self) -> Self:
+        self._pid = os.getpid()
         self._stack.enter_context(in_background(self._running, name="reward-agent"))
         return self
 
@@ -82,6 +85,10 @@ class BlockingRewardAgent:
             raise RewardLoopError("enter the agent first: `with BlockingRewardAgent(...)`")
         if loop.is_closed():
             raise RewardLoopError("the agent is closed")
+        if self._pid != os.getpid():  # a fork does not copy the thread of the event loop: the call would never end
+            raise RewardLoopError(
+                "this agent belongs to the process that entered it: create another one in the forked process"
+            )
         return loop
 
     def _call(self, function: Callable[[], T]) -> T:

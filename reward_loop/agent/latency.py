@@ -70,7 +70,7 @@ def parse_latency(text: str) -> Latency:
 
 def _read(path: Path) -> list[float]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"judge latencies cannot be read: {error}") from None
     values = []
@@ -79,7 +79,7 @@ def _read(path: Path) -> list[float]:
             continue
         try:
             seconds = float(_seconds(json.loads(line)))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             seconds = math.nan
         if not 0 <= seconds <= LONGEST_S:
             raise ConfigError(

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from reward_loop.check.report import Callee, Row
-from reward_loop.config import RewardLoopConfig
+from reward_loop.config import CacheConfig, RewardLoopConfig
 from reward_loop.managers import CompositeRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
+from reward_loop.managers.scorer import reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
 from reward_loop.types import RewardSample
 
@@ -26,7 +27,7 @@ class Calls:
         function: the function; ``None`` if each component of a composite has its own.
         samples: number of samples. A function of lists receives all of them in one call.
         manager: the reward manager, by name or import path.
-        options: options of the run. Policies and bounds on failures are ignored.
+        options: options of the run. Policies, bounds on failures and the cache are ignored.
         reward_kwargs: configured arguments of the function.
         router_address: ``host:port`` that the function receives as ``reward_router_address``.
         concurrency: number of threads.
@@ -49,8 +50,16 @@ class Calls:
         self._groups = itertools.count()
         # Failures are reported and must not stop the check. A function of lists gets all samples in one call.
         batch = options.batch.model_copy(update={"max_batch_size": samples})
-        update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "max_threads": concurrency}
-        self.options = options.model_copy(update={**update, "batch": batch})
+        update: dict[str, Any] = {
+            "max_failed_share": 1.0,
+            "on_failed": "mask",
+            "on_unscored": "mask",
+            "max_threads": concurrency,
+        }
+        # A stored score would hide that results differ, and the function is also called in wrappers without a file.
+        components = {name: one.model_copy(update={"cache": None}) for name, one in options.components.items()}
+        update |= {"batch": batch, "cache": CacheConfig(), "components": components}
+        self.options = options.model_copy(update=update)
         self.reward_kwargs = reward_kwargs
         self.loaded = function
         self.function: Any = None
@@ -103,7 +112,7 @@ class Calls:
         return rows
 
     async def _run_one(self, sample: RewardSample, manager: Any) -> Row:
-        reward = await (manager or self._manager).run_single(sample)
+        reward = await reward_of(manager or self._manager, sample, str(sample.uid))
         info = dict(reward.get("reward_extra_info") or {})
         outcome = info.pop("reward_outcome", "scored")
         masked = info.pop("reward_masked", False)

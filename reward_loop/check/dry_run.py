@@ -66,7 +66,7 @@ async def check(
         reward_kwargs: configured arguments of the function.
         manager: the reward manager, by name or import path.
         router_address: ``host:port`` that the function receives as ``reward_router_address``.
-        options: options of the run; the policies and bounds on failures are ignored here.
+        options: options of the run; the policies, the bounds on failures and the cache are ignored here.
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_lag_s: maximum time in seconds for which an async function may block the event loop.
         on_step: called with a description of each step before it starts.

@@ -97,23 +97,26 @@ class Choice:
         Raises:
             ConfigError: there are no words, a word is empty, or two words differ only in case or spaces.
         """
-        self._scores = {_squeezed(choice): (choice, float(score)) for choice, score in scores.items()}
-        if not scores or len(self._scores) < len(scores) or "" in self._scores:
+        known = {_squeezed(choice): (choice, float(score)) for choice, score in scores.items()}
+        if not scores or len(known) < len(scores) or "" in known:
             raise ConfigError(f"Choice({dict(scores)}): name the words, each once")
         self.after = after
         # The longest word first, because one word may be the beginning of another.
-        words = sorted(self._scores, key=len, reverse=True)
-        either = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
-        self._pattern = re.compile(rf"{_AROUND}({either})(?!\w|-\w)", re.IGNORECASE)
+        words = sorted(known, key=len, reverse=True)
+        self._choices = [known[word] for word in words]
+        # One group for each word: the text found may not be the word in lower case, since re ignores more differences.
+        either = "|".join("(" + r"\s+".join(map(re.escape, word.split())) + ")" for word in words)
+        self._pattern = re.compile(rf"{_AROUND}(?:{either})(?!\w|-\w)", re.IGNORECASE)
 
     def read(self, reply: str) -> tuple[str, float]:
         """Returns the word, as written in `scores`, and its score."""
         place = _place(reply, self.after)
         found = self._pattern.match(place)
         if found is None or (self.after is None and found.end() < len(place)):
-            known = listing(choice for choice, _ in self._scores.values())
+            known = listing(choice for choice, _ in self._choices)
             raise NoVerdictError(f"none of {known} stands {_where(self.after)}: {shorten(place[:80])}")
-        return self._scores[_squeezed(found[1])]
+        assert found.lastindex is not None
+        return self._choices[found.lastindex - 1]
 
 
 class Json:

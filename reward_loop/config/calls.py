@@ -8,19 +8,22 @@ from pydantic import Field
 
 from reward_loop.config.parsing import Config
 
-__all__ = ["BudgetConfig", "CacheConfig", "LimitConfig", "RetryConfig"]
+__all__ = ["MAX_COUNT", "BudgetConfig", "CacheConfig", "LimitConfig", "RetryConfig"]
+
+MAX_COUNT = 2**53
+"""The largest number in a limit: larger integers are neither exact as floats nor, above 64 bits, valid in messages."""
 
 
 class LimitConfig(Config):
     """The limits of one service, for all workers of a job together."""
 
-    max_concurrent: int | None = Field(default=None, ge=1)
+    max_concurrent: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The largest number of calls in flight."""
 
-    requests_per_minute: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The largest number of calls that start in any 60 seconds."""
 
-    tokens_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The largest number of tokens of the calls that start in any 60 seconds. A call counts with its estimate, and at
     its end with the tokens that it used."""
 
@@ -28,7 +31,7 @@ class LimitConfig(Config):
     """Pacing: the calls and tokens of this many seconds of the limits above may start at once, but always at least one
     call. ``60`` allows a whole minute's calls at once."""
 
-    estimated_tokens_per_request: float = Field(default=0, ge=0)
+    estimated_tokens_per_request: float = Field(default=0, ge=0, allow_inf_nan=False)
     """Tokens of a call that gives no estimate of its own."""
 
     adaptive: bool = False
@@ -69,7 +72,7 @@ class CacheConfig(Config):
     path: str | None = None
     """A file (SQLite) that stores scores for later calls and runs; several processes can share it."""
 
-    version: str = ""
+    version: str = Field(default="", coerce_numbers_to_str=True)
     """Any text; stored scores are used only with the same version. Change it when the score depends on something that
     is neither in the function's file nor in its arguments, such as the judge's model. With ``path``, required for a
     function that is not defined at the top level of a file."""

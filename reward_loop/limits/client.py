@@ -311,6 +311,7 @@ class CallConnection:
 
     def __init__(self, name: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(None)  # the function may have called `socket.setdefaulttimeout`
         self._name = name
 
     @contextlib.contextmanager

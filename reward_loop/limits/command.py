@@ -36,7 +36,9 @@ def limits(
         typer.Option(help="Process to query; by default all processes of this user on this machine. Repeatable."),
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="Add a limit that the job does not have.")] = False,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the response of a process.")] = 5,
+    timeout: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds to wait for the response of a process.")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the limits as JSON.")] = False,
 ) -> None:
     """Show the limits of running jobs, or change one.

@@ -385,7 +385,7 @@ def amount(name: str, value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name} must be a finite number, 0 or more; got {shorten(value)}")

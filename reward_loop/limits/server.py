@@ -235,6 +235,11 @@ def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
     call.sample.exchange({**fields, "attempt": call.attempt})
 
 
+_open_servers: dict[asyncio.Server, asyncio.AbstractEventLoop] = {}
+"""The sockets of all `CallServer`, each with its event loop. An event loop of uvloop does not reference its servers:
+without this reference, the garbage collector closes the socket while the event loop still uses the descriptor."""
+
+
 class CallServer:
     """Serves the limits to functions in worker processes, over a local socket, and receives their exchanges.
 
@@ -271,10 +276,14 @@ class CallServer:
         # A Linux abstract socket: a killed process leaves no file behind.
         address = f"\0reward-loop/limits/{secrets.token_hex(16)}"
         server = await asyncio.start_unix_server(self._serve, address)
+        for ended in [other for other, loop in _open_servers.items() if loop.is_closed()]:
+            del _open_servers[ended]
+        _open_servers[server] = asyncio.get_running_loop()
         try:
             yield address
         finally:
             server.close()
+            _open_servers.pop(server, None)
             if self._listener is not None and self._listener[2] == address:
                 self._listener = None
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from reward_loop.config import Config, LimitConfig, RewardLoopConfig, parse
+from reward_loop.config.calls import MAX_COUNT
 from reward_loop.errors import ConfigError
 from reward_loop.limits.permit import DEFAULT
 from reward_loop.managers.base import RewardLoopManagerBase, verl_options
@@ -19,16 +20,16 @@ __all__ = ["RateLimitedConfig", "RateLimitedRewardLoopManager"]
 class RateLimitedConfig(Config):
     """verl's options for its manager ``rate_limited``, in the group ``reward``."""
 
-    max_concurrent: int = Field(default=1, ge=1)
+    max_concurrent: int = Field(default=1, ge=1, le=MAX_COUNT)
     """The maximum number of calls in flight."""
 
-    max_rpm: int | None = Field(default=None, ge=1)
+    max_rpm: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The maximum number of calls started per minute."""
 
-    max_tpm: int | None = Field(default=None, ge=1)
+    max_tpm: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The maximum number of tokens per minute, of the calls started in it."""
 
-    estimated_tokens_per_request: int = Field(default=2000, ge=1)
+    estimated_tokens_per_request: int = Field(default=2000, ge=1, le=MAX_COUNT)
     """The estimated tokens of a call, used until `reward_loop.client` or ``lease.used`` reports the actual number."""
 
     timeout: float | None = Field(default=None, gt=0)

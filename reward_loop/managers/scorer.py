@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_loop import managers
+from reward_loop._util.text import shorten
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.scoring import load_function
+from reward_loop.types import Reward, RewardSample
 
-__all__ = ["Scorer", "functions_of", "load_scorer", "scores_groups"]
+__all__ = ["Scorer", "functions_of", "load_scorer", "reward_of", "scores_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,16 @@ def load_scorer(
         reward_model_tokenizer: the reward model's tokenizer, which functions receive.
 
     Raises:
-        ConfigError: the manager does not exist or its options are invalid; or the function is missing, or would have
-            no effect because each component has its own.
+        ConfigError: the manager does not exist or cannot be created, or its options are invalid; the function is
+            missing, or would have no effect because each component has its own; there are components without a
+            composite.
         FunctionLoadError: a function cannot be found, or cannot be called with the arguments of the reward loop.
     """
     cls: Any = managers.get(manager)
     is_composite = issubclass(cls, managers.CompositeRewardLoopManager)
-    components = options.components.values() if is_composite else ()
+    if options.components and not is_composite:
+        raise ConfigError("reward_loop.components have an effect only with the manager `composite`")
+    components = options.components.values()
     if spec is None and not components:
         instead = ", or a path for each component: -O components.NAME.path=file.py:name" if is_composite else ""
         raise ConfigError(f"name the function: file.py:name or package.module:name{instead}")
@@ -66,15 +71,47 @@ def load_scorer(
     function = None
     if loaded is not None:
         function = managers.scoring_function(cls, loaded, options, reward_kwargs=reward_kwargs)
-    made = cls(
-        config=options,
-        tokenizer=None,
-        compute_score=function,
-        reward_router_address=router_address,
-        reward_model_tokenizer=reward_model_tokenizer,
-    )
+    try:
+        made = cls(
+            config=options,
+            tokenizer=None,
+            compute_score=function,
+            reward_router_address=router_address,
+            reward_model_tokenizer=reward_model_tokenizer,
+        )
+    except RewardLoopError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"the manager {manager} cannot be created: {type(error).__name__}: {error}") from error
     requires = getattr(made, "requires", function.requires if function is not None else frozenset())
     return Scorer(loaded, made, requires, getattr(function, "has_post_process", False))
+
+
+async def reward_of(manager: Any, sample: RewardSample, name: str) -> Reward:
+    """Return the reward of a sample, from a manager that may be the user's own.
+
+    Args:
+        manager: the manager.
+        sample: the sample.
+        name: the name of the sample, for messages.
+
+    Raises:
+        RewardLoopError: an error that stops the run; or ``run_single`` raised another exception, which would occur for
+            every sample, or did not return a reward.
+    """
+    method = f"{name}: {type(manager).__name__}.run_single"
+    try:
+        reward: Reward = await manager.run_single(sample)
+    except RewardLoopError:
+        raise
+    except Exception as error:
+        raise RewardLoopError(f"{method} raised {type(error).__name__}: {error}") from error
+    is_reward = isinstance(reward, Mapping) and "reward_score" in reward
+    if not is_reward or not isinstance(reward.get("reward_extra_info") or {}, Mapping):
+        raise RewardLoopError(
+            f"{method} returned {shorten(reward)}, not a dict with reward_score and reward_extra_info"
+        )
+    return reward
 
 
 def functions_of(manager: Any) -> list[Any]:

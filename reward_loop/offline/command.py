@@ -182,6 +182,7 @@ def score(
             else:
                 show_estimate(found, prices, Console(file=stdout, soft_wrap=True, emoji=False))
             return
+        _note_unused(context, scorer)
         if scorer.has_post_process:
             _err.print("note: post_process_scores is not applied: a file of rollouts has no groups")
         judges = Judges()
@@ -231,6 +232,18 @@ def score(
         _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
+
+
+def _note_unused(context: typer.Context, scorer: Scorer) -> None:
+    """Print a note if options of processes are given, and no function runs in a process."""
+    from reward_loop.managers.scorer import functions_of
+
+    names, why = ["max_memory_mb", "max_processes"], "add --isolation process"
+    if context.params["isolation"] == "process":
+        names, why = ["isolation", *names], "only sync functions do"
+    given = [f"--{name.replace('_', '-')}" for name in names if cli_options.is_given(context, name)]
+    if given and not any(function.in_processes for function in functions_of(scorer.manager)):
+        _err.print(f"note: no effect: {', '.join(given)}. No function runs in a process: {why}")
 
 
 def _identity(

@@ -16,7 +16,7 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.agreement import Agreement, Pair, agreement
 from reward_loop.offline.rows import check_input, read_rows
 from reward_loop.records.reader import RecordsReader
-from reward_loop.types import Outcome
+from reward_loop.types import Outcome, finite_number
 
 __all__ = ["Comparison", "Scoring", "compare", "read_scoring"]
 
@@ -90,8 +90,9 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
         scoring.duplicates += key in scoring.outcomes
         _add(scoring, key, row, None if label is None else look_up(row, label), label)
     if keyless:
+        hint = did_you_mean(scoring.key, fields - {scoring.key}) or "."
         raise ConfigError(
-            f"{path}: {keyless} rows have no field {scoring.key!r}{did_you_mean(scoring.key, fields) or '.'} Their "
+            f"{path}: {keyless} rows have no value in the field {scoring.key!r}{hint} Their "
             f"fields are {listing(fields)}: name the one that identifies a sample in both by --on"
         )
     return scoring
@@ -158,13 +159,14 @@ def _add(scoring: Scoring, key: Any, row: Mapping[str, Any], label: Any, name: s
     scoring.outcomes[key] = row.get("outcome") or str(Outcome.UNSCORED if score is None else Outcome.SCORED)
     scoring.scores.pop(key, None)
     if score is not None and scoring.outcomes[key] == Outcome.SCORED:
-        if not isinstance(score, int | float):
+        finite = finite_number(score) if isinstance(score, int | float) else None
+        if finite is None:
             raise ConfigError(f"{scoring.path}: the score of sample {key} is {shorten(score)}, which is not a number")
-        scoring.scores[key] = float(score)
+        scoring.scores[key] = finite
     if label is not MISSING and label is not None:
         try:
             number = float(label)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(

@@ -13,7 +13,7 @@ from reward_loop._util.signals import run
 from reward_loop.client.plan import NOT_SENT, RequestPlan
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.managers.scorer import functions_of
+from reward_loop.managers.scorer import functions_of, reward_of
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.rows import Fields, Row
 from reward_loop.records.prices import Price
@@ -55,7 +55,6 @@ def dry_run_options(config: RewardLoopConfig) -> RewardLoopConfig:
     update = {
         "log_dir": None,
         "job": None,
-        "isolation": "thread",
         "on_failed": "mask",
         "on_unscored": "mask",
         "max_failed_share": 1.0,
@@ -101,7 +100,7 @@ async def _try(rows: Iterator[Row], manager: Any, fields: Fields, concurrency: i
     async def worker() -> None:
         for row in rows:
             try:
-                reward = await manager.run_single(fields.to_sample(row))
+                reward = await reward_of(manager, fields.to_sample(row), row.name)
                 error = (reward.get("reward_extra_info") or {}).get("reward_error")
             except RewardLoopError as stopped:  # for example, the policy raise of a component
                 error = str(stopped)

@@ -15,6 +15,10 @@ from reward_loop.types import RESERVED_KEYS, Outcome
 __all__ = ["PartialResults", "differences"]
 
 
+_BEGIN = b'{"journal"'
+"""The first bytes of the header line."""
+
+
 class PartialResults:
     """A JSONL file with a header line that identifies the run, and one record for each completed row.
 
@@ -31,11 +35,11 @@ class PartialResults:
 
         Args:
             path: the file.
-            header: the run's input file, function and options.
+            header: the run's input file, function and options; its first key is ``journal``.
             restart: discard the content of an existing file.
 
         Raises:
-            ConfigError: the file contains results of a different run, or another process has it open.
+            ConfigError: the file contains results of a different run or other data, or another process has it open.
         """
         self.path = path
         self._offsets: dict[int, int] = {}
@@ -109,6 +113,11 @@ class PartialResults:
         good, changed = 0, ""
         with self.path.open("rb") as lines:
             for line in lines:
+                begin = line.strip(b"\0\n")[: len(_BEGIN)]  # a crash of the machine may leave zeros
+                if good == 0 and not _BEGIN.startswith(begin):
+                    raise ConfigError(
+                        f"{self.path} was not written by this command: rename it, or discard it with --restart"
+                    )
                 record = _parse(line)
                 if record is None:
                     break

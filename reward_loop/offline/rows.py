@@ -14,12 +14,15 @@ from reward_loop.errors import ConfigError
 from reward_loop.offline.compression import SUFFIXES
 from reward_loop.offline.contents import read_contents
 from reward_loop.offline.folders import count_folder, read_folder, renamed
-from reward_loop.offline.parquet import parquet_rows, read_batches
+from reward_loop.offline.parquet import parquet_rows, read_batches, rows_of
 from reward_loop.types import RewardSample
 
 __all__ = ["Fields", "Row", "check_fields", "check_format", "check_input", "count_rows", "is_parquet", "read_rows"]
 
 _OTHER_FORMATS = frozenset({".arrow", ".bz2", ".csv", ".feather", ".ods", ".tsv", ".xls", ".xlsx", ".xz", ".zip"})
+_MAX_DEPTH = 200
+"""The largest number of levels of objects and lists in a row: Python's recursion limit bounds what can be copied and
+written."""
 _TARGETS = ("solution_str", "ground_truth", "data_source", "extra_info")
 
 
@@ -103,7 +106,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if is_parquet(path):
         index = 0
         for batch in read_batches(path):
-            for columns in batch.to_pylist():
+            for columns in rows_of(path, batch):
                 yield Row(index, f"row {index}", columns)
                 index += 1
         return
@@ -120,7 +123,20 @@ def _parse(index: int, name: str, content: Any) -> Row:
             return Row(index, name, error=f"not JSON: {error}")
     if not isinstance(columns, dict):
         return Row(index, name, error=f"expected a JSON object with named fields, got {shorten(columns, 60)}")
+    if (problem := _too_deep(columns)) is not None:
+        return Row(index, name, error=problem)
     return Row(index, name, columns)
+
+
+def _too_deep(columns: Mapping[str, Any]) -> str | None:
+    """Return the error of a row whose fields are nested too deeply; ``None`` if they are not."""
+    level: list[Any] = [columns]
+    for _ in range(_MAX_DEPTH):
+        items = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return None
+    return f"its fields are nested more than {_MAX_DEPTH} levels deep"
 
 
 def _stored(index: int, content: Mapping[str, Any] | bytes, error: str | None) -> Row:
@@ -129,6 +145,7 @@ def _stored(index: int, content: Mapping[str, Any] | bytes, error: str | None) -
         columns, error = renamed(row.columns), row.error
     else:
         columns = dict(content)
+        error = error or _too_deep(columns)
     uid, step = columns.get("uid"), columns.get("step")
     known = {name: columns[name] for name in ("prompt", "group") if columns.get(name) is not None}
     if isinstance(step, int):

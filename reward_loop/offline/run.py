@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from reward_loop._util.signals import run
+from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.scorer import reward_of
 from reward_loop.offline.compression import import_zstandard
 from reward_loop.offline.finished import FinishedOutput
 from reward_loop.offline.inputs import Inputs
@@ -28,7 +31,7 @@ from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
 from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet
 from reward_loop.records.report import Report
-from reward_loop.types import RESERVED_KEYS, Outcome, Reward
+from reward_loop.types import RESERVED_KEYS, Outcome, Reward, finite_number
 
 __all__ = ["Summary", "partial_of", "score_file"]
 
@@ -166,7 +169,8 @@ def score_file(
         resumed = len(results)
         on_row(resumed)
         todo = (row for row in source.rows() if row.index not in results)
-        run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
+        with contextlib.chdir("."):  # a function in a thread may change the working directory
+            run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
@@ -226,7 +230,8 @@ async def _score_rows(
     async def worker() -> None:
         # The workers share one iterator, so that only the rows in flight are in memory.
         for row in rows:
-            record = _record(await _run_single(manager, row, fields))
+            reward = await reward_of(manager, fields.to_sample(row), row.name)
+            record = _record(reward, f"sample {row.name}: {type(manager).__name__}.run_single")
             results.append(row.index, record)
             on_record(record)
             on_row(len(results))
@@ -244,26 +249,13 @@ async def _score_rows(
     raise stopped
 
 
-async def _run_single(manager: Any, row: Row, fields: Fields) -> Reward:
-    try:
-        reward: Reward = await manager.run_single(fields.to_sample(row))
-    except RewardLoopError:
-        raise
-    except Exception as error:
-        # An error of the manager, not of the reward function: it would occur for every row.
-        raise RewardLoopError(
-            f"{row.name}: {type(manager).__name__}.run_single raised {type(error).__name__}: {error}"
-        ) from error
-    return reward
-
-
-def _record(reward: Reward) -> dict[str, Any]:
+def _record(reward: Reward, method: str) -> dict[str, Any]:
     """Return the record of a reward. If the manager reports no outcome, the outcome is *scored*."""
     extra_info = dict(reward.get("reward_extra_info") or {})
     masked = extra_info.get("reward_masked", False)
-    return {
-        "score": None if masked else reward["reward_score"],
-        "outcome": extra_info.get("reward_outcome", str(Outcome.SCORED)),
-        "error": extra_info.get("reward_error") or None,
-        "reward_extra_info": extra_info,
-    }
+    score = None if masked else finite_number(reward["reward_score"])
+    outcome, error = extra_info.get("reward_outcome", str(Outcome.SCORED)), extra_info.get("reward_error") or None
+    if score is None and not masked:
+        outcome = str(Outcome.FAILED)
+        error = f"{method} returned the score {shorten(reward['reward_score'])}, which is not a finite number"
+    return {"score": score, "outcome": outcome, "error": error, "reward_extra_info": extra_info}

@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Callable
 
 from reward_loop._util.framing import FrameBuffer
+from reward_loop._util.signals import name_of
 from reward_loop.errors import RewardCrashedError
 from reward_loop.processes.forkserver import Report
 from reward_loop.processes.invocation import CallOutcome, Invocation
@@ -205,7 +205,7 @@ def _death(content: memoryview) -> str:
         return f"was killed: its worker process used {used}"
     if report.code >= 0:
         return f"ended its worker process with exit status {report.code}{_at(report)}"
-    name = signal.Signals(-report.code).name
+    name = name_of(-report.code)
     hint = ", perhaps by the kernel because memory ran out" if name == "SIGKILL" else ""
     return f"crashed: its worker process was killed by {name}{hint}{_at(report)}"
 

@@ -97,16 +97,26 @@ class Invocation:
 def describe_exception(error: BaseException) -> str:
     """Return an exception's type, message, and last traceback lines in user code.
 
-    For an exception raised in a worker process, they are those of the original exception.
+    Of a group of exceptions, as of `asyncio.TaskGroup`, the first one is described, too, with its traceback lines. For
+    an exception raised in a worker process, they are those of the original exception.
     """
     remote = error if isinstance(error, RemoteError) else error.__cause__
     if isinstance(remote, RemoteError):
         return remote.description
+    text, tail = _summary(error), user_lines(error)
+    if isinstance(error, BaseExceptionGroup):
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        text, tail = f"{text}; the first: {_summary(error)}", user_lines(error) or tail
+    return f"{text}\n{tail}" if tail else text
+
+
+def _summary(error: BaseException) -> str:
+    """Return an exception's type and message; a long message is cut."""
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    tail = user_lines(error)
-    return f"{type(error).__name__}: {message}" + (f"\n{tail}" if tail else "")
+    return f"{type(error).__name__}: {message}"

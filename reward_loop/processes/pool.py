@@ -152,7 +152,7 @@ class WorkerProcesses:
 
     def _start(self) -> WorkerConnection:
         with self._lock:
-            ours, theirs = socket.socketpair()
+            ours, theirs = _socket_pair()
             with theirs, contextlib.ExitStack() as unless_started:
                 unless_started.callback(ours.close)
                 if self._server is None or not self._server.fork(theirs):
@@ -195,7 +195,7 @@ class _ForkServerProcess:
     def __init__(self, max_memory_mb: int | None) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._parent_death = ParentDeathPipe()
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = _socket_pair()
         fds = (theirs.fileno(), self._parent_death.child_fd)
         code = (
             f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.forkserver import main; "
@@ -225,6 +225,14 @@ class _ForkServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that block, also if the program has called `socket.setdefaulttimeout`."""
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(True)
+    return pair
 
 
 def _dumps(arguments: Any) -> bytes:

@@ -107,14 +107,14 @@ class ActiveSample:
         return time.perf_counter() - self.started
 
     def ask(self, request: str) -> None:
-        """Add an open request."""
-        self.asking = [*self.asking, request]
+        """Add an open request. Thread-safe, as `answered` is: a function may make requests in several threads."""
+        asking: list[str] = self.__dict__.setdefault("asking", [])
+        asking.append(request)
 
     def answered(self, request: str) -> None:
         """Remove a request that has ended, with or without a response."""
-        left = list(self.asking)
-        left.remove(request)
-        self.asking = left
+        asking: list[str] = self.__dict__["asking"]
+        asking.remove(request)
 
     def exchange(self, fields: Mapping[str, Any]) -> None:
         """Add an exchange with a model server, or further fields of the exchange with the same ``id``."""

@@ -71,16 +71,17 @@ def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bo
 
 def is_readable(row: dict[str, Any]) -> bool:
     """Return whether this version reads a row."""
-    return row.get("version", VERSION) <= VERSION
+    version = row.get("version", VERSION)
+    return isinstance(version, int) and version <= VERSION
 
 
-def check_version(version: int, where: Path) -> None:
+def check_version(version: Any, where: Path) -> None:
     """Check that this version of the library reads the records in a file or folder.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    if version > VERSION:
+    if isinstance(version, int) and version > VERSION:  # another program may use other versions
         raise ConfigError(
             f"{where} has records of version {version}, and this version of reward_loop reads version "
             f"{VERSION}: use the reward_loop that wrote them, or a newer one"

@@ -113,7 +113,7 @@ class RecordsReader:
                     self.incomplete += 1
                     continue
                 check_version(row.get("version", 0), path)
-                if "kind" in row:  # otherwise, not a file of records
+                if "kind" in row and isinstance(row.get("version"), int):  # otherwise, not a file of records
                     yield row
 
     def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -125,7 +125,8 @@ def exchanges_of(active: ActiveSample) -> list[dict[str, Any]]:
     found = [dict(exchange) for exchange in list(active.exchanges.values())]
     for exchange in found:
         if "seconds" not in exchange:
-            exchange |= {"seconds": now - exchange.get("time", now), "error": UNFINISHED}
+            # The clock may have been set back.
+            exchange |= {"seconds": max(0.0, now - exchange.get("time", now)), "error": UNFINISHED}
     return found
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import sqlite3
 import sys
@@ -60,6 +61,8 @@ class Cache:
         try:
             text = orjson.dumps(named, option=_FORMAT)
         except TypeError:
+            return None
+        if b"null" in text and not _is_json(named):
             return None
         return hashlib.sha256(self._basis + text).digest()
 
@@ -219,6 +222,15 @@ def _undefined_by_file(function: Any) -> str | None:
     if found is owner or any(value is owner for value in vars(module).values()):
         return None
     return "it is not defined at the top level of the file"
+
+
+def _is_json(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the arguments contain neither NaN nor infinities, which orjson writes as ``null``."""
+    try:
+        json.dumps(arguments, allow_nan=False, skipkeys=True, default=lambda value: getattr(value, "tolist", str)())
+    except ValueError:
+        return False
+    return True
 
 
 def _stands_for(value: Any) -> Any:

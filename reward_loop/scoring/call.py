@@ -20,6 +20,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -224,7 +225,10 @@ class ScoringFunction:
         """
         if sample.error is not None:
             return not_called(sample)
-        arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
+        try:
+            arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
+        except RecursionError:
+            return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
         traffic_class = "validate" if sample.validate else "train"
         if self._cache is not None:
             return await self._cached(self._cache, sample, arguments, traffic_class)

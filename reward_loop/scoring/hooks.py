@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reward_loop.errors import InvalidScoreError, RewardFunctionError, RewardTimeoutError
+from reward_loop.errors import InvalidScoreError, RewardCrashedError, RewardFunctionError, RewardTimeoutError
 from reward_loop.processes.invocation import Invocation, describe_exception
 from reward_loop.scoring.normalise import normalise
 from reward_loop.scoring.on_loop import LoopCalls
@@ -35,7 +36,8 @@ class Hooks:
         if self._target.post_process_scores is None:
             return scores
         method = f"post_process_scores beside {self._target.name}"
-        returned = await self._call(Invocation(self._target.post_process_scores, (list(scores),)), method, timeout)
+        invocation = Invocation(_called, (self._target.post_process_scores, scores))
+        returned = await self._call(invocation, method, timeout)
         try:
             processed = [normalise(score)[0] for score in returned]
         except (InvalidScoreError, TypeError) as error:
@@ -57,7 +59,7 @@ class Hooks:
         """Call a method in a thread, and return its value.
 
         Raises:
-            ScoringError: the method raised, or ran past the deadline.
+            ScoringError: the method raised, ran past the deadline, or could not be started.
         """
         try:
             outcome = await self._threads.run(invocation, timeout)
@@ -65,7 +67,18 @@ class Hooks:
                 outcome = await self._loop_calls.run(outcome.value, timeout)
         except TimeoutError:
             raise RewardTimeoutError(f"ran past its deadline of {timeout} s", function=method) from None
+        except (OSError, RuntimeError) as error:  # not of the method, whose exceptions are data: no thread is free
+            raise RewardCrashedError(
+                f"could not be started: {type(error).__name__}: {error}", function=method
+            ) from error
         if outcome.exception is not None:
             problem = f"raised {describe_exception(outcome.exception)}"
             raise RewardFunctionError(problem, function=method) from outcome.exception
         return outcome.value
+
+
+def _called(post_process_scores: Callable[[list[float]], Any], scores: list[float]) -> Any:
+    """Return what the method returns; the numbers of a generator as a list, with at most one number too many."""
+    returned = post_process_scores(list(scores))
+    # Here, the code of a generator runs in the thread and has a deadline; its exceptions are data.
+    return list(itertools.islice(returned, len(scores) + 1)) if isinstance(returned, Iterator) else returned

@@ -79,7 +79,7 @@ def load_object(path: str, name: str | None = None) -> Any:
 
 
 def source_hash(function: Any) -> str | None:
-    """Return the SHA-256 hex digest of the function's source file, or ``None`` if it has no file.
+    """Return the SHA-256 hex digest of the function's source file, or ``None`` if there is none.
 
     Modules that the file imports are not covered.
     """
@@ -87,7 +87,10 @@ def source_hash(function: Any) -> str | None:
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
     source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
+    try:
+        return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
+    except OSError:  # a script from standard input, whose file is "<stdin>"; a module in a zip archive; a deleted file
+        return None
 
 
 def file_modules() -> dict[str, str]:

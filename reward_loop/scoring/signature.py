@@ -178,7 +178,7 @@ def _instantiate(cls: type, kwargs: Mapping[str, Any], name: str) -> tuple[Any, 
         )
     try:
         return cls(**mine), set(mine)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FunctionLoadError(f"class {name} cannot be instantiated: {type(error).__name__}: {error}") from error
 
 

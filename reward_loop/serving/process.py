@@ -21,6 +21,7 @@ import aiohttp
 import anyio
 
 from reward_loop._util.parent_death_pipe import ParentDeathPipe
+from reward_loop._util.signals import name_of
 from reward_loop._util.sockets import url_of
 from reward_loop.errors import ServerDiedError, ServerStartError
 from reward_loop.serving.logs import ServerLog
@@ -250,4 +251,4 @@ def _wait(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, exi
 
 
 def _ending(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"was killed by {name_of(-code)}" if code < 0 else f"exited with status {code}"

@@ -17,6 +17,7 @@ from reward_loop._util.retry_after import retry_after_seconds
         ("", None),
         ("nan", None),
         ("inf", None),
+        ("Thu, 01 Jan 99999999999 00:00:00 GMT", None),
         (None, None),
     ],
 )

@@ -160,3 +160,33 @@ def test_retry_after_a_date():
 def test_refusals():
     assert is_refusal(raised_from(aiohttp_status(429)))
     assert not is_refusal(aiohttp_status(503))
+
+
+def test_a_pause_beyond_the_range_of_float_is_not_valid():
+    error = RuntimeError("slow down")
+    error.retry_after = 10**400
+    assert retry_after(error) is None
+
+
+def group(*errors):
+    return ExceptionGroup("unhandled errors in a TaskGroup", errors)
+
+
+@pytest.mark.parametrize(
+    ("error", "transient", "refusal"),
+    [
+        (group(httpx_status(503)), True, False),
+        (group(ConnectionError(), group(httpx_status(429))), True, True),
+        (group(httpx_status(503), ValueError("a bug")), False, False),
+        (group(httpx_status(400), httpx_status(429)), False, True),
+        (raised_from(group(TimeoutError())), True, False),
+        (TransientError("as the function says"), True, False),
+    ],
+)
+def test_a_group_is_transient_if_all_its_errors_are(error, transient, refusal):
+    assert (is_transient(error), is_refusal(error)) == (transient, refusal)
+
+
+def test_the_longest_pause_of_a_group_counts():
+    errors = group(httpx_status(429, **{"Retry-After": "3"}), ValueError(), httpx_status(503, **{"Retry-After": "7"}))
+    assert retry_after(errors) == 7

@@ -66,6 +66,15 @@ def test_a_wrong_file_of_options_is_an_error_that_names_it(
     assert name in str(raised.value)
 
 
+def test_the_encoding_of_a_file_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"function": "f.py:f"}', encoding="utf-8-sig")
+    assert load_config(str(file)).function == "f.py:f"
+    file.write_text('{"function": "f.py:f"}', encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"options\.json, cannot be read: 'utf-8' codec"):
+        load_config(str(file))
+
+
 def test_without_options_the_error_names_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(ConfigError, match="REWARD_LOOP_CONFIG"):

@@ -1,3 +1,5 @@
+import os
+import signal
 import threading
 
 import pytest
@@ -129,3 +131,21 @@ def test_outside_of_its_block():
         pass
     with pytest.raises(RewardLoopError, match="closed"):
         agent.submit([])
+
+
+def test_a_forked_process_is_told_to_use_an_agent_of_its_own():
+    with BlockingRewardAgent(naive(lambda solution_str: 1.0)) as agent:
+        pending = agent.submit(numbered(1))
+        assert scores(pending.result()) == [1]
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)  # ends the process if it waits
+            try:
+                for call in (lambda: agent.submit(numbered(1)), pending.result):
+                    with pytest.raises(RewardLoopError, match="belongs to the process that entered it"):
+                        call()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert scores(agent.submit(numbered(1)).result()) == [1]

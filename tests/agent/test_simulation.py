@@ -183,6 +183,15 @@ def test_measured_latencies(tmp_path):
         parse_latency("file:nowhere")
 
 
+def test_latencies_of_a_file_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "latencies.txt"
+    file.write_text("1.5\r\n2\r\n", encoding="utf-8-sig")
+    assert parse_latency(f"file:{file}").mean == 1.75
+    file.write_text(str(10**400))
+    with pytest.raises(ConfigError, match="line 1: expected seconds"):
+        parse_latency(f"file:{file}")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -107,3 +107,12 @@ def test_wrong_usage_is_reported(arguments: list[str], code: int, message: str) 
     done = runner.invoke(app, ["check", *arguments], env={"TERMINAL_WIDTH": "200", "NO_COLOR": "1"})
     assert done.exit_code == code
     assert message in " ".join(done.output.split())
+
+
+def test_a_stored_score_does_not_hide_a_problem(files: Path) -> None:
+    (files / "noise.py").write_text("import random\ndef compute_score(solution_str): return random.random()\n")
+    cache = ["-O", "cache.enabled=true", "-O", "cache.path=scores.db"]
+    for _ in range(2):
+        done = runner.invoke(app, ["check", "noise.py", *FIELDS, *cache])
+        assert done.exit_code == 0, done.output
+        assert "have another result when scored again" in " ".join(done.output.split())

@@ -80,6 +80,7 @@ def test_a_number_alone_in_the_last_line() -> None:
         ("Verdict: correct", ("correct", 1.0)),
         ("**Verdict**: Incorrect.", ("incorrect", 0.0)),
         ('verdict: "partly  correct"', ("partly correct", 0.5)),
+        ("Verdict: \u0130ncorrect", ("incorrect", 0.0)),  # the Turkish capital of i
         ("Verdict: correct? No.\nVerdict: incorrect", ("incorrect", 0.0)),
     ],
 )

@@ -84,7 +84,14 @@ async def test_a_limit_inside_an_async_function():
 
 @pytest.mark.parametrize(
     ("tokens", "error"),
-    [(np.int64(5), None), (math.nan, "got nan"), (-1, "got -1"), ("many", "got 'many'"), (True, None)],
+    [
+        (np.int64(5), None),
+        (math.nan, "got nan"),
+        (10**400, "got 1000"),
+        (-1, "got -1"),
+        ("many", "got 'many'"),
+        (True, None),
+    ],
 )
 async def test_used_tokens_and_cost_must_be_numbers(tokens, error):
     async def judge():

@@ -1,9 +1,11 @@
 """Limits inside functions that run in processes of their own."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -145,6 +147,23 @@ async def test_waiting_does_not_eat_the_deadline():
     await asyncio.to_thread(function.close)
 
 
+def waits_with_a_default_timeout():
+    socket.setdefaulttimeout(0.01)
+    return waits()
+
+
+async def test_the_default_timeout_of_sockets_does_not_end_the_wait():
+    function, limits = scoring(waits_with_a_default_timeout, limits={"judge": {"max_concurrent": 1}})
+    place = await limits.enter("judge", 0, "train")
+    call = asyncio.create_task(function(RewardSample("a")))
+    await until(lambda: judge(limits)["waiting"] == 1)
+    await asyncio.wait([call], timeout=0.2)
+    place.leave()
+    result = await call
+    assert (result.error, result.score) == (None, 1)
+    await asyncio.to_thread(function.close)
+
+
 async def test_the_limit_is_that_of_the_whole_job():
     service = LimitServer(RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
     address = await service.start()
@@ -230,6 +249,22 @@ def in_two_loops(settled):
     settled()
     for _ in range(2):
         assert asyncio.run(score(function, "a"))[0].score == 1
+
+
+def test_a_function_that_is_deleted_leaves_the_file_descriptors_of_a_uvloop_alone():
+    """An event loop of uvloop does not keep its servers alive: the garbage collector would close their sockets."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run():
+        results = []
+        for _ in range(3):
+            function, _ = scoring(waits, limits={"judge": {"max_concurrent": 2}})
+            results += await score(function, "a", "b")
+            del function
+            gc.collect()
+        return results
+
+    assert [result.error for result in uvloop.run(run())] == [None] * 6
 
 
 def test_the_client_works_in_a_second_event_loop():

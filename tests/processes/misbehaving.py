@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import faulthandler
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +26,10 @@ def act(solution_str: str, extra_info: dict[str, Any]) -> Any:
 def works() -> float:
     print("it works", flush=True)
     return 1.0
+
+
+def takes(text: str) -> float:
+    return len(text)
 
 
 def process_id() -> float:
@@ -97,6 +104,15 @@ class Picky(Exception):
         super().__init__(f"{code}: {text}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Its attributes cannot be set, so not its ``__cause__`` either."""
+
+
+def raises_what_cannot_be_changed() -> float:
+    raise Frozen
+
+
 def raises_what_cannot_be_made_again() -> float:
     raise Picky(7, text="picky")
 
@@ -119,6 +135,10 @@ def aborts() -> None:
 
 def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gets_a_real_time_signal() -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
 
 
 def signals_its_group() -> None:
@@ -167,6 +187,15 @@ def prints_a_lot() -> float:
     return 1.0
 
 
+def disables_the_operating_system() -> Any:
+    """Graders that run generated code take these away from it, as HumanEval's ``reliability_guard`` does."""
+    for module, names in ((os, "kill fork fchdir chdir getcwd setuid killpg unlink remove"), (shutil, "rmtree move")):
+        for name in names.split():
+            setattr(module, name, None)
+    faulthandler.disable()
+    return {"score": 1.0, "pid": os.getpid()}
+
+
 def comes_back_twice() -> float:
     """Forks, and forgets to end the child."""
     os.fork()
@@ -178,8 +207,15 @@ def leaves_an_alarm() -> float:
     return 1.0
 
 
+def leaves_a_timer_of_its_processor_time() -> float:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+    signal.setitimer(signal.ITIMER_PROF, 1000)
+    return 1.0
+
+
 def alarm_left() -> float:
-    return signal.getitimer(signal.ITIMER_REAL)[0]
+    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    return sum(signal.getitimer(timer)[0] for timer in timers)
 
 
 def changes_folder() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 
 import pytest
@@ -35,3 +36,21 @@ def test_the_cause_decides_also_after_pickling() -> None:
     error.__cause__ = StatusError("the service says no", status_code=401)
     assert not is_transient(error)
     assert not is_transient(received(error))
+
+
+def test_a_group_of_exceptions_is_described_by_its_first_error() -> None:
+    async def judge() -> None:
+        raise ConnectionError("the judge is down")
+
+    async def panel() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(judge())
+
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(panel())
+    described = describe_exception(raised.value)
+    first = (
+        "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception); the first: ConnectionError: the judge is"
+    )
+    assert described.startswith(first)
+    assert "in judge" in described

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -188,6 +189,7 @@ async def test_cancellation_kills_the_call(one, tmp_path):
             "crashed: its worker process was killed by SIGKILL, perhaps by the kernel because memory ran out",
         ),
         ("signals_its_group", "crashed: its worker process was killed by SIGTERM"),
+        ("gets_a_real_time_signal", "crashed: its worker process was killed by signal 37"),
         ("overflows_the_stack", "crashed: its worker process was killed by SIGSEGV, at\n"),
         ("closes_all_files", "ended its worker process with exit status 70"),
     ],
@@ -207,6 +209,7 @@ async def test_a_crash_is_a_failed_result(one, does, message):
         ("raises", "raised ValueError: no number", ValueError),
         ("raises_with_a_lock", "raised ValueError: ('locked'", RemoteError),
         ("raises_what_cannot_be_made_again", "raised Picky: 7: picky", RemoteError),
+        ("raises_what_cannot_be_changed", "raised Frozen", RemoteError),
         ("exits", "raised SystemExit: 3", SystemExit),
         ("recurses", "raised RecursionError", RecursionError),
     ],
@@ -247,6 +250,30 @@ async def test_arguments_that_cannot_be_sent(one):
     )
 
 
+async def test_a_function_that_disables_functions_of_the_operating_system():
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    try:
+        results = [await scoring(sample("disables_the_operating_system")) for _ in range(2)]
+    finally:
+        scoring.close()
+    assert [result.error for result in results] == [None, None]
+    assert results[0].extra_info["pid"] == results[1].extra_info["pid"]
+
+
+async def test_the_default_timeout_of_sockets_does_not_apply_to_the_connection():
+    """Graders set it for their own connections; it makes new sockets non-blocking."""
+    scoring = ScoringFunction(act, isolation="process", max_processes=1, timeout=120)
+    socket.setdefaulttimeout(5)
+    try:
+        results = [await scoring(sample("process_id")) for _ in range(2)]
+        large = await scoring(sample("takes", text="x" * 3_000_000))
+    finally:
+        socket.setdefaulttimeout(None)
+        scoring.close()
+    assert [result.error for result in (*results, large)] == [None] * 3
+    assert results[0].score == results[1].score
+
+
 @pytest.mark.parametrize("does", ["prints_a_lot", "closes_its_streams", "comes_back_twice", "uses_an_alarm"])
 async def test_output_closed_streams_and_alarms_do_not_affect_the_next_call(one, does):
     for _ in range(2):
@@ -254,9 +281,10 @@ async def test_output_closed_streams_and_alarms_do_not_affect_the_next_call(one,
         assert (await one(sample("works"))).score == 1.0
 
 
-async def test_alarms_and_the_working_directory_are_reset_after_a_call(one):
-    await one(sample("leaves_an_alarm"))
-    assert (await one(sample("alarm_left"))).score == 0.0
+async def test_alarms_timers_and_the_working_directory_are_reset_after_a_call(one):
+    for does in ("leaves_an_alarm", "leaves_a_timer_of_its_processor_time"):
+        await one(sample(does))
+        assert (await one(sample("alarm_left"))).score == 0.0
     await one(sample("changes_folder"))
     assert (await one(sample("is_in", folder=os.getcwd()))).score == 1.0
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 import threading
 import types
 from collections.abc import Callable, Generator
@@ -97,3 +98,28 @@ def test_calls_may_be_nested(new: Callable[[], list[ActiveSample]]) -> None:
         assert current() is inner
         assert new() == [outer, inner]
     assert current() is None
+
+
+def test_threads_of_a_function_can_wait_at_the_same_time() -> None:
+    sample = ActiveSample(RewardSample("x"), "compute_score")
+    errors: list[Exception] = []
+
+    def wait(request: str) -> None:
+        try:
+            for _ in range(20_000):
+                sample.ask(request)
+                sample.answered(request)
+        except ValueError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=wait, args=(str(number),)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert (errors, sample.waits()) == ([], [])

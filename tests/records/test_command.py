@@ -58,3 +58,9 @@ def test_without_a_running_process_the_exit_status_is_1(monkeypatch: pytest.Monk
     done = runner.invoke(app, ["stuck"])
     assert done.exit_code == 1
     assert "no process" in done.output
+
+
+def test_a_timeout_beyond_the_range_of_the_clock_is_refused() -> None:
+    for command in ("stuck", "limits"):
+        found = runner.invoke(app, [command, "--timeout", "inf"])
+        assert (found.exit_code, "--timeout" in found.output) == (2, True)

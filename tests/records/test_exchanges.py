@@ -12,7 +12,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, limit
 from reward_loop.client import Choice, Judge, Number, chat_complete, classify, score
-from reward_loop.records import ActiveSample, current, records
+from reward_loop.records import ActiveSample, current, exchanges_of, records
 from reward_loop.testing import Answer, BadJson, Body, FakeJudge, Logits, NoChoices, Stall, Status
 
 JUDGE = Judge("Rate {{answer}}", Number(0, 10), max_tokens=9)
@@ -212,3 +212,9 @@ async def test_an_exchange_outside_of_a_sample_has_no_record() -> None:
     async with FakeJudge("Verdict: good") as server:
         judgement = await Judge("{{answer}}", Choice({"good": 1}))(server.address, answer="four")
     assert judgement.score == 1
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_times() -> None:
+    with ActiveSample(RewardSample("x"), "compute_score") as active:
+        active.exchange({"id": "a", "time": time.time() + 3600})
+    assert exchanges_of(active)[0]["seconds"] == 0.0

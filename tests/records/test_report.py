@@ -179,6 +179,8 @@ def summary_of(folder: Path) -> dict[str, Any]:
         (lambda path: path.mkdir(), "contains no records"),
         (lambda path: write(path, end='{"version": 1'), "contains no records"),
         (lambda path: write(path, {"uid": "somebody else's"}), "contains no records"),
+        (lambda path: write(path, {"version": "1.0", "text": "of another program"}), "contains no records"),
+        (lambda path: write(path, {"kind": "sample", "text": "of another program"}), "contains no records"),
         (lambda path: write(path, sample("a", version=2)), "has records of version 2"),
     ],
 )
@@ -215,6 +217,17 @@ def test_numbers_without_a_spread() -> None:
     spread.add(float("nan"))
     spread.add(2.0)
     assert spread.to_dict() == {"count": 1, "mean": 2.0, "std": 0.0, "min": 2.0, "p50": 2.0, "p95": 2.0, "max": 2.0}
+
+
+def test_the_spread_of_numbers_near_the_range_of_float() -> None:
+    spread = Spread()
+    for value in (10**400, -(10**400), 1.5e308, -1.5e308, 1.0):
+        spread.add(value)
+    found = spread.to_dict()
+    assert (found["count"], found["min"], found["max"]) == (3, -1.5e308, 1.5e308)
+    assert found["mean"] == pytest.approx(0.0, abs=1e300)
+    assert found["std"] == pytest.approx(1.5e308 * (2 / 3) ** 0.5)
+    assert found["p95"] == pytest.approx(1.35e308)
 
 
 def test_the_reader_is_robust_against_unreadable_places(tmp_path: Path) -> None:

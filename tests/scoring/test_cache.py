@@ -8,6 +8,7 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 
 from reward_loop import ConfigError, Outcome, RewardLoopConfig, RewardSample, ScoringFunction
@@ -133,6 +134,17 @@ async def test_arguments_that_json_cannot_represent_are_not_cached():
     results = await asyncio.gather(function(sample), function(sample))
     assert [result.outcome for result in results] == [Outcome.SCORED] * 2
     assert judge.calls == 2
+
+
+@pytest.mark.parametrize(
+    "number", [float("nan"), float("inf"), np.float32("-inf"), [np.array([1.0, np.nan])]], ids=repr
+)
+async def test_numbers_that_json_does_not_have_are_not_cached_as_null(number):
+    judge = Judge()
+    function = cached(judge)
+    none, other = RewardSample("4", ground_truth=[None]), RewardSample("4", ground_truth=[number])
+    await asyncio.gather(*(function(sample) for sample in (none, none, other, other)))
+    assert judge.calls == 3
 
 
 def test_a_file_that_cannot_be_opened(tmp_path):

@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import itertools
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from reward_loop import (
     FunctionLoadError,
     InvalidScoreError,
     Outcome,
+    RewardCrashedError,
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
@@ -164,6 +166,11 @@ class Broken:
         raise RuntimeError("no GPU")
 
 
+class Quits:
+    def __init__(self):
+        sys.exit("OPENAI_API_KEY is not set")
+
+
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
@@ -174,6 +181,7 @@ class Broken:
             "does not take the configured reward_kwargs bonsu; did you mean 'bonus'",
         ),
         (Fussy, {}, "class Fussy .*requires model"),
+        (Quits, {}, "class Quits .*cannot be instantiated: SystemExit: OPENAI_API_KEY is not set"),
         (Broken, {}, "class Broken .*cannot be instantiated: RuntimeError: no GPU"),
         (lambda solution_str, /: 0, {}, "takes solution_str by position only"),
         (3, {}, "cannot be called"),
@@ -250,13 +258,25 @@ class Unprintable(Exception):
         raise RuntimeError
 
 
+class EndlessPause(Exception):
+    retry_after = 10**400
+
+
 class Exit(BaseException):
     """As those by which test and coroutine libraries leave."""
 
 
 @pytest.mark.parametrize(
     "exception",
-    [SystemExit(3), StopIteration(), asyncio.CancelledError(), TimeoutError("mine"), Unprintable(), Exit()],
+    [
+        SystemExit(3),
+        StopIteration(),
+        asyncio.CancelledError(),
+        TimeoutError("mine"),
+        Unprintable(),
+        EndlessPause(),
+        Exit(),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("is_async", [True, False])
@@ -291,6 +311,14 @@ async def test_a_broken_sample_fails_without_a_call():
     assert result.error == "sample u1: no field 'x'"
     assert result.outcome is Outcome.FAILED
     assert not called
+
+
+async def test_extra_info_that_is_nested_too_deeply_fails_without_a_call():
+    extra_info = {}
+    extra_info["itself"] = extra_info
+    result = await ScoringFunction(lambda extra_info: 1.0)(RewardSample("", uid="q1", extra_info=extra_info))
+    assert result.error == "sample q1: its extra_info is nested too deeply, or contains itself"
+    assert result.attempts == 0
 
 
 async def test_a_sync_function_that_blocks_does_not_block_the_loop():
@@ -444,6 +472,30 @@ async def test_post_process_scores_that_goes_wrong(process, error, message):
     judge.post_process_scores = process
     with pytest.raises(error, match=message):
         await ScoringFunction(judge).post_process_scores([1.0, 2.0])
+
+
+async def test_post_process_scores_that_is_a_generator():
+    judge = SyncJudge()
+    judge.post_process_scores = lambda scores: (1 / score for score in scores)
+    function = ScoringFunction(judge)
+    assert await function.post_process_scores([1.0, 2.0]) == [1.0, 0.5]
+    with pytest.raises(RewardFunctionError, match="raised ZeroDivisionError"):
+        await function.post_process_scores([1.0, 0.0])
+    judge.post_process_scores = lambda scores: itertools.count()
+    with pytest.raises(InvalidScoreError, match="received 2 scores and returned 3 numbers"):
+        await ScoringFunction(judge).post_process_scores([1.0, 2.0])
+
+
+async def test_post_process_scores_without_a_free_thread_fails_its_group_only(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    judge = SyncJudge()
+    judge.post_process_scores = list
+    function = ScoringFunction(judge)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RewardCrashedError, match="could not be started: RuntimeError: can't start new thread"):
+        await function.post_process_scores([1.0, 2.0])
 
 
 def test_results_can_be_pickled():

@@ -6,6 +6,7 @@ import pytest
 
 from reward_loop import FunctionLoadError, load_function
 from reward_loop.scoring import load_object
+from reward_loop.scoring.load import source_hash
 
 SOURCE = """
 from dataclasses import dataclass
@@ -108,6 +109,11 @@ def test_an_import_that_fails_shows_cause_and_line(tmp_path, source, cause):
     with pytest.raises(FunctionLoadError, match=cause):
         load_function(str(path))
     assert not {name for name in set(sys.modules) - before if "broken" in name}
+
+
+def test_a_function_of_a_script_from_standard_input_has_no_source_hash(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "__file__", "<stdin>")
+    assert source_hash(test_a_missing_module) is None
 
 
 def test_a_neighbour_that_is_not_on_the_path(tmp_path):

@@ -73,6 +73,12 @@ async def test_a_death_is_noticed_by_whoever_reaps_it(stub: Any, monkeypatch: py
         assert "was killed by SIGKILL" in str(await server.wait())
 
 
+async def test_a_death_by_a_signal_without_a_name(stub: Any) -> None:
+    async with stub() as server:
+        os.kill(server.pid, signal.SIGRTMIN + 3)
+        assert "was killed by signal 37" in str(await server.wait())
+
+
 async def test_an_exit_before_it_is_ready_shows_the_log(stub: Any, tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match="the stub exited with status 3 before it was ready") as raised:
         await stub(env={"STUB_EXIT": "3"}).__aenter__()
