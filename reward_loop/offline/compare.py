@@ -32,8 +32,10 @@ class Scoring:
     scores: dict[Any, float] = field(default_factory=dict)
     """The scores of the scored samples."""
     labels: dict[Any, float] = field(default_factory=dict)
+    times: dict[Any, float] = field(default_factory=dict)
+    """When each sample was scored; only in records."""
     duplicates: int = 0
-    """Rows whose key an earlier row has, too. The last row counts."""
+    """Rows whose key another row has, too. The latest record counts, and the last row of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,11 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
             keyless += 1
             continue
         scoring.duplicates += key in scoring.outcomes
+        if path.is_dir():  # its files are in no order
+            scored = row.get("time") or 0.0
+            if scored < scoring.times.get(key, 0.0):
+                continue
+            scoring.times[key] = scored
         _add(scoring, key, row, None if label is None else look_up(row, label), label)
     if keyless:
         raise ConfigError(
