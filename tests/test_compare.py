@@ -82,6 +82,7 @@ def test_two_outputs_are_compared_by_row(tmp_path: Path) -> None:
     # B: scores 1, 0, 0, 0, 1, 1 and labels 1, 1, 0, 1, 0, 1: three of six.
     assert (found["label_b"]["pairs"], found["label_b"]["equal"]) == (6, 0.5)
     assert found["largest"] == [{"sample": 1, "a": 1.0, "b": 0.0}]
+    assert found["moved"] == [{"sample": 5, "a": "failed", "b": "scored"}]
 
 
 def test_the_comparison_is_printed(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_the_comparison_is_printed(tmp_path: Path) -> None:
         "mean score A 0.6, B 0.25",
         "A and B 5 80.0% 0.6154",
         "largest differences A B y 1 0",
+        "changed outcomes A B z failed scored",
     ):
         assert part in shown
     assert "v 1 0.25" not in shown

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,15 @@ class Comparison:
     label_b: Agreement | None
     largest: list[tuple[Any, float, float]]
     """Key and both scores of the samples whose scores differ most, the largest difference first."""
+    moved: list[tuple[Any, str, str]]
+    """Key and both outcomes of the first samples whose outcome differs; at most as many as in `largest`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values of JSON."""
         found = asdict(self)
         found["outcomes"] = [{"a": a, "b": b, "samples": n} for (a, b), n in self.outcomes.items()]
-        found["largest"] = [{"sample": key, "a": a, "b": b} for key, a, b in self.largest]
+        for name in ("largest", "moved"):
+            found[name] = [{"sample": key, "a": a, "b": b} for key, a, b in found[name]]
         return found
 
 
@@ -111,7 +115,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
         a: a scoring.
         b: another scoring of the same samples.
         threshold: for the agreement, see `agreement`.
-        largest: how many samples `Comparison.largest` has.
+        largest: how many samples `Comparison.largest` and `Comparison.moved` have.
 
     Raises:
         ConfigError: no sample is in both.
@@ -125,6 +129,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
     pairs = {key: (a.scores[key], b.scores[key]) for key in keys if key in a.scores and key in b.scores}
     labels = {**b.labels, **a.labels}
     different = ((abs(x - y), key) for key, (x, y) in pairs.items() if x != y)
+    moved = ((key, a.outcomes[key], b.outcomes[key]) for key in keys if a.outcomes[key] != b.outcomes[key])
     top = heapq.nlargest(largest, different, key=lambda found: found[0])
     return Comparison(
         both=len(keys),
@@ -138,6 +143,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
         label_a=agreement(_labelled(a, labels), threshold) if labels else None,
         label_b=agreement(_labelled(b, labels), threshold) if labels else None,
         largest=[(key, *pairs[key]) for _, key in top],
+        moved=list(islice(moved, largest)),
     )
 
 

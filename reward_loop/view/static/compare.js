@@ -67,7 +67,12 @@ function result(found, query) {
       ["Mean score of b", fixed(found.mean_b), "of samples scored in both"],
     ]),
     el("div", { class: "two" }, agreements(found), outcomes(found)),
-    ...largest(found, query),
+    ...samples("Largest differences", found.largest, query, [">a", ">b", ">Difference"], (a, b) => [
+      fixed(a),
+      fixed(b),
+      fixed(b - a),
+    ]),
+    ...samples("Changed outcomes", found.moved, query, ["a", "b"], (a, b) => [a, b]),
   ];
 }
 
@@ -111,14 +116,12 @@ function outcomes(found) {
   return el("section", {}, el("h2", {}, "Outcomes"), table(["a", "b", ">Samples"], rows));
 }
 
-/** Returns the samples whose scores differ most, each with a link to both scorings. */
-function largest(found, query) {
-  if (!found.largest.length) return [];
-  const rows = found.largest.map(({ sample, a, b }) => [
+/** Returns a table of samples, each with a link to both scorings. */
+function samples(title, found, query, columns, cells) {
+  if (!found.length) return [];
+  const rows = found.map(({ sample, a, b }) => [
     el("a", { href: link("scorings", [sample], query) }, visible(String(sample))),
-    fixed(a),
-    fixed(b),
-    fixed(b - a),
+    ...cells(a, b),
   ]);
-  return [el("section", {}, el("h2", {}, "Largest differences"), table(["Sample", ">a", ">b", ">Difference"], rows))];
+  return [el("section", {}, el("h2", {}, title), table(["Sample", ...columns], rows))];
 }
