@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from reward_loop import cli
 from reward_loop.offline.agreement import agreement, cohens_kappa, pearson, spearman
+from reward_loop.offline.compare import read_scoring
 
 # Of five pairs, four are equal: p_o = 0.8. A has 3 ones of 5, B has 2: p_e = (3*2 + 2*3) / 25 = 0.48.
 BINARY = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
@@ -81,6 +82,7 @@ def test_two_outputs_are_compared_by_row(tmp_path: Path) -> None:
     # B: scores 1, 0, 0, 0, 1, 1 and labels 1, 1, 0, 1, 0, 1: three of six.
     assert (found["label_b"]["pairs"], found["label_b"]["equal"]) == (6, 0.5)
     assert found["largest"] == [{"sample": 1, "a": 1.0, "b": 0.0}]
+    assert found["moved"] == [{"sample": 5, "a": "failed", "b": "scored"}]
 
 
 def test_the_comparison_is_printed(tmp_path: Path) -> None:
@@ -93,6 +95,7 @@ def test_the_comparison_is_printed(tmp_path: Path) -> None:
         "mean score A 0.6, B 0.25",
         "A and B 5 80.0% 0.6154",
         "largest differences A B y 1 0",
+        "changed outcomes A B z failed scored",
     ):
         assert part in shown
     assert "v 1 0.25" not in shown
@@ -109,6 +112,16 @@ def records(folder: Path, *rows: dict[str, Any], texts: list[dict[str, Any]] = (
     (folder / "texts").mkdir()
     (folder / "texts" / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     return str(folder)
+
+
+def test_of_several_records_of_a_sample_the_latest_counts(tmp_path: Path) -> None:
+    for file, time, score in (("z", 1.0, 0.0), ("a", 2.0, 1.0), ("b", 1.5, 0.5)):  # files are read by name
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        row = {"version": 1, "kind": "sample", "id": file, "uid": "s", "time": time, "outcome": "scored"}
+        (folder / f"{file}.jsonl").write_text(json.dumps({**row, "score": score}) + "\n")
+    assert read_scoring(tmp_path / "run").scores == {"s": 1.0}
+    assert read_scoring(tmp_path / "run").duplicates == 2
 
 
 def test_two_folders_of_records_are_compared_by_uid(tmp_path: Path) -> None:

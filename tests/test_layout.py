@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,9 @@ RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py", "serving/reservati
 """Where Ray may be imported: in parts that start actors."""
 MODELS = ["verl", "serving", "adapters/trl"]
 """Where torch and transformers may be imported."""
+
+HEAVY = ("ray", "torch", "transfer_queue", "transformers", "trl", "verl")
+"""Packages that take seconds to import."""
 
 HOMES = {
     "verl": VERL,
@@ -149,3 +154,18 @@ def test_the_methods_of_verls_trainer_that_the_documentation_names_are_overridde
     (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "RewardLoopTrainer")
     methods = {node.name for node in trainer.body if isinstance(node, ast.FunctionDef)}
     assert set(re.findall(r"`(\w+)`", sentence)) <= methods
+
+
+def test_benchmarks_and_examples_import_heavy_packages_after_their_options_are_read() -> None:
+    paths = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    commands = [path for path in paths if "ArgumentParser(" in path.read_text()]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in commands]
+    assert "benchmarks.trl" in modules
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+        f"    assert not {set(HEAVY)} & sys.modules.keys(), name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

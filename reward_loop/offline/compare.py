@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ class Scoring:
     scores: dict[Any, float] = field(default_factory=dict)
     """The scores of the scored samples."""
     labels: dict[Any, float] = field(default_factory=dict)
+    times: dict[Any, float] = field(default_factory=dict)
+    """When each sample was scored; only in records."""
     duplicates: int = 0
-    """Rows whose key an earlier row has, too. The last row counts."""
+    """Rows whose key another row has, too. The latest record counts, and the last row of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,15 @@ class Comparison:
     label_b: Agreement | None
     largest: list[tuple[Any, float, float]]
     """Key and both scores of the samples whose scores differ most, the largest difference first."""
+    moved: list[tuple[Any, str, str]]
+    """Key and both outcomes of the first samples whose outcome differs; at most as many as in `largest`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values of JSON."""
         found = asdict(self)
         found["outcomes"] = [{"a": a, "b": b, "samples": n} for (a, b), n in self.outcomes.items()]
-        found["largest"] = [{"sample": key, "a": a, "b": b} for key, a, b in self.largest]
+        for name in ("largest", "moved"):
+            found[name] = [{"sample": key, "a": a, "b": b} for key, a, b in found[name]]
         return found
 
 
@@ -88,6 +94,11 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
             keyless += 1
             continue
         scoring.duplicates += key in scoring.outcomes
+        if path.is_dir():  # its files are in no order
+            scored = row.get("time") or 0.0
+            if scored < scoring.times.get(key, 0.0):
+                continue
+            scoring.times[key] = scored
         _add(scoring, key, row, None if label is None else look_up(row, label), label)
     if keyless:
         hint = did_you_mean(scoring.key, fields - {scoring.key}) or "."
@@ -105,7 +116,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
         a: a scoring.
         b: another scoring of the same samples.
         threshold: for the agreement, see `agreement`.
-        largest: how many samples `Comparison.largest` has.
+        largest: how many samples `Comparison.largest` and `Comparison.moved` have.
 
     Raises:
         ConfigError: no sample is in both.
@@ -119,6 +130,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
     pairs = {key: (a.scores[key], b.scores[key]) for key in keys if key in a.scores and key in b.scores}
     labels = {**b.labels, **a.labels}
     different = ((abs(x - y), key) for key, (x, y) in pairs.items() if x != y)
+    moved = ((key, a.outcomes[key], b.outcomes[key]) for key in keys if a.outcomes[key] != b.outcomes[key])
     top = heapq.nlargest(largest, different, key=lambda found: found[0])
     return Comparison(
         both=len(keys),
@@ -132,6 +144,7 @@ def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: 
         label_a=agreement(_labelled(a, labels), threshold) if labels else None,
         label_b=agreement(_labelled(b, labels), threshold) if labels else None,
         largest=[(key, *pairs[key]) for _, key in top],
+        moved=list(islice(moved, largest)),
     )
 
 

@@ -44,7 +44,9 @@ def compare(
         float | None,
         typer.Option(help="For agreement and kappa: scores of at least this number are one category, others another."),
     ] = None,
-    largest: Annotated[int, typer.Option(min=0, help="How many of the largest differences to show.")] = 10,
+    largest: Annotated[
+        int, typer.Option(min=0, help="How many largest differences and changed outcomes to show.")
+    ] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Compare two scorings of the same samples, for example by two judges.
@@ -88,6 +90,12 @@ def _show(found: Comparison, label: str | None, out: Console) -> None:
         table = Table("largest differences", "A", "B", box=None, pad_edge=False)
         for key, a, b in found.largest:
             table.add_row(escape(cut(str(key), 60)), _number(a), _number(b))
+        out.print(table, highlight=False)
+    if found.moved:
+        out.print()
+        table = Table("changed outcomes", "A", "B", box=None, pad_edge=False)
+        for key, before, after in found.moved:
+            table.add_row(escape(cut(str(key), 60)), escape(before), escape(after))
         out.print(table, highlight=False)
 
 

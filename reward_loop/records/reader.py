@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import ADVANTAGE
 from reward_loop.records.lines import check_version, has_step, parse_line, read_lines
@@ -48,24 +49,29 @@ class RecordsReader:
                 "runs to the folder in reward_loop.log_dir"
             )
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self, uid: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield the rows of all samples, with their revisions and advantages applied.
 
         A row that has a revision keeps the function's ``score``, and has a field ``revised`` that is true. A sample
         that was trained on has a field ``advantage``, if the trainer recorded it.
+
+        Args:
+            uid: yield only the rows with this uid; other lines are not parsed. ``None`` for all.
         """
-        revisions, advantages, last = self._changes()
+        needle = b"" if uid is None else encode(uid)
+        revisions, advantages, last = self._changes(needle)
         self.incomplete = 0
-        for row in self._lines():
+        for row in self._lines(lambda line: needle in line):
             if row["kind"] != SAMPLE:
                 continue
-            uid = row.get("uid")
-            if uid in last and row.get("id") == last[uid]:
-                if uid in revisions:
-                    row = _revised(row, revisions[uid])
-                if uid in advantages:
-                    row = {**row, "advantage": advantages[uid]}
-            yield row
+            name = row.get("uid")
+            if name in last and row.get("id") == last[name]:
+                if name in revisions:
+                    row = _revised(row, revisions[name])
+                if name in advantages:
+                    row = {**row, "advantage": advantages[name]}
+            if uid is None or name == uid:
+                yield row
 
     def rows_of(self, steps: Collection[int]) -> Iterator[dict[str, Any]]:
         """Yield the rows of the samples that were generated for some training steps, without their revisions."""
@@ -85,11 +91,15 @@ class RecordsReader:
         lines = [line for line in self._read(row, "exchange") if line.get("sample") == row.get("id")]
         return lines or list(row.get("judges") or ())
 
-    def _changes(self) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, str]]:
-        """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids."""
+    def _changes(self, needle: bytes) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, str]]:
+        """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids.
+
+        Args:
+            needle: lines that do not contain it are not read.
+        """
         revisions: dict[str, dict[str, Any]] = {}
         advantages: dict[str, float] = {}
-        for row in self._lines(lambda line: _CHANGES.search(line, 0, _KIND_HEAD)):
+        for row in self._lines(lambda line: _CHANGES.search(line, 0, _KIND_HEAD) and needle in line):
             uid = row.get("uid")
             if uid is None:
                 continue
@@ -99,7 +109,7 @@ class RecordsReader:
                 revisions[uid] = row
         last: dict[str, tuple[float, str]] = {}
         changed = revisions.keys() | advantages.keys()
-        for row in self._lines() if changed else ():
+        for row in self._lines(lambda line: needle in line) if changed else ():
             uid = row.get("uid")
             if uid in changed and row["kind"] == SAMPLE:
                 last[uid] = max(last.get(uid, (0.0, "")), (row["time"], row.get("id", "")))

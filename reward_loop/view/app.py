@@ -41,6 +41,7 @@ from reward_loop.view.judges import judges
 from reward_loop.view.labels import Labels
 from reward_loop.view.phases import PhaseReader
 from reward_loop.view.samples import Samples
+from reward_loop.view.scorings import sample_of
 from reward_loop.view.summaries import Summaries, without_samples
 from reward_loop.view.timeline import timeline
 
@@ -51,6 +52,12 @@ STATIC = Path(__file__).parent / "static"
 HEARTBEAT_S = 15.0
 """Seconds after which an open stream of changes sends the state again, so that proxies keep it open."""
 
+
+KEY = "uid"
+"""The field that names a sample in two scorings, if a request names no other one."""
+
+LARGEST = 50
+"""The number of samples with the largest differences in a comparison."""
 
 _NO_EVENTS = dict.fromkeys(("phases", "hidden_share", "waiting_s"))
 """The fields of a step for which the trainer has recorded no events."""
@@ -160,11 +167,23 @@ def create_app(index: Index, prices: Prices = NO_PRICES) -> FastAPI:
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
 
-    @app.get("/api/compare", dependencies=_only("other", "on", "threshold"))
-    def compared(other: str, on: str | None = None, threshold: float | None = None) -> Response:
+    @app.get("/api/compare", dependencies=_only("other", "on", "label", "threshold"))
+    def compared(other: str, on: str = KEY, label: str | None = None, threshold: float | None = None) -> Response:
         with comparing:  # each reads both folders into memory
-            a, b = (read_scoring(path, on=on) for path in (index.folder, Path(other)))
-            return _json(compare(a, b, threshold=threshold).to_dict())
+            a, b = (read_scoring(path, on=on, label=label) for path in (index.folder, Path(other)))
+            if label is not None and not a.labels and not b.labels:
+                raise BadRequestError(f"Neither scoring has a field {label!r} with a number.")
+            return _json(compare(a, b, threshold=threshold, largest=LARGEST).to_dict())
+
+    @app.get("/api/compare/sample", dependencies=_only("other", "sample", "on"))
+    def compared_sample(other: str, sample: str, on: str = KEY) -> Response:
+        with comparing:
+            a, b = (sample_of(path, sample, on) for path in (index.folder, Path(other)))
+        if a is None or b is None:
+            raise HTTPException(
+                404, f"There is no sample with {on} {sample} in {index.folder if a is None else other}."
+            )
+        return _json({"a": a, "b": b})
 
     @app.get("/api/config", dependencies=_only())
     def config() -> Response:

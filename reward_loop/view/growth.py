@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Lines", "append", "fingerprint", "new_lines"]
+__all__ = ["Chunk", "Lines", "append", "fingerprint", "new_lines"]
 
 _BLOCK = 64 * 1024
 _HEAD = 256
@@ -19,6 +20,16 @@ class Lines(NamedTuple):
     start: int
     """The offset of the first line in the file."""
     bytes: int
+
+
+class Chunk(NamedTuple):
+    """Lines of files that are read together, from a copy."""
+
+    number: int
+    path: Path
+    """The copy; its name without the suffix is the number."""
+    parts: Sequence[Lines]
+    """Where the lines are in the folder."""
 
 
 def new_lines(path: Path, start: int, at_most: int) -> Lines | None:

@@ -10,19 +10,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
+from reward_loop._util.json import encode
 from reward_loop.errors import RewardLoopError
 from reward_loop.records.lines import check_version, parse_line
 from reward_loop.records.reader import RecordsReader
 from reward_loop.view import store, tables
-from reward_loop.view.growth import Lines, append, fingerprint, new_lines
+from reward_loop.view.growth import Chunk, Lines, append, fingerprint, new_lines
 
 __all__ = ["Index", "IndexFailedError"]
 
@@ -80,6 +83,7 @@ class Index:
             stack.callback(self._database.close)
             self._known = dict(self._database.execute("SELECT name, bytes FROM files").fetchall())
             self.revision = sum(self._known.values())
+            self._numbers = itertools.count(tables.next_chunk(self._database))
             self._stack = stack.pop_all()
         return self
 
@@ -131,7 +135,7 @@ class Index:
         Returns:
             ``None`` if the file has been deleted or changed.
         """
-        needle = b'"id":"%b"' % name.encode()
+        needle = encode(name)
         for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
             content = _read(self.folder / part["name"], part["start"], part["bytes"])
             at = -1
@@ -176,9 +180,16 @@ class Index:
         before = self.revision
         # Lines that are written during this call are read by the next call: otherwise, it might never end.
         end = before + self.pending_bytes()
-        while self.revision < end and (read := self._read_chunks()):
-            self.revision += read
-            on_progress(self.revision - before)
+        if end > before:
+            with store.chunk_directory(self._path) as directory, ThreadPoolExecutor(1) as copier:
+                chunks = self._copy_chunks(directory, self._known)
+                while chunks:
+                    known = _after(self._known, chunks)
+                    # The next chunks are copied while these are loaded: loading alone leaves a core idle at times.
+                    later = copier.submit(self._copy_chunks, directory, known) if sum(known.values()) < end else None
+                    self._load(chunks)
+                    on_progress(self.revision - before)
+                    chunks = [] if later is None else later.result()
         if self.revision == before:
             return False
         with self.writing() as cursor:
@@ -186,28 +197,16 @@ class Index:
                 tables.revise(cursor)
         return True
 
-    def _read_chunks(self) -> int:
-        """Load the next chunks in one transaction, and return the number of their bytes."""
-        chunks = self._new_chunks(self._together)
-        if not chunks:
-            return 0
-        try:
-            self._load(chunks)
-        except IndexFailedError as error:
-            if len(chunks) == 1 or not isinstance(error.__cause__, duckdb.OutOfMemoryException):
-                raise
-            self._together = 1  # the rows are very large
-            return self._read_chunks()
-        parts = [part for chunk in chunks for part in chunk]
-        self._known = _after(self._known, parts)
-        return sum(part.bytes for part in parts)
-
-    def _new_chunks(self, at_most: int) -> list[list[Lines]]:
-        """Return the next chunks: lines of files, together up to `CHUNK` bytes."""
-        chunks, known = list[list[Lines]](), self._known
-        while len(chunks) < at_most and (parts := self._new_parts(known)):
-            chunks.append(parts)
-            known = _after(known, parts)
+    def _copy_chunks(self, directory: Path, known: Mapping[str, int]) -> list[Chunk]:
+        """Copy the next lines of files into chunks of up to `CHUNK` bytes."""
+        chunks = list[Chunk]()
+        while len(chunks) < self._together and (parts := self._new_parts(known)):
+            number = next(self._numbers)
+            chunks.append(Chunk(number, directory / f"{number}.jsonl", parts))
+            with chunks[-1].path.open("wb", buffering=0) as file:
+                for part in parts:
+                    append(part, file)
+            known = _after(known, chunks[-1:])
             if sum(part.bytes for part in parts) < CHUNK // 2:  # there is little more
                 break
         return chunks
@@ -222,20 +221,25 @@ class Index:
                 room -= lines.bytes
         return parts
 
-    def _load(self, chunks: Sequence[Sequence[Lines]]) -> None:
-        """Add chunks to the tables."""
-        with store.chunk_files(self._path, len(chunks)) as paths:
-            for path, parts in zip(paths, chunks, strict=True):
-                with path.open("wb", buffering=0) as file:
-                    for part in parts:
-                        append(part, file)
-            fingerprints = {part.path.name: fingerprint(part.path) for parts in chunks for part in parts}
-            with (
-                store.loading(self._database) if len(chunks) > 1 else contextlib.nullcontext(),
-                self.writing() as cursor,
-            ):
-                version = tables.load(cursor, [str(path) for path in paths], chunks, fingerprints)
-                check_version(version, self.folder)
+    def _load(self, chunks: Sequence[Chunk]) -> None:
+        """Add chunks to the tables, in one transaction if the memory suffices."""
+        try:
+            self._load_together(chunks)
+        except IndexFailedError as error:
+            if len(chunks) == 1 or not isinstance(error.__cause__, duckdb.OutOfMemoryException):
+                raise
+            self._together = 1  # the rows are very large
+            for chunk in chunks:
+                self._load_together([chunk])
+
+    def _load_together(self, chunks: Sequence[Chunk]) -> None:
+        fingerprints = {part.path.name: fingerprint(part.path) for chunk in chunks for part in chunk.parts}
+        with store.loading(self._database) if len(chunks) > 1 else contextlib.nullcontext(), self.writing() as cursor:
+            check_version(tables.load(cursor, chunks, fingerprints), self.folder)
+        for chunk in chunks:
+            chunk.path.unlink()
+        self._known = _after(self._known, chunks)
+        self.revision = sum(self._known.values())
 
     def _unread(self) -> list[int]:
         """Return how many bytes of each file have not been read."""
@@ -254,9 +258,9 @@ class Index:
         return True
 
 
-def _after(known: dict[str, int], parts: Sequence[Lines]) -> dict[str, int]:
-    """Return the offsets of the first lines that have not been read, after some lines have been."""
-    return known | {part.path.name: part.start + part.bytes for part in parts}
+def _after(known: Mapping[str, int], chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Return the offsets of the first lines that have not been read, after some chunks have been."""
+    return {**known, **{part.path.name: part.start + part.bytes for chunk in chunks for part in chunk.parts}}
 
 
 def _read(path: Path, start: int, size: int) -> bytes:

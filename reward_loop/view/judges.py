@@ -13,6 +13,9 @@ from reward_loop.view.labels import Labels
 
 __all__ = ["PARAMETERS", "judges"]
 
+SLOWEST = 10
+"""The number of the slowest requests in an answer."""
+
 BINS = 20
 """The number of intervals of a histogram."""
 
@@ -24,15 +27,16 @@ _CALLS = """
 CREATE OR REPLACE TEMP TABLE calls AS
 WITH chosen AS (FROM exchanges WHERE {where}),
     counted AS (FROM chosen WHERE batch IS NULL UNION ALL SELECT DISTINCT ON (id) * FROM chosen WHERE batch IS NOT NULL)
-SELECT dense_rank() OVER (ORDER BY model, backend, function) AS judge, model, backend, function, step, seconds, error,
-    unscored, prompt_tokens, completion_tokens, CASE WHEN isfinite(score) THEN score END AS score,
+SELECT dense_rank() OVER (ORDER BY model, backend, function) AS judge, sample, model, backend, function, step, seconds,
+    error, unscored, prompt_tokens, completion_tokens, CASE WHEN isfinite(score) THEN score END AS score,
     ln(greatest(seconds, {shortest})) AS size
 FROM counted
 """
 _JUDGES = """
 SELECT judge, any_value(model) AS model, any_value(backend) AS backend, any_value(function) AS function,
     count(*) AS calls, count(*) FILTER (error) AS errors, count(*) FILTER (unscored) AS unscored,
-    {mean: avg(seconds), max: max(seconds)} AS seconds, quantile_cont(seconds, [0.5, 0.95]) AS quantiles,
+    {mean: avg(seconds), max: max(seconds)} AS seconds,
+    arg_max(sample, seconds) AS slowest, quantile_cont(seconds, [0.5, 0.95]) AS quantiles,
     coalesce(sum(prompt_tokens), 0)::BIGINT AS prompt_tokens,
     coalesce(sum(completion_tokens), 0)::BIGINT AS completion_tokens
 FROM calls GROUP BY judge ORDER BY calls DESC, judge
@@ -51,6 +55,14 @@ SELECT judge, low, high,
     count(*) AS n
 FROM calls JOIN ends USING (judge) WHERE {value} IS NOT NULL GROUP BY ALL
 """
+_SLOWEST_OF_EACH = """
+SELECT rowid AS row, id FROM samples WHERE rowid IN (SELECT arg_max(sample, seconds) FROM calls GROUP BY judge)
+"""
+_SLOWEST = """
+WITH slow AS (FROM calls WHERE seconds IS NOT NULL ORDER BY seconds DESC LIMIT {limit})
+SELECT samples.id, uid, samples.step, validate, model, backend, slow.function, seconds, slow.error, unscored, slow.score
+FROM slow JOIN samples ON samples.rowid = slow.sample ORDER BY seconds DESC
+"""
 
 
 PARAMETERS = ("step", "validate", "label")
@@ -67,7 +79,8 @@ def judges(index: Index, labels: Labels, prices: Prices, query: Mapping[str, str
         query: the parameters of the request: ``step``, ``validate`` and ``label``.
 
     Returns:
-        also the fields that may be ``labels``, and the ``label`` that was used, or ``None``.
+        also the ``slowest`` requests, each with its sample, the fields that may be ``labels``, and the ``label`` that
+        was used, or ``None``.
 
     Raises:
         BadRequestError: a parameter is not valid.
@@ -76,15 +89,16 @@ def judges(index: Index, labels: Labels, prices: Prices, query: Mapping[str, str
     fields = labels.fields(chosen)
     label = labels.choose(query.get("label"), fields)
     agreements = {} if label is None else labels.agreements(label, chosen)
-    rows = _statistics(index, chosen)
+    rows, slowest = _statistics(index, chosen)
     for row in rows:
         found = agreements.get((row["model"], row["backend"], row["function"]))
         row["agreement"] = None if found is None else asdict(found)
         row["cost"] = prices.cost(row["model"], row["prompt_tokens"], row["completion_tokens"])
-    return {"rows": rows, "labels": fields, "label": label}
+    return {"rows": rows, "slowest": slowest, "labels": fields, "label": label}
 
 
-def _statistics(index: Index, chosen: SampleFilter) -> list[dict[str, Any]]:
+def _statistics(index: Index, chosen: SampleFilter) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the statistics of each judge, and the slowest requests."""
     with index.cursor() as cursor:
         cursor.execute(_CALLS.format(where=chosen.where, shortest=SHORTEST_S), chosen.parameters)
 
@@ -106,8 +120,12 @@ def _statistics(index: Index, chosen: SampleFilter) -> list[dict[str, Any]]:
             found[judge]["seconds"]["histogram"] = {"edges": edges, "counts": histogram["counts"]}
         for judge, histogram in _histograms(rows(_HISTOGRAM.format(value="score", bins=BINS))).items():
             found[judge]["verdicts"] = histogram
+        names = {row["row"]: row["id"] for row in rows(_SLOWEST_OF_EACH)}
+        for row in found.values():
+            row["slowest"] = names.get(row["slowest"])
+        slowest = rows(_SLOWEST.format(limit=SLOWEST))
         cursor.execute("DROP TABLE calls")
-    return list(found.values())
+    return list(found.values()), slowest
 
 
 def _quantiles(values: Sequence[float] | None) -> dict[str, float | None]:

@@ -39,9 +39,9 @@ _PLACE = "id, text_file, text_offset, text_bytes, components"
 _NEWEST = "SELECT rowid FROM samples WHERE {where} AND judges > 0 AND batch IS NULL ORDER BY time DESC LIMIT {limit}"
 _SAMPLES = f"SELECT {_PLACE} FROM samples WHERE rowid IN ({_NEWEST})"
 _VERDICTS = f"""
-SELECT {_PLACE}, function, coalesce(e.model, e.url) AS model, e.backend, try_cast(e.score AS DOUBLE) AS verdict
+SELECT {_PLACE}, function, coalesce(e.model, e.url) AS model, e.backend, e.score AS verdict
 FROM (SELECT {_PLACE}, function, unnest(exchanges) AS e FROM samples WHERE rowid IN ({_NEWEST}))
-WHERE isfinite(try_cast(e.score AS DOUBLE))
+WHERE isfinite(e.score)
 """
 
 

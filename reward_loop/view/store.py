@@ -16,7 +16,7 @@ import duckdb
 
 from reward_loop.view import tables
 
-__all__ = ["THREADS", "chunk_files", "index_file", "loading", "open_database", "use"]
+__all__ = ["THREADS", "chunk_directory", "index_file", "loading", "open_database", "use"]
 
 THREADS = 2
 """The number of DuckDB's threads. More threads need more memory, and the machine may be training."""
@@ -60,13 +60,13 @@ def index_file(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def chunk_files(path: Path, count: int) -> Iterator[list[Path]]:
-    """Return paths for the chunks that are loaded into an index together; within ``with``, their directory exists."""
+def chunk_directory(path: Path) -> Iterator[Path]:
+    """Return the directory for the chunks that are loaded into an index; within ``with``, it exists."""
     directory = _chunks(path)
     shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
     directory.mkdir()
     try:
-        yield [directory / f"{position}.jsonl" for position in range(count)]
+        yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

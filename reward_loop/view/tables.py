@@ -4,7 +4,8 @@
 Table                   Rows
 ======================  ============================================================================================
 ``samples``             one for each sample, with its revision applied
-``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones
+``exchanges``           one for each exchange with a model server (a view); samples of a batch have the same ones;
+                        ``sample`` is the row of the sample
 ``advantages``          the advantage of a sample, by its uid
 ``revisions``           revisions whose sample has not been read yet
 ``chunks``              the lines of files that were read together; ``samples.chunk`` names one
@@ -20,11 +21,11 @@ from typing import Any
 
 import duckdb
 
-from reward_loop.view.growth import Lines
+from reward_loop.view.growth import Chunk
 
-__all__ = ["LAYOUT", "create", "load", "revise"]
+__all__ = ["LAYOUT", "create", "load", "next_chunk", "revise"]
 
-LAYOUT = 3
+LAYOUT = 4
 """The version of these tables. An index with another version is built again."""
 
 _ROW = {
@@ -59,7 +60,6 @@ _ROW = {
 }
 _EXCHANGE = {
     "id": "VARCHAR",
-    "time": "DOUBLE",
     "model": "VARCHAR",
     "url": "VARCHAR",
     "backend": "VARCHAR",
@@ -68,7 +68,7 @@ _EXCHANGE = {
     "unscored": "VARCHAR",
     "prompt_tokens": "BIGINT",
     "completion_tokens": "BIGINT",
-    "score": "JSON",
+    "score": "DOUBLE",
 }
 
 _BUFFER = 2 * 2**20
@@ -88,7 +88,7 @@ _COLUMNS = ", ".join(f"\"{name}\": '{kind}'" for name, kind in _LINE.items())
 
 # A sample without `step` may belong to a run that has none, so it stays NULL. Rows of other kinds are in `samples` only
 # until the chunks have been loaded: reading the lines into a table of their own first takes half as long again. A chunk
-# is a file with its position as name.
+# is a file with its number as name.
 _SAMPLES = f"""
 SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS validate, coalesce(time, 0) AS time,
     data_source, function, batch, outcome, score, reward, coalesce(masked, false) AS masked,
@@ -97,15 +97,15 @@ SELECT version, kind, id, uid, "group", step, coalesce(validate, false) AS valid
     text_file, text_offset, text_bytes, exchange_file, exchange_offset, exchange_bytes, judges AS exchanges,
     coalesce(len(judges), 0)::INTEGER AS judges, list_sum([j.seconds FOR j IN judges]) AS judge_s,
     NULL::DOUBLE AS revised_at, try_cast(string_split(id, '-')[-1] AS BIGINT) AS number,
-    ?::INTEGER + parse_filename(filename, true)::INTEGER AS chunk
+    parse_filename(filename, true)::INTEGER AS chunk
 FROM read_json(?, format = 'newline_delimited', ignore_errors = true, maximum_object_size = {_BUFFER},
     filename = true, columns = {{{_COLUMNS}}})
 """
 _EXCHANGES = """
-SELECT e.id, step, validate, function, batch, e.time, coalesce(e.model, e.url) AS model, e.backend, e.seconds,
+SELECT sample, e.id, step, validate, function, batch, coalesce(e.model, e.url) AS model, e.backend, e.seconds,
     coalesce(e.error, '') != '' AS error, coalesce(e.unscored, '') != '' AS unscored, e.prompt_tokens,
-    e.completion_tokens, try_cast(e.score AS DOUBLE) AS score
-FROM (SELECT step, validate, function, batch, unnest(exchanges) AS e FROM samples)
+    e.completion_tokens, e.score
+FROM (SELECT rowid AS sample, step, validate, function, batch, unnest(exchanges) AS e FROM samples)
 """
 _NEW = "FROM samples WHERE chunk >= ? AND"
 _ADVANTAGES = f"SELECT uid, time, advantage {_NEW} kind = 'advantage' AND uid IS NOT NULL"
@@ -146,31 +146,25 @@ def create(connection: duckdb.DuckDBPyConnection, empty: str) -> None:
     connection.execute("CREATE TABLE files (name VARCHAR, bytes BIGINT, fingerprint BLOB)")
     connection.execute("CREATE TABLE chunks (chunk INTEGER, name VARCHAR, start BIGINT, bytes BIGINT)")
     connection.execute("CREATE TABLE summaries (step BIGINT, validate BOOLEAN, content VARCHAR)")
-    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [0, [empty]])
+    connection.execute(f"CREATE TABLE samples AS {_SAMPLES}", [[empty]])
     connection.execute(f"CREATE VIEW exchanges AS {_EXCHANGES}")
     connection.execute(f"CREATE TABLE advantages AS {_ADVANTAGES}", [0])
     connection.execute(f"CREATE TABLE revisions AS {_REVISIONS}", [0])
 
 
-def load(
-    connection: duckdb.DuckDBPyConnection,
-    paths: Sequence[str],
-    chunks: Sequence[Sequence[Lines]],
-    fingerprints: Mapping[str, bytes],
-) -> int:
+def load(connection: duckdb.DuckDBPyConnection, chunks: Sequence[Chunk], fingerprints: Mapping[str, bytes]) -> int:
     """Add chunks of records to the tables. The connection must be within a transaction.
 
     Args:
         connection: a connection to the database.
-        paths: for each chunk, a file with its lines; its name without the suffix is the position in this list.
-        chunks: for each chunk, where its lines are in the folder.
+        chunks: the chunks. Their numbers are higher than all earlier ones.
         fingerprints: the `fingerprint` of each file in the folder, by its name.
 
     Returns:
         the highest version of these records; 0 if there are none.
     """
-    (first,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
-    connection.execute(f"INSERT INTO samples {_SAMPLES}", [first, paths])
+    first = chunks[0].number
+    connection.execute(f"INSERT INTO samples {_SAMPLES}", [[str(chunk.path) for chunk in chunks]])
     others, incomplete, version = _row(
         connection,
         "SELECT count(*) FILTER (kind IS DISTINCT FROM 'sample'), count(*) FILTER (kind IS NULL AND version IS NULL "
@@ -183,15 +177,25 @@ def load(
         connection.execute("DELETE FROM samples WHERE chunk >= ? AND kind IS DISTINCT FROM 'sample'", [first])
     if incomplete:
         connection.execute("UPDATE about SET incomplete = incomplete + ?", [incomplete])
-    places = [(first + i, part.path.name, part.start, part.bytes) for i, parts in enumerate(chunks) for part in parts]
-    connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", places)
+    places = [(chunk.number, part.path.name, part.start, part.bytes) for chunk in chunks for part in chunk.parts]
+    _insert(connection, "chunks", places)
     ends = {name: start + size for _, name, start, size in places}
     connection.execute("DELETE FROM files WHERE list_contains(?, name)", [list(ends)])
-    connection.executemany(
-        "INSERT INTO files VALUES (?, ?, ?)", [(name, end, fingerprints[name]) for name, end in ends.items()]
-    )
+    _insert(connection, "files", [(name, end, fingerprints[name]) for name, end in ends.items()])
     _forget(connection, f"chunk >= {first}")
     return int(version)
+
+
+def next_chunk(connection: duckdb.DuckDBPyConnection) -> int:
+    """Return the number of the next chunk."""
+    (number,) = _row(connection, "SELECT coalesce(max(chunk), 0) + 1 FROM chunks")
+    return int(number)
+
+
+def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert rows by one statement: `executemany` runs one for each row."""
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    connection.execute(f"INSERT INTO {table} SELECT {', '.join('unnest(?)' for _ in columns)}", columns)
 
 
 def _row(connection: duckdb.DuckDBPyConnection, query: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...]:

@@ -232,12 +232,84 @@ def test_judges(client: TestClient) -> None:
     assert get(client, "judges", step=2)["rows"][0]["calls"] == 6
 
 
+def test_the_slowest_requests_to_judges_name_their_samples(tmp_path: Path) -> None:
+    writer = Records(tmp_path)
+    for number in range(30):
+        slow = [exchange(number, seconds=float(number))]
+        record(writer, f"s{number}", step=number % 2, exchanges=[*slow, exchange(100 + number, seconds=0.1)])
+    record(writer, "failed", None, step=1, exchanges=[exchange(7, seconds=40.0, score=None, error="timeout")])
+    record(writer, "no judge", step=1)
+    flushed(writer)
+    with Index(tmp_path) as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            found = get(client, "judges", step=1)
+            slowest = found["slowest"]
+            assert found["rows"][0]["slowest"] == slowest[0]["id"]
+            assert [(one["uid"], one["seconds"]) for one in slowest[:2]] == [("failed", 40.0), ("s29", 29.0)]
+            assert len(slowest) == 10
+            first, second = slowest[:2]
+            assert (first["error"], second["error"], second["score"]) == (True, False, 29.0)
+            assert (first["model"], first["backend"], first["step"]) == ("judge-7b", "http://10.0.0.1:2", 1)
+            assert get(client, f"sample/{first['id']}")["row"]["uid"] == "failed"
+            assert get(client, "judges", step=5)["slowest"] == []
+
+
 def test_compare(client: TestClient, folder: Path) -> None:
     found = get(client, "compare", other=str(folder))
     assert (found["both"], found["changed"]) == (20, 0)
     answer = client.get("/api/compare", params={"other": "/nowhere"})
     assert answer.status_code == 400
     assert "/nowhere" in answer.json()["error"]
+
+
+@pytest.fixture
+def two_scorings(tmp_path: Path) -> Iterator[tuple[TestClient, Path]]:
+    """Two judges of the same samples; the second folder also has an earlier scoring, which does not count."""
+    for name, scores in (("a", [1.0, 0.0, 1.0]), ("b", [0.5, 0.5, 0.5]), ("b", [1.0, 1.0, None])):
+        writer = Records(tmp_path / name)
+        for number, score in enumerate(scores):
+            reply = exchange(number, reply=f"judge {name} says {score}")
+            record(writer, f"s{number}", score, exchanges=[reply], extra_info={"label": 1.0, "n": number})
+        flushed(writer)
+    revise(writer, "s1", -1.0)
+    flushed(writer)
+    with Index(tmp_path / "a") as index:
+        index.update()
+        with TestClient(create_app(index)) as client:
+            yield client, tmp_path / "b"
+
+
+def test_compare_with_a_label_a_threshold_and_another_key(two_scorings: tuple[TestClient, Path]) -> None:
+    client, other = two_scorings
+    found = get(client, "compare", other=str(other), label="extra_info.label", threshold=0.5)
+    assert (found["label_a"]["pairs"], found["label_b"]["pairs"]) == (3, 2)
+    assert found["label_b"]["equal"] == 1.0
+    answer = client.get("/api/compare", params={"other": str(other), "label": "extra_info.nothing"})
+    assert answer.status_code == 400
+    assert "'extra_info.nothing'" in answer.json()["error"]
+
+
+def test_a_sample_in_both_scorings_has_the_words_of_both_judges(two_scorings: tuple[TestClient, Path]) -> None:
+    client, other = two_scorings
+    found = get(client, "compare/sample", other=str(other), sample="s1")
+    assert found["a"]["exchanges"][0]["reply"] == "judge a says 0.0"
+    assert found["b"]["exchanges"][0]["reply"] == "judge b says 1.0"
+    assert (found["b"]["row"]["score"], found["b"]["row"]["reward"]) == (1.0, -1.0)
+    assert found["a"]["texts"]["response"] == "an answer"
+    answer = client.get("/api/compare/sample", params={"other": str(other), "sample": "s9"})
+    assert answer.status_code == 404
+
+
+def test_a_sample_in_a_file_of_scores(two_scorings: tuple[TestClient, Path], tmp_path: Path) -> None:
+    client, _ = two_scorings
+    path, info = tmp_path / "other.scored.jsonl", {"acc": 1.0, "reward_seconds": 0.1}
+    rows = [{"uid": f"s{i}", "row": i, "score": i / 2, "outcome": "scored", "error": None} for i in range(3)]
+    path.write_text("".join(json.dumps({**row, "reward_extra_info": info}) + "\n" for row in rows))
+    assert get(client, "compare", other=str(path))["both"] == 3
+    found = get(client, "compare/sample", other=str(path), sample="s1")["b"]
+    assert (found["row"]["score"], found["row"]["components"]) == (0.5, {"acc": 1.0})
+    assert (found["texts"], found["exchanges"]) == (None, [])
 
 
 def test_warnings_of_the_health_monitors(client: TestClient, tmp_path: Path) -> None:
@@ -402,7 +474,8 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         ("sample/any", "data_source, group, limit, "),
         ("judges", "label, step, validate"),
         ("timeline", "step"),
-        ("compare", "on, other, threshold"),
+        ("compare", "label, on, other, threshold"),
+        ("compare/sample", "on, other, sample"),
         ("config", "none"),
         ("config/compare", "other"),
         ("health", "none"),

@@ -180,6 +180,16 @@ def test_lines_of_chunks_that_were_loaded_together_are_found(folder: Path, monke
         assert index.rows("SELECT count(DISTINCT chunk) > 20 AS many FROM samples") == [{"many": True}]
 
 
+def test_lines_of_other_writers_are_found(folder: Path) -> None:
+    folder.mkdir()
+    row = {"version": 1, "kind": "sample", "id": 'a "b" 1', "uid": "u", "calls": [{"work_s": 1.0}]}
+    (folder / "other.jsonl").write_text(json.dumps(row, indent=None, separators=(", ", ": ")) + "\n")
+    with Index(folder) as index:
+        index.update()
+        (found,) = index.rows("SELECT id, chunk FROM samples")
+        assert index.line(found["chunk"], found["id"]) == row
+
+
 def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +199,9 @@ def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(
     many(folder, 100)
     load, loaded = module.tables.load, list[int]()
 
-    def load_few(cursor: Any, paths: Any, chunks: Any, *others: Any) -> int:
+    def load_few(cursor: Any, chunks: Any, *others: Any) -> int:
         loaded.append(len(chunks))
-        version = load(cursor, paths, chunks, *others)
+        version = load(cursor, chunks, *others)
         if len(chunks) > 1:
             raise OutOfMemoryException("no memory")
         return version

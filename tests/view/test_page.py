@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 STEPS, GROUPS, SIZE = 4, 6, 4
-HOSTILE_STEP, MANY_STEP, LATER_STEP, UNGROUPED_STEP = 50, 60, 70, 40
+HOSTILE_STEP, MANY_STEP, LATER_STEP, UNGROUPED_STEP, RETRIED_STEP = 50, 60, 70, 40, 45
 MANY_GROUPS = 10_000
 ATTACK = "<img src=x onerror=hacked=1><script>hacked=1</script><b>bold</b>"
 
@@ -65,6 +65,21 @@ def many_groups() -> Iterator[dict[str, Any]]:
             yield {**row, **names, "score": reward, "reward": reward, "masked": False, "components": {}, "judges": []}
 
 
+EXPLANATION = " ".join(f"reason-{number}" for number in range(20))
+
+
+def retried() -> dict[str, Any]:
+    """A row of a sample whose function was called twice, with a text among its components."""
+    calls = [
+        {"function": "compute_score (judge.py)", "start_s": start, "queue_s": 0.0, "wait_s": 0.0, "work_s": 2.0} | error
+        for start, error in ((0.0, {"error": "RewardModelError"}), (40.0, {"error": None}))
+    ]
+    components = {"a_note": EXPLANATION, "acc": 1.0, "grade": "B"}
+    names = {"id": "retried-0", "uid": "retried", "group": None, "step": RETRIED_STEP}
+    row = {"version": 1, "kind": "sample", "time": 1.8e9, "validate": False, "outcome": "scored", "masked": False}
+    return {**row, **names, "score": 1.0, "reward": 1.0, "attempts": 2, "calls": calls, "components": components}
+
+
 def in_a_thread(function: Any, *args: Any, **options: Any) -> None:
     """Call a function that starts an event loop: Playwright's own runs in the thread of the tests."""
     with ThreadPoolExecutor(1) as threads:
@@ -81,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     starts = [config_row({"actor": {"lr": lr}, "note": ATTACK}, step) for lr, step in ((1e-6, 1), (5e-7, 3))]
     open_configuration(folder).write_rows(starts)
     assert open_configuration(folder).flush()
+    (folder / "retried.jsonl").write_text(json.dumps(retried()) + "\n")
     (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many_groups()))
     return folder
 
@@ -136,7 +152,7 @@ def open_first_sample(page: Page, view: str) -> str:
 def test_the_run_shows_charts_and_leads_to_a_step(page: Page) -> None:
     open_view(page, "run")
     titles = page.locator(".chart h3").all_inner_texts()
-    assert {"Reward", "Components, mean", "Latency of a judge request", "Groups without a signal"} <= set(titles)
+    assert {"Reward", "Components, mean", "Judge time of a sample", "Groups without a signal"} <= set(titles)
     assert page.locator(".chart canvas").count() == len(titles)
     page.get_by_role("link", name="2", exact=True).click()
     page.wait_for_selector("h1:has-text('Step 2')")
@@ -342,6 +358,63 @@ def test_judges_and_comparison(page: Page, folder: Path) -> None:
     page.wait_for_selector("h2:has-text('Agreement')")
     assert "Cohen's kappa" in page.locator(".plain").first.inner_text()
     page.wait_for_selector("text=The recorded options are equal.")
+
+
+def test_the_slowest_request_leads_to_its_sample(page: Page) -> None:
+    open_view(page, "judges")
+    slowest = page.locator("section[aria-label='Slowest requests'] tbody tr")
+    slowest.first.wait_for()
+    assert slowest.count() == 10
+    name = slowest.first.get_by_role("link").inner_text()
+    slowest.first.get_by_role("link").click()
+    page.locator(".view.sample h1", has_text=name).wait_for()
+
+
+def test_a_comparison_shows_the_words_of_both_judges(page: Page, folder: Path, tmp_path: Path) -> None:
+    (path,) = (path for path in folder.glob("*.jsonl") if b'"uid":"s1-p1-0"' in path.read_bytes())
+    line = next(line for line in path.read_text().splitlines() if '"uid":"s1-p1-0"' in line)
+    row, exchange = json.loads(line), json.loads(line)["judges"][0]
+    words = f"The new judge: {ATTACK} Score: 3"
+    text = json.dumps({**exchange, "messages": [], "reply": words, "verdict": 3, "sample": row["id"]}) + "\n"
+    places = {"exchange_file": "exchanges/b.jsonl", "exchange_offset": 0, "exchange_bytes": len(text)}
+    (tmp_path / "exchanges").mkdir()
+    (tmp_path / "exchanges" / "b.jsonl").write_text(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({**row, "outcome": "scored", "score": 77.0, **places}) + "\n")
+    open_view(page, "compare")
+    page.get_by_label("Folder to compare with").fill(str(tmp_path))
+    page.get_by_label("threshold").fill("0.5")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="s1-p1-0").click()
+    page.wait_for_selector("h1:has-text('s1-p1-0')")
+    a, b = page.locator(".two .reply").all_inner_texts()
+    assert "The new judge" not in a
+    assert words in b
+    assert page.locator(".two mark").last.inner_text() == "Score: 3"
+    assert "77.000" in page.locator(".plain").first.inner_text()
+    page.keyboard.press("u")
+    page.wait_for_url(re.compile("compare.*threshold=0.5"))
+
+
+def test_a_sample_shows_its_calls_and_its_texts_among_the_components(page: Page) -> None:
+    open_first_sample(page, f"step/{RETRIED_STEP}")
+    page.get_by_text("a_note").click()
+    page.locator(".part details[open]", has_text=EXPLANATION).wait_for()
+    cards = page.locator("aside")
+    assert "reason-1" not in cards.inner_text()
+    assert "grade" in cards.inner_text()
+    calls = page.locator(".card", has_text="Calls of the function").inner_text()
+    assert "RewardModelError · 2.00 s · from 0 s" in calls
+    assert "2.00 s · from 40.0 s" in calls
+
+
+def test_tables_show_texts_among_the_components_last(page: Page) -> None:
+    open_view(page, f"step/{RETRIED_STEP}")
+    page.locator(".pane:not(.groups) .tabulator-row a").first.wait_for()
+    titles = page.locator(".pane:not(.groups) .tabulator-col-title").all_inner_texts()
+    assert titles.index("acc") < titles.index("Judges") < titles.index("a_note")
+    open_view(page, "run")
+    page.wait_for_selector("h2:has-text('Steps')")
+    assert "a_note" not in page.locator("table.plain").last.inner_text()
 
 
 def test_the_comparison_of_two_runs_shows_the_options_that_differ(page: Page, tmp_path: Path) -> None:

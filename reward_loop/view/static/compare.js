@@ -8,8 +8,9 @@ import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
 /** Shows the comparison of this folder, a, with the one that the route names, b. */
-export async function showCompare(view, { query: { other } }, run) {
-  view.append(el("div", { class: "title" }, el("h1", {}, "Compare")), form(other));
+export async function showCompare(view, { query }, run) {
+  const { other } = query;
+  view.append(el("div", { class: "title" }, el("h1", {}, "Compare")), form(query));
   if (!other) {
     view.append(
       empty(
@@ -19,32 +20,41 @@ export async function showCompare(view, { query: { other } }, run) {
     );
     return { title: "Compare" };
   }
-  const requests = [get("compare", { other }), get("config/compare", { other })];
+  const waiting = el("p", { class: "hint", role: "status" }, "Reading both scorings…");
+  view.append(waiting);
+  const requests = [get("compare", query), get("config/compare", { other })];
   const [found, options] = await Promise.all(requests.map((request) => request.catch((error) => error)));
+  waiting.remove();
   view.append(
     el("p", { class: "about" }, `a: ${visible(run.folder)}`, el("br"), `b: ${visible(other)}`),
-    ...(found instanceof Error ? [el("p", { class: "note bad" }, found.message)] : result(found)),
+    ...(found instanceof Error ? [el("p", { class: "note bad" }, visible(found.message))] : result(found, query)),
     ...(options instanceof Error ? [] : configuration(options)),
   );
   return { title: "Compare" };
 }
 
-function form(other) {
-  const input = el("input", {
-    class: "wide",
-    value: other ?? "",
-    placeholder: "DIR",
-    "aria-label": "Folder to compare with",
-    spellcheck: "false",
-  });
+/** Returns the form for the other folder, and for the options of the command. */
+function form(query) {
+  const input = (name, attributes) =>
+    el("input", { name, value: query[name] ?? "", spellcheck: "false", autocomplete: "off", ...attributes });
+  const option = (name, attributes) => el("label", { class: "range" }, name, input(name, attributes));
   const submit = (event) => {
     event.preventDefault();
-    open("compare", [], { other: input.value.trim() });
+    const given = [...new FormData(event.target)].map(([name, value]) => [name, value.trim()]);
+    open("compare", [], Object.fromEntries(given));
   };
-  return el("form", { class: "filters", onsubmit: submit }, input, el("button", {}, "Compare"));
+  return el(
+    "form",
+    { class: "filters", onsubmit: submit },
+    input("other", { class: "wide", placeholder: "DIR or FILE", "aria-label": "Folder to compare with" }),
+    option("label", { placeholder: "extra_info.label", title: "A field with the right score, to compare both with" }),
+    option("threshold", { type: "number", step: "any", title: "Scores of at least this number are one category" }),
+    option("on", { placeholder: "uid", size: 8, title: "The field that names a sample in both" }),
+    el("button", {}, "Compare"),
+  );
 }
 
-function result(found) {
+function result(found, query) {
   const alone = [
     found.only_a && `${plural(found.only_a, "sample")} only in a`,
     found.only_b && `${plural(found.only_b, "sample")} only in b`,
@@ -57,7 +67,12 @@ function result(found) {
       ["Mean score of b", fixed(found.mean_b), "of samples scored in both"],
     ]),
     el("div", { class: "two" }, agreements(found), outcomes(found)),
-    ...largest(found),
+    ...samples("Largest differences", found.largest, query, [">a", ">b", ">Difference"], (a, b) => [
+      fixed(a),
+      fixed(b),
+      fixed(b - a),
+    ]),
+    ...samples("Changed outcomes", found.moved, query, ["a", "b"], (a, b) => [a, b]),
   ];
 }
 
@@ -101,13 +116,12 @@ function outcomes(found) {
   return el("section", {}, el("h2", {}, "Outcomes"), table(["a", "b", ">Samples"], rows));
 }
 
-function largest(found) {
-  if (!found.largest.length) return [];
-  const rows = found.largest.map(({ sample, a, b }) => [
-    el("a", { href: link("samples", [], { "where.uid": sample }) }, visible(String(sample))),
-    fixed(a),
-    fixed(b),
-    fixed(b - a),
+/** Returns a table of samples, each with a link to both scorings. */
+function samples(title, found, query, columns, cells) {
+  if (!found.length) return [];
+  const rows = found.map(({ sample, a, b }) => [
+    el("a", { href: link("scorings", [sample], query) }, visible(String(sample))),
+    ...cells(a, b),
   ]);
-  return [el("section", {}, el("h2", {}, "Largest differences"), table(["Sample", ">a", ">b", ">Difference"], rows))];
+  return [el("section", {}, el("h2", {}, title), table(["Sample", ...columns], rows))];
 }

@@ -36,22 +36,22 @@ function about(exchange) {
       ? null
       : `${count(exchange.prompt_tokens)} + ${plural(exchange.completion_tokens ?? 0, "token")}`;
   return [
-    exchange.backend,
-    exchange.url,
-    exchange.status == null ? "no status" : `status ${exchange.status}`,
     seconds(exchange.seconds),
+    exchange.status == null ? "no status" : `status ${exchange.status}`,
     tokens,
     exchange.cost == null ? null : `cost ${number(exchange.cost)}`,
     exchange.finish_reason && `finish reason ${exchange.finish_reason}`,
     `attempt ${exchange.attempt ?? 1}`,
     time(exchange.time),
+    exchange.backend,
+    exchange.url,
   ]
     .filter(Boolean)
     .map((text) => visible(String(text)))
     .join(" · ");
 }
 
-function verdictTag({ verdict, score, unscored, error }) {
+export function verdictTag({ verdict, score, unscored, error }) {
   if (error) return el("span", { class: "tag bad" }, "error");
   if (unscored) return el("span", { class: "tag warn" }, "no verdict");
   const shown = verdict ?? score;
@@ -68,7 +68,7 @@ function part(title, content, name = "") {
 }
 
 /** Returns a value of JSON that is shown when it is opened. */
-function raw(title, value) {
+export function raw(title, value) {
   if (value === null || value === undefined || (typeof value === "object" && !Object.keys(value).length)) return null;
   const details = el(
     "details",

@@ -7,7 +7,7 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 /** Returns a number with a fixed number of decimals, so that numbers in a column are aligned. */
 export function fixed(value, digits = 3) {
   return isNumber(value)
-    ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })
+    ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits, signDisplay: "negative" })
     : UNKNOWN;
 }
 

@@ -3,9 +3,9 @@
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { el, empty, figures, table } from "./dom.js";
-import { count, fixed, number, percent, plural, seconds } from "./format.js";
+import { count, fixed, number, percent, plural, seconds, UNKNOWN } from "./format.js";
 import { histogram } from "./histogram.js";
-import { open } from "./router.js";
+import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
 const MOST_CARDS = 12;
@@ -19,13 +19,14 @@ export async function showJudges(view, { query }) {
     label: el("div"),
     table: el("div"),
     cards: el("div", { class: "cards" }),
+    slowest: el("div"),
   };
-  view.append(parts.head, parts.label, parts.table, parts.cards);
+  view.append(parts.head, parts.label, parts.table, parts.cards, parts.slowest);
   let charts = [];
   let shownChoice = "";
 
   async function refresh() {
-    const { rows, labels, label } = await get("judges", query);
+    const { rows, slowest, labels, label } = await get("judges", query);
     rows.sort((a, b) => b.calls - a.calls);
     const choice = JSON.stringify([labels, label]);
     if (choice !== shownChoice) {
@@ -40,6 +41,7 @@ export async function showJudges(view, { query }) {
       ...(rows.length ? rows.slice(0, MOST_CARDS).map((row) => card(row, charts)) : [none()]),
     );
     charts.forEach((chart) => chart.draw());
+    parts.slowest.replaceChildren(...slowestRequests(slowest));
   }
 
   await refresh();
@@ -106,7 +108,35 @@ function overview(rows) {
     ...(hasLabel ? [fixed(row.agreement?.spearman, 2)] : []),
   ]);
   const columns = ["Judge", ">Requests", ">Errors", ">No verdict", ">p50", ">p95", ">Tokens"];
-  return table([...columns, ...(hasCost ? [">Cost"] : []), ...(hasLabel ? [">Spearman with the label"] : [])], body);
+  return table([...columns, ...(hasCost ? [">Cost"] : []), ...(hasLabel ? [">Spearman"] : [])], body);
+}
+
+/** Returns the time of the longest request, with a link to its sample. */
+function longest({ seconds: { max }, slowest }) {
+  const text = `longest ${seconds(max)}`;
+  return slowest === null ? text : el("a", { href: link("sample", [slowest]) }, text);
+}
+
+/** Returns the table of the slowest requests, each with a link to its sample. */
+function slowestRequests(slowest) {
+  if (!slowest.length) return [];
+  const body = slowest.map((one) => [
+    seconds(one.seconds),
+    el("a", { href: link("sample", [one.id]) }, visible(one.uid ?? one.id)),
+    one.step ?? UNKNOWN,
+    name(one),
+    result(one),
+  ]);
+  const columns = [">Time", "Sample", ">Step", "Judge", "Result"];
+  return [
+    el("section", { "aria-label": "Slowest requests" }, el("h2", {}, "Slowest requests"), table(columns, body)),
+  ];
+}
+
+function result({ error, unscored, score }) {
+  if (error) return "error";
+  if (unscored) return "no verdict";
+  return score === null ? "answered" : `verdict ${number(score)}`;
 }
 
 function card(row, charts) {
@@ -138,7 +168,7 @@ function card(row, charts) {
       ["Errors", rate(row, row.errors), count(row.errors)],
       ["No verdict", rate(row, row.unscored), count(row.unscored)],
       ["Latency", seconds(row.seconds.p50), `mean ${seconds(row.seconds.mean)}`],
-      ["95 %", seconds(row.seconds.p95), `longest ${seconds(row.seconds.max)}`],
+      ["95 %", seconds(row.seconds.p95), longest(row)],
       ["Tokens", count(row.prompt_tokens + row.completion_tokens), `${count(row.completion_tokens)} written`],
       row.cost !== null && ["Cost", number(row.cost), "at the prices of --price"],
       ...agreementFigures(row.agreement),

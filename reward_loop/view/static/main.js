@@ -11,6 +11,7 @@ import { link, open, parse } from "./router.js";
 import { showRun } from "./run.js";
 import { showSample } from "./sample.js";
 import { showSamples } from "./samples.js";
+import { showScorings } from "./scorings.js";
 import { showTimeline } from "./timeline.js";
 
 /**
@@ -26,9 +27,10 @@ const VIEWS = {
   timeline: showTimeline,
   judges: showJudges,
   compare: showCompare,
+  scorings: showScorings,
 };
 const LINKS = { run: "Run", samples: "Samples", timeline: "Timeline", judges: "Judges", compare: "Compare" };
-const PARENTS = { step: "samples", sample: "samples", pair: "samples" };
+const PARENTS = { step: "samples", sample: "samples", pair: "samples", scorings: "compare" };
 
 const main = document.getElementById("main");
 let run = null;

@@ -1,6 +1,7 @@
 /** Two samples side by side, with the differences of their responses. */
 
 import { get } from "./api.js";
+import { isLong, shortComponents } from "./components.js";
 import { diff } from "./diff.js";
 import { el, table } from "./dom.js";
 import { exchangeCard } from "./exchange.js";
@@ -21,12 +22,14 @@ export async function showPair(view, { args: [first, second] }) {
       el("a", { class: "button", href: link("pair", [second, first]) }, "Swap"),
       isSamePrompt(a, b) ? el("p", { class: "about" }, "Both answer the same prompt.") : null,
     ),
-    table(["", ...samples.map(({ row }) => `>${visible(row.uid ?? row.id)}`)], facts(a.row, b.row), { isNarrow: true }),
+    facts(
+      samples.map(({ row }) => row),
+      samples.map(({ row }) => visible(row.uid ?? row.id)),
+    ),
     ...prompts(a, b),
     el("h2", {}, "Responses"),
     el("div", { class: "two" }, responses(a, b)),
-    el("h2", {}, "Judges"),
-    el("div", { class: "two" }, samples.map(judges)),
+    ...judges(samples),
   );
   return {
     title: "Two samples",
@@ -41,20 +44,23 @@ function isSamePrompt(a, b) {
   return a.row.group === b.row.group && asText(a.texts?.prompt) === asText(b.texts?.prompt);
 }
 
-/** Returns the rows of the table: what differs is marked. */
-function facts(a, b) {
-  const names = [...new Set([...Object.keys(a.components ?? {}), ...Object.keys(b.components ?? {})])];
+/** Returns a table of two rows with their names: what differs is marked. Long texts are left out. */
+export function facts([a, b], names) {
+  const short = shortComponents({ components: { ...a.components, ...b.components } }).map(([name]) => name);
+  const components = short.filter((name) => !isLong(a.components?.[name] ?? null));
   const rows = [
     ["Reward", fixed(a.reward), fixed(b.reward)],
+    ...([a, b].some((row) => row.score !== row.reward) ? [["Score", fixed(a.score), fixed(b.score)]] : []),
     ["Outcome", a.outcome, b.outcome],
-    ...names.map((name) => [name, value(a.components?.[name]), value(b.components?.[name])]),
+    ...components.map((name) => [name, value(a.components?.[name]), value(b.components?.[name])]),
     ["Tokens", count(a.response_length), count(b.response_length)],
     ["Time", seconds(a.total_s), seconds(b.total_s)],
   ];
-  return rows.map(([label, left, right]) => {
+  const body = rows.map(([label, left, right]) => {
     const cell = (text) => el("span", { class: left === right ? "right" : "right differs" }, visible(text));
     return [el("b", {}, visible(label)), cell(left), cell(right)];
   });
+  return table(["", ...names.map((name) => `>${name}`)], body, { isNarrow: true });
 }
 
 function prompts(a, b) {
@@ -105,12 +111,15 @@ function responses(a, b) {
   );
 }
 
-function judges({ exchanges }) {
-  return el(
-    "div",
-    {},
-    exchanges.length ? exchanges.map(exchangeCard) : el("p", { class: "hint" }, "No request was recorded."),
-  );
+/** Returns the exchanges of two samples with judges, side by side. */
+export function judges(samples) {
+  const side = ({ exchanges }) =>
+    el(
+      "div",
+      {},
+      exchanges.length ? exchanges.map(exchangeCard) : el("p", { class: "hint" }, "No request was recorded."),
+    );
+  return [el("h2", {}, "Judges"), el("div", { class: "two" }, samples.map(side))];
 }
 
 function next(a, b, direction) {

@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
+import { numbersOnly } from "./components.js";
 import { el, empty, figures, table } from "./dom.js";
 import { count, fixed, number, percent, plural, seconds, time } from "./format.js";
 import { changedSteps, startList } from "./options.js";
@@ -9,6 +10,8 @@ import { link, open } from "./router.js";
 import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 8;
+/** The largest number of components in the table of the steps. */
+const MOST_COLUMNS = 4;
 /** Components with larger means get a chart of their own: their scale would hide the other components. */
 const SMALL_COMPONENT = 1.5;
 const MOST_NAMES = 3;
@@ -59,7 +62,7 @@ const CHARTS = [
     series: (rows) => [{ label: "tokens", values: each(rows, (row) => row.response_length) }],
   },
   {
-    title: "Latency of a judge request",
+    title: "Judge time of a sample",
     format: seconds,
     series: (rows) => [
       { label: "median", values: each(rows, (row) => row.judge_s?.p50) },
@@ -105,7 +108,7 @@ export async function showRun(view, route, run) {
     const requests = [get("steps", { validate }), get("health"), get("config")];
     const [{ rows: all }, { warnings }, { starts }] = await Promise.all(requests);
     const rows = all.filter((row) => row.step !== null);
-    parts.head.replaceChildren(...head(run, rows, validate));
+    parts.head.replaceChildren(...head(run, rows, validate, rows.length ? null : all[0]));
     parts.warnings.replaceChildren(...warningList(warnings));
     showCharts(parts.charts, charts, rows, run, { warnings, starts }, validate);
     parts.starts.replaceChildren(...startList(starts));
@@ -116,7 +119,8 @@ export async function showRun(view, route, run) {
   return { title: "Run", refresh, close: () => charts.forEach((chart) => chart.close()) };
 }
 
-function head(run, rows, validate) {
+/** Returns the title and the figures; `alone` is the summary of samples without a step, if there are no others. */
+function head(run, rows, validate, alone) {
   const scored = rows.filter((row) => row.count);
   const last = scored.at(-1);
   const overlapped = rows.findLast((row) => row.hidden_share !== null);
@@ -137,9 +141,10 @@ function head(run, rows, validate) {
     figures([
       ["Samples", count(run.samples), run.incomplete ? `${plural(run.incomplete, "line")} incomplete` : null],
       ["Steps", count(rows.length), rows.length ? `${rows[0].step} to ${rows.at(-1).step}` : null],
+      alone && ["Reward", fixed(alone.reward?.mean), `standard deviation ${fixed(alone.reward?.std)}`],
       last && ["Reward, last step", fixed(last.reward?.mean), change(scored)],
       ["Without a score", percent(run.samples ? unscored / run.samples : null), plural(unscored, "sample")],
-      last && ["Judge latency, last step", seconds(last.judge_s?.p95), "95 % are faster"],
+      last && ["Judge time, last step", seconds(last.judge_s?.p95), "95 % of samples: less"],
       overlapped && [
         "Judging hidden, last step",
         percent(overlapped.hidden_share),
@@ -236,7 +241,7 @@ function showCharts(element, charts, rows, run, { warnings, starts }, validate) 
 }
 
 function stepTable(rows, run, validate) {
-  const components = run.components.slice(0, 4);
+  const components = numbersOnly(run.components, rows).slice(0, MOST_COLUMNS);
   const newest = rows.slice(-NEWEST_STEPS).reverse();
   const query = { validate: validate ? 1 : null };
   const body = newest.map((row) => [

@@ -1,8 +1,9 @@
 /** A sample: its texts, its reward with components and times, and its exchanges with judges. */
 
 import { get } from "./api.js";
+import { isLong, shortComponents } from "./components.js";
 import { el, figures, withProperty } from "./dom.js";
-import { exchangeCard } from "./exchange.js";
+import { exchangeCard, raw, verdictTag } from "./exchange.js";
 import { count, fixed, number, plural, seconds, time, value } from "./format.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
@@ -28,7 +29,9 @@ export async function showSample(view, { args: [id], query }, run) {
         "aside",
         { "aria-label": "Reward and times" },
         components(row),
+        verdicts(exchanges),
         times(row),
+        calls(row),
         groupOf(sample, query),
         fields(row, run),
       ),
@@ -46,10 +49,11 @@ export async function showSample(view, { args: [id], query }, run) {
     ],
   };
 
-  function textParts({ texts: recorded }) {
-    if (!recorded)
-      return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted.")];
+  function textParts({ row, texts: recorded }) {
     const part = (title, content, extra) => el("section", { class: "part" }, el("h2", {}, title, extra), content);
+    const long = longComponents(row, recorded);
+    if (!recorded)
+      return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted."), ...long];
     const has = (field) => recorded[field] !== null && recorded[field] !== undefined;
     return [
       has("prompt") ? part("Prompt", conversation(recorded.prompt, { isMarkdown }), modes()) : null,
@@ -58,6 +62,7 @@ export async function showSample(view, { args: [id], query }, run) {
         : null,
       has("ground_truth") ? part("Ground truth", textBlock(recorded.ground_truth)) : null,
       Object.keys(recorded.extra_info ?? {}).length ? part("Extra info", textBlock(recorded.extra_info)) : null,
+      ...long,
     ].filter(Boolean);
   }
 
@@ -144,8 +149,16 @@ function bars(entries, most) {
   );
 }
 
+/** Returns the components with longer texts, which are whole among the recorded texts; each is shown when it is opened. */
+function longComponents(row, recorded) {
+  const found = Object.entries({ ...row.components, ...recorded?.components }).filter(([, given]) => isLong(given));
+  if (!found.length) return [];
+  const items = found.map(([name, given]) => raw(visible(name), given));
+  return [el("section", { class: "part" }, el("h2", {}, "Components with texts"), items)];
+}
+
 function components(row) {
-  const entries = Object.entries(row.components ?? {}).map(([name, given]) => {
+  const entries = shortComponents(row).map(([name, given]) => {
     const amount = typeof given === "boolean" ? Number(given) : given;
     return [visible(name), typeof amount === "number" ? amount : null, visible(value(given))];
   });
@@ -157,6 +170,26 @@ function components(row) {
 
 function scale(amount) {
   return Math.abs(amount) <= 1 ? 1 : 10 ** Math.ceil(Math.log10(Math.abs(amount)));
+}
+
+/** Returns the list of the exchanges: a click shows the words of the judge, which are below the texts. */
+function verdicts(exchanges) {
+  if (!exchanges.length) return null;
+  const show = (index) => document.querySelectorAll(".exchange")[index]?.scrollIntoView({ block: "start" });
+  const items = exchanges.map((one, i) =>
+    el(
+      "li",
+      {},
+      el(
+        "button",
+        { type: "button", class: "link", title: visible(one.model ?? ""), onclick: () => show(i) },
+        visible(one.model ?? "model server"),
+      ),
+      el("span", { class: "right" }, verdictTag(one)),
+      el("span", { class: "small" }, seconds(one.seconds)),
+    ),
+  );
+  return el("section", { class: "card" }, el("h2", {}, "Judges"), el("ul", { class: "group-list" }, items));
 }
 
 function times(row) {
@@ -178,6 +211,20 @@ function times(row) {
       most,
     ),
   );
+}
+
+/** Returns the calls of the function: attempts, or the components of a composite. A single call is not listed. */
+function calls(row) {
+  const found = row.calls ?? [];
+  if (found.length < 2) return null;
+  const hasNames = found.some((call) => call.function !== found[0].function);
+  const most = Math.max(...found.map((call) => call.work_s ?? 0));
+  const entries = found.map((call, i) => [
+    visible(hasNames ? call.function : `Attempt ${i + 1}`),
+    call.work_s ?? 0,
+    [call.error, seconds(call.work_s), `from ${seconds(call.start_s)}`].filter(Boolean).map(visible).join(" · "),
+  ]);
+  return el("section", { class: "card" }, el("h2", {}, "Calls of the function"), bars(entries, most));
 }
 
 function groupOf({ row, group }, query) {

@@ -57,6 +57,7 @@ export async function showSamples(view, route, run) {
         step === null ? open("step", [ofGroup], { group }) : form.set("group", query.group === group ? null : group),
     }),
     samples: samplesTable(panes.samples, run, {
+      steps: rows,
       query: () => ({ ...scope, ...query }),
       sort,
       order,
@@ -164,6 +165,6 @@ function summary(row) {
       `${count(row.zero_variance_groups)} equal, ${count(row.all_failed_groups)} failed`,
     ],
     ["Response length", number(row.response_length), "tokens, mean"],
-    ["Judge latency", seconds(row.judge_s?.p50), `95 %: ${seconds(row.judge_s?.p95)}`],
+    ["Judge time of a sample", seconds(row.judge_s?.p50), `95 %: ${seconds(row.judge_s?.p95)}`],
   ]);
 }

@@ -1,6 +1,7 @@
 /** The table of samples. */
 
 import { get } from "./api.js";
+import { numbersOnly } from "./components.js";
 import { el } from "./dom.js";
 import { count, fixed, seconds, value } from "./format.js";
 import { outcomeMark, rewardCell } from "./outcome.js";
@@ -9,23 +10,25 @@ import { pagedTable } from "./table.js";
 import { visible } from "./text.js";
 
 const MOST_COMPONENTS = 6;
+const MOST_TEXTS = 4;
 
 /**
  * Returns the table of samples.
  * @param {HTMLElement} element
  * @param {Object} run: the answer of api/run
  * @param {Object} options
+ * @param {Object[]} options.steps: their summaries
  * @param {function(): Object} options.query: the parameters of api/samples for the filters, without the order
  * @param {{min, max}} options.range: of the rewards, for their bars
  * @param {function(number)} options.onTotal: called with the number of samples
  * @param {function(string, string)} options.onSort: called with field and direction
  */
-export function samplesTable(element, run, { query, sort, order, range, onTotal, onSort }) {
+export function samplesTable(element, run, { steps, query, sort, order, range, onTotal, onSort }) {
   let latest = {};
   const href = (row) => link("sample", [row.id], latest);
   return pagedTable(element, {
     label: "Samples",
-    columns: columns(run, query(), range, href),
+    columns: columns(run, steps, query(), range, href),
     rowHeight: 34,
     sort,
     order,
@@ -47,15 +50,16 @@ function flat(row) {
   return { ...row, ...Object.fromEntries(components) };
 }
 
-function columns(run, query, range, href) {
+function columns(run, steps, query, range, href) {
   const right = { hozAlign: "right", cssClass: "number" };
-  const components = run.components.slice(0, MOST_COMPONENTS).map((name) => ({
+  const component = (name) => ({
     title: name,
     field: `components.${name}`,
     cell: (row) => visible(value(row[`components.${name}`])),
-    width: 80,
-    ...right,
-  }));
+  });
+  const numbers = numbersOnly(run.components, steps);
+  const texts = run.components.filter((name) => !numbers.includes(name));
+  const widthOf = (name) => Math.min(150, Math.max(80, 30 + 7 * name.length));
   return [
     {
       title: "Sample",
@@ -73,8 +77,8 @@ function columns(run, query, range, href) {
       headerSortStartingDir: "desc",
       ...right,
     },
-    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 160 },
-    ...components,
+    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 158 },
+    ...numbers.slice(0, MOST_COMPONENTS).map((name) => ({ ...component(name), width: widthOf(name), ...right })),
     { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 76, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },
     { title: "Judges", field: "judge_s", cell: (row) => judgesText(row), width: 96, ...right },
@@ -89,6 +93,7 @@ function columns(run, query, range, href) {
           },
         ]
       : []),
+    ...texts.slice(0, MOST_TEXTS).map((name) => ({ ...component(name), width: 130 })),
   ];
 }
 
