@@ -8,7 +8,8 @@ A verl run in the mode ``reward_pipeline`` with both overlaps calls a judge serv
 4. The agent loop worker, which has all rollouts in flight, is killed.
 5. The trainer process is killed, and the run is resumed from its checkpoint.
 
-In addition, the Ray actor of an agent outside verl is killed in the middle of a batch.
+In addition, the Ray actor of an agent outside verl is killed in the middle of a batch. `benchmarks.lost_node` loses a
+whole node.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from examples.training import TrainingProcess
 from reward_loop import RewardSample
 from reward_loop.testing import FakeJudge, Stall, Status
 
-__all__ = ["STEPS", "agent_through", "train_through"]
+__all__ = ["STEPS", "Found", "agent_through", "lines", "train_through", "wrong_rollouts"]
 
 HERE = Path(__file__).parent
 STEPS = 7
@@ -60,6 +61,8 @@ class Found:
 
     happened: dict[str, str]
     wrong: list[str]
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Faults that this machine does not allow, with the reasons."""
 
 
 def train_through(folder: Path, look: Callable[[int], None]) -> Found:
@@ -168,7 +171,7 @@ class _Faults:
 
     def _kill_trainer(self) -> None:
         last = self._output / "rollouts" / f"{CHECKPOINT}.jsonl"
-        _until(lambda: last.exists() and len(_lines(last)) == training.PROMPTS * training.RESPONSES)
+        _until(lambda: last.exists() and len(lines(last)) == training.PROMPTS * training.RESPONSES)
         if _kill("ray::TaskRunner"):
             self.happened["trainer"] = f"killed after step {CHECKPOINT + 1}, resumed after step {CHECKPOINT}"
 
@@ -190,18 +193,10 @@ def _wrong(
     size = training.PROMPTS * training.RESPONSES
     if len(lost) == STEPS:
         yield "the run ended before its trainer was killed"
-    steps = [row["training/global_step"] for row in (*lost[:CHECKPOINT], *went_on)]
-    if steps != list(range(1, STEPS + 1)):
-        yield f"steps {steps}"
-    names: set[str] = set()
-    for step, row in enumerate((*lost[:CHECKPOINT], *went_on), start=1):
-        ended = [row[f"reward_loop/{outcome}"] for outcome in ("scored", "unscored", "failed")]
-        if sum(ended) != size:
-            yield f"step {step}: {ended} scored, unscored and failed"
-        rollouts = _lines(output / "rollouts" / f"{step}.jsonl")
-        names |= {rollout["uid"] for rollout in rollouts}
-        if len(rollouts) != size or len(names) != step * size:
-            yield f"step {step}: {len(rollouts)} rollouts, {len(names)} different ones so far"
+    rows = [*lost[:CHECKPOINT], *went_on]
+    yield from wrong_rollouts(output / "rollouts", rows, STEPS, size)
+    for step, row in enumerate(rows, start=1):
+        rollouts = lines(output / "rollouts" / f"{step}.jsonl")
         otherwise = sum(abs(r["score"] - share_of_digits(r["output"])) > 1e-6 for r in rollouts)
         if otherwise > row["reward_loop/failed"]:
             yield f"step {step}: {otherwise} have another score than the judge gave"
@@ -219,6 +214,29 @@ def _wrong(
         yield f"the judge failed {len(behaved)} times"
     if not all(request.abandoned for request in behaved if isinstance(request.behaviour, Stall)):
         yield "a hanging call was not cancelled"
+
+
+def wrong_rollouts(folder: Path, rows: list[dict[str, float]], steps: int, size: int) -> Iterator[str]:
+    """Yield the steps that are lost, and those in which a sample was lost or trained on twice.
+
+    Args:
+        folder: the rollouts of each step.
+        rows: the metrics of each step.
+        steps: the number of steps.
+        size: the number of samples of a step.
+    """
+    made = [row["training/global_step"] for row in rows]
+    if made != list(range(1, steps + 1)):
+        yield f"steps {made}"
+    names: set[str] = set()
+    for step, row in enumerate(rows, start=1):
+        ended = [row[f"reward_loop/{outcome}"] for outcome in ("scored", "unscored", "failed")]
+        if sum(ended) != size:
+            yield f"step {step}: {ended} scored, unscored and failed"
+        rollouts = lines(folder / f"{step}.jsonl")
+        names |= {rollout["uid"] for rollout in rollouts}
+        if len(rollouts) != size or len(names) != step * size:
+            yield f"step {step}: {len(rollouts)} rollouts, {len(names)} different ones so far"
 
 
 def agent_through() -> Found:
@@ -255,7 +273,8 @@ def agent_through() -> Found:
     return Found({"agent": f"killed with {known} of {SAMPLES} samples judged; {again} judged again"}, wrong)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file with one JSON object per line."""
     # Not `splitlines`: it also splits at other characters, which a text may contain.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 

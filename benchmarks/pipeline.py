@@ -8,8 +8,8 @@
 - verl (``--verl``): verl's trainer on a CPU, with judging that takes about as long as generation and training, as
   shipped and in the mode ``reward_pipeline``. Both trainings exist at the same time and alternate, so that other load
   slows both down. The first step of a turn is not counted: its judging ran during the other's turn.
-- Faults (``--faults``): whether a run of verl that loses workers, judges and its trainer trains on every sample exactly
-  once.
+- Faults (``--faults``): whether a run of verl that loses workers, judges, its trainer or a node trains on every sample
+  exactly once. The node needs root and iproute2.
 
 The last line of the output is JSON.
 """
@@ -293,23 +293,29 @@ class VerlRuns:
         }
 
     def faults(self) -> None:
-        """Inject faults into a run and resume it; kill an agent outside verl."""
-        from benchmarks import faults
+        """Inject faults into a run and resume it; lose a node of another run; kill an agent outside verl."""
+        from benchmarks import faults, lost_node
 
         report = self._report
-        task = report.task("Faults in the middle of a run", faults.STEPS)
+        task = report.task("Faults in the middle of a run", faults.STEPS + lost_node.STEPS)
         run = faults.train_through(self._folder, lambda done: report.progress.update(task, completed=done))
+        node = lost_node.lose_node(
+            self._folder, lambda done: report.progress.update(task, completed=faults.STEPS + done)
+        )
         report.progress.remove_task(task)
         agent = faults.agent_through()
-        for what, how in (run.happened | agent.happened).items():
+        happened = run.happened | node.happened | agent.happened
+        for what, how in happened.items():
             report.add(f"Faults: {what}", how)
-        wrong = [*run.wrong, *agent.wrong]
+        for what, why in node.left_out.items():
+            report.add(f"Faults: {what}", f"left out: {why}")
+        wrong = [*run.wrong, *node.wrong, *agent.wrong]
         report.add(
-            f"  all {faults.STEPS} steps made, every sample ended exactly once",
+            "  every step made, every sample ended exactly once",
             "; ".join(wrong) or "yes",
             ("nothing lost, nothing twice", not wrong),
         )
-        report.figures["faults_wrong"] = wrong
+        report.figures |= {"faults": sorted(happened), "faults_left_out": node.left_out, "faults_wrong": wrong}
 
     def _learn(self, key: str, steps: int, output: Path, *overrides: str) -> list[dict[str, float]]:
         training, progress = self._training, self._report.progress

@@ -77,8 +77,9 @@ class RewardLoopConfig(Config):
     """In a verl run: seconds within which every reward worker must load the tokenizer and the function."""
 
     worker_answer_timeout_s: float = Field(default=120.0, gt=0)
-    """In a verl run: seconds within which a reward worker must answer the trainer. It must be longer than the restart
-    of a worker; Ray takes up to 65 seconds to detect that a node is lost."""
+    """In a verl run: seconds within which a reward worker must answer the trainer, and a dead one must be reachable
+    again; otherwise its samples fail. It must be longer than the restart of a worker; Ray takes up to 65 seconds to
+    detect that a node is lost."""
 
     watchdog_s: float | None = Field(default=60.0, gt=0)
     """Samples that have been running for longer than this many seconds are logged, repeatedly at this interval;

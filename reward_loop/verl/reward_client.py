@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
@@ -65,6 +66,11 @@ class RewardClient:
     async def _score(self, data: Any) -> Reward:
         worker = self.worker_for(data)
         try:
+            for _ in range(MAX_TASK_RETRIES):
+                try:
+                    return await worker.compute_score.remote(data)
+                except RayActorError:
+                    await self._until_reachable(worker)
             return await worker.compute_score.remote(data)
         except RayActorError as error:
             try:
@@ -74,8 +80,26 @@ class RewardClient:
                 await worker.stop_run.remote(f"{type(failure).__name__}: {failure}")
                 raise
 
+    async def _until_reachable(self, worker: Any) -> None:
+        """Waits until Ray has restarted a worker.
+
+        A worker whose node is lost is unreachable until Ray has detected the loss. Calls of it fail after a second or
+        more, in which Ray repeats them.
+
+        Raises:
+            RayActorError: the worker stayed unreachable, or cannot be restarted.
+        """
+        deadline = time.monotonic() + self.options.worker_answer_timeout_s
+        while True:
+            try:
+                await worker.__ray_ready__.remote()
+                return
+            except ActorUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+
     def died(self, error: RayActorError) -> Reward:
-        """Returns the reward of a sample whose worker died too often.
+        """Returns the reward of a sample whose worker died too often, or stayed unreachable.
 
         Raises:
             RewardFunctionError: the policy is ``raise``.
@@ -83,7 +107,8 @@ class RewardClient:
         """
         raise_if_lost(error)
         failure = RewardFunctionError(
-            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample: does the reward "
+            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or did not restart "
+            f"within {self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "
             f"function crash the interpreter, or run out of memory? ({type(error).__name__})"
         )
         logger.error("%s", failure)

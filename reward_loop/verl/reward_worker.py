@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import ray
+
 from reward_loop._util.descriptors import raise_descriptor_limit
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
@@ -88,6 +90,7 @@ class RewardWorker:
         manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
         return manager.audit
 
+    @ray.method(max_task_retries=0)  # the callers repeat it: Ray would give up before it has detected a lost node
     async def compute_score(self, data: Any) -> Reward:
         """Scores one rollout.
 

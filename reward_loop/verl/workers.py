@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
@@ -91,11 +91,35 @@ def _group_of(row: Any) -> str:
     return str(row.non_tensor_batch["uid"][-1])
 
 
+class _Sample:
+    """A sample of a batch, sent to a worker."""
+
+    def __init__(self, worker: Any, row: Any) -> None:
+        self._worker = worker
+        self._row = row
+        self.send()
+
+    def send(self) -> None:
+        """Sends the sample, again if the worker has died."""
+        self.answer = self._worker.compute_score.remote(self._row)
+
+    def is_lost(self) -> bool:
+        """Returns whether the worker died before it answered. Call it when there is an answer."""
+        try:
+            ray.get(self.answer)
+        except RayActorError:
+            return True
+        except RayTaskError:
+            return False
+        return False
+
+
 class RewardWorkers:
     """Starts the reward workers, distributed over all nodes, and scores batches with them.
 
-    Ray restarts a worker that dies, on another node if its node is lost, and sends its unanswered calls again, up to
-    `MAX_TASK_RETRIES` times each.
+    Ray restarts a worker that dies, on another node if its node is lost. Calls without an answer are sent again, up to
+    `MAX_TASK_RETRIES` times each: samples by this class and the client when the worker is reachable again, other calls
+    by Ray.
 
     Args:
         settings: the settings of rewards.
@@ -208,7 +232,7 @@ class RewardWorkers:
             [worker.abandon.remote(uids) for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S
         )
 
-    def start_batch(self, rows: Sequence[Any]) -> list[Any]:
+    def start_batch(self, rows: Sequence[Any]) -> list[_Sample]:
         """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`.
 
         The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
@@ -218,20 +242,28 @@ class RewardWorkers:
             sizes = Counter(_group_of(row) for row in rows)
             for row in rows:
                 row.non_tensor_batch["group_size"] = np.array([sizes[_group_of(row)]] * len(row), dtype=object)
-        return [self.client.worker_for(row).compute_score.remote(row) for row in rows]
+        return [_Sample(self.client.worker_for(row), row) for row in rows]
 
-    def finish_batch(self, pending: list[Any]) -> list[Reward]:
+    def finish_batch(self, pending: list[_Sample]) -> list[Reward]:
         """Waits for the rewards of a batch, and returns them in the order of its rows.
 
         Raises:
             RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
                 retries; or a worker does not respond.
         """
-        self._wait_for(pending)
+        self._wait_for([sample.answer for sample in pending])
+        for _ in range(MAX_TASK_RETRIES):
+            lost = [sample for sample in pending if sample.is_lost()]
+            if not lost:
+                break
+            self.check_fatal_errors()  # also waits until all workers are reachable
+            for sample in lost:
+                sample.send()
+            self._wait_for([sample.answer for sample in lost])
         rewards = []
-        for reward in pending:
+        for sample in pending:
             try:
-                rewards.append(self._get(reward))
+                rewards.append(self._get(sample.answer))
             except RayActorError as error:
                 rewards.append(self.client.died(error))
         return rewards
@@ -312,12 +344,20 @@ class RewardWorkers:
             RewardLoopError: a worker did not start, or did not answer in time.
         """
         timeout: float = getattr(self.client.options, option)
-        try:
-            return ray.get([getattr(worker, question).remote() for worker in self.handles], timeout=timeout)
-        except RayActorError as error:
-            raise RewardLoopError(f"a reward worker did not start: {error}") from error
-        except ray.exceptions.GetTimeoutError as error:
+        deadline = time.monotonic() + timeout
+        while True:
+            asked = [getattr(worker, question).remote() for worker in self.handles]
+            try:
+                return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+            except ActorUnavailableError as error:
+                if time.monotonic() < deadline:
+                    continue  # its node may be lost, and Ray has not detected it yet
+                cause: Exception = error
+            except RayActorError as error:
+                raise RewardLoopError(f"a reward worker did not start: {error}") from error
+            except ray.exceptions.GetTimeoutError as error:
+                cause = error
             raise RewardLoopError(
                 f"a reward worker did not answer within {timeout:g} s (reward_loop.{option}): raise it for a slow "
                 "shared file system; otherwise, does the reward function or its manager block the event loop?"
-            ) from error
+            ) from cause

@@ -19,10 +19,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from examples.nodes import Node
 from reward_loop.verl.cpu.preload import preloaded
 from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.local_ray import RAY_ENVIRONMENT, module_environment, ray_address, stop_ray
-from tests.nodes import Node
 
 FORKED = Path(__file__).with_name("forked_trainer.py")
 

@@ -1,0 +1,121 @@
+"""Reward workers whose node is lost, before Ray has detected it, without Ray."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
+
+from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import RewardLoopError
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
+from reward_loop.verl.workers import RewardWorkers
+
+pytestmark = pytest.mark.integration  # it imports verl
+
+REWARD = {"reward_score": 1.0, "reward_extra_info": {}}
+
+
+class Answer:
+    """The result of a call, for ``await``, and for `ray.get` of the fixture `workers`."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def get(self) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def __await__(self) -> Any:
+        yield from ()
+        return self.get()
+
+
+class Worker:
+    """A worker that is unreachable for some calls of each method.
+
+    Args:
+        **unreachable: method -> how many of its calls fail.
+    """
+
+    def __init__(self, **unreachable: int) -> None:
+        self._unreachable = unreachable
+        self.calls: deque[str] = deque(maxlen=100)
+        self.compute_score = self._method("compute_score", REWARD)
+        self.fatal_error = self._method("fatal_error", None)
+        self.__ray_ready__ = self._method("ready", True)
+
+    def _method(self, name: str, result: Any) -> Any:
+        def remote(*_: Any) -> Answer:
+            self.calls.append(name)
+            self._unreachable[name] = left = self._unreachable.get(name, 0) - 1
+            return Answer(result if left < 0 else ActorUnavailableError("connection refused", None))
+
+        return SimpleNamespace(remote=remote)
+
+
+def options(**changed: Any) -> RewardLoopConfig:
+    return RewardLoopConfig(on_failed="default", default_score=0.0, **changed)
+
+
+async def test_a_sample_waits_until_its_worker_is_reachable() -> None:
+    worker = Worker(compute_score=1, ready=3)
+    assert await RewardClient([worker], options()).remote(None) == REWARD
+    assert list(worker.calls) == ["compute_score", *["ready"] * 4, "compute_score"]
+
+
+async def test_a_sample_whose_worker_dies_repeatedly_has_failed() -> None:
+    worker = Worker(compute_score=99)
+    reward = await RewardClient([worker], options()).remote(None)
+    assert reward["reward_extra_info"]["reward_outcome"] == "failed"
+    assert worker.calls.count("compute_score") == MAX_TASK_RETRIES + 1
+
+
+async def test_a_sample_whose_worker_stays_unreachable_has_failed() -> None:
+    worker = Worker(compute_score=99, ready=10**9)
+    reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
+    assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
+    assert worker.calls.count("compute_score") <= 1
+
+
+def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -> RewardWorkers:
+    def get(answers: Any, timeout: float | None = None) -> Any:
+        return [answer.get() for answer in answers] if isinstance(answers, list) else answers.get()
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
+    group: Any = object.__new__(RewardWorkers)
+    group.handles, group.client = list(handles), RewardClient(handles, options(**changed))
+    return group
+
+
+def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, lost = Worker(), Worker(compute_score=3, fatal_error=5)
+    group = workers(monkeypatch, alive, lost)
+    assert group.finish_batch(group.start_batch([None] * 4)) == [REWARD] * 4
+    assert (alive.calls.count("compute_score"), lost.calls.count("compute_score")) == (2, 5)
+
+
+def test_the_samples_of_a_batch_whose_worker_dies_repeatedly_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = workers(monkeypatch, Worker(), dying := Worker(compute_score=99))
+    rewards = group.finish_batch(group.start_batch([None] * 2))
+    assert rewards[0] == REWARD
+    assert rewards[1]["reward_extra_info"]["reward_outcome"] == "failed"
+    assert dying.calls.count("compute_score") == MAX_TASK_RETRIES + 1
+
+
+def test_a_check_for_errors_waits_until_all_workers_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = workers(monkeypatch, Worker(), lost := Worker(fatal_error=5))
+    group.check_fatal_errors()
+    assert lost.calls.count("fatal_error") == 6
+
+
+def test_a_check_for_errors_fails_if_a_worker_stays_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = workers(monkeypatch, Worker(fatal_error=10**9), worker_answer_timeout_s=0.1)
+    with pytest.raises(RewardLoopError, match=r"0\.1 s.*reward_loop\.worker_answer_timeout_s"):
+        group.check_fatal_errors()
