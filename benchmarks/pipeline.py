@@ -102,15 +102,13 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     rows = [
         ("in_flight_small", "in_flight", IN_FLIGHT // 4, "Agent, all in flight at once"),
         ("in_flight", "in_flight", IN_FLIGHT, "Agent, all in flight at once"),
+        ("in_flight_tuned", "in_flight_tuned", IN_FLIGHT, "  with the garbage collector of the library's processes"),
         ("uncollected_small", "in_flight_uncollected", IN_FLIGHT // 4, "  without Python's garbage collector"),
         ("uncollected", "in_flight_uncollected", IN_FLIGHT, "  without Python's garbage collector"),
         ("async", "async", IN_FLIGHT, "Agent, async function that does nothing"),
         ("sync", "sync", IN_FLIGHT, "Agent, sync function (64 threads)"),
         ("like_verl", "like_verl", IN_FLIGHT, "Tasks and thread pool as in verl's worker"),
     ]
-    if importlib.util.find_spec("ray") is not None:
-        name = "  with a reward worker's settings of the garbage collector"
-        rows.insert(2, ("in_reward_worker", "in_flight_tuned", IN_FLIGHT, name))
     if verl:
         rows += [
             ("rows", "ours_on_rows", 4_000, "Agent, on rows of a DataProto"),
@@ -121,7 +119,7 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
     for key, what, count, name in rows:
         result = results[key] = cost.best(what, count, 5 if not quick else 2 if key == "in_flight" else 1)
         kb, us = result.get("kb", 0.0), result["cpu_us"]
-        goal = ("under 100 us and 8 KB", us < 100 and kb < 8) if key == "in_flight" else None
+        goal = ("under 100 us and 8 KB", us < 100 and kb < 8) if key in ("in_flight", "in_flight_tuned") else None
         report.add(f"{name}, {count:,} samples", f"{us:.1f} us of CPU" + (f", {kb:.2f} KB" if kb else ""), goal)
         report.progress.advance(task)
     report.progress.remove_task(task)
@@ -137,7 +135,7 @@ def sample_cost(report: Report, quick: bool, verl: bool) -> None:
         "cpu_us_growth_uncollected": growth("cpu_us", "uncollected"),
         "kb_growth": growth("kb"),
     }
-    alone = [key for key in ("in_reward_worker", "async", "sync", "like_verl", "rows", "verl") if key in results]
+    alone = [key for key in ("in_flight_tuned", "async", "sync", "like_verl", "rows", "verl") if key in results]
     report.figures |= {f"cpu_us_{key}": round(results[key]["cpu_us"], 1) for key in alone}
 
 

@@ -5,7 +5,8 @@
 - Samples per second of one reward worker, for sync and async functions that do nothing. The samples are 4,096 real
   answers to GSM8K in the format of verl's agent loop, decoded by a BPE tokenizer. Our worker has limits and retries
   enabled; it is measured without records, and with records of all samples in full. Rounds of all workers alternate in
-  one process, and the maximum of each is reported: other load only adds time.
+  one process, and the best of each is reported: other load only adds time. CPU time is reported too: it depends less on
+  other load.
 - Efficiency of worker processes for CPU-bound functions (see ``_processes.py``).
 - Eight worker processes that share one limit: the maximum number of calls in flight and the maximum number of requests
   in any window, both counted by the judge, and the utilization of the limits. The window is 60 s, with ``--quick`` 4 s.
@@ -28,11 +29,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import reward_loop
 from benchmarks._processes import measure_process_efficiency
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop._util.garbage_collector import freeze_and_raise_threshold
 from reward_loop.limits.server import serve_limits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +53,15 @@ def sync(data_source, solution_str, ground_truth, extra_info):
 async def asynchronous(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 """
+
+
+class Speed(NamedTuple):
+    """The speed of a reward worker."""
+
+    per_s: float
+    """Samples per second, until the rewards are ready."""
+    cpu_us: float
+    """CPU time per sample in microseconds, of all threads, until the records are written."""
 
 
 def answers() -> list[tuple[str, str]]:
@@ -137,51 +148,52 @@ def configuration(folder: Path, name: str, *more: str) -> Any:
     return resolve(config)
 
 
-def throughput(folder: Path, rounds: int) -> dict[str, float]:
-    """Return the samples per second of verl's worker and of ours, without (``bare``) and with records.
-
-    Each is the maximum over ``rounds`` rounds.
-    """
+def throughput(folder: Path, rounds: int) -> dict[str, Speed]:
+    """Return the speed of verl's worker and of ours, without (``bare``) and with records; the best of all rounds."""
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
     from reward_loop.records import records
-    from reward_loop.verl.reward_worker import RewardWorker, tune_gc
+    from reward_loop.verl.reward_worker import RewardWorker
 
     thresholds = gc.get_threshold()
     texts = answers()
     rows = rollouts(save_tokenizer([text for text, _ in texts], folder), texts)
     (folder / "nothing.py").write_text(NOTHING)
 
-    async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]], ours: bool) -> float:
+    async def score(compute_score: Callable[[Any], Awaitable[dict[str, Any]]], ours: bool) -> Speed:
         # The garbage-collector state of separate processes: our worker changes it at its start, verl's does not.
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         if ours:
-            tune_gc()  # also runs a collection
+            freeze_and_raise_threshold()  # also runs a collection
         else:
             gc.collect()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         rewards = await asyncio.gather(*(asyncio.create_task(compute_score(row)) for row in rows))
         seconds = time.perf_counter() - began
         assert all(reward["reward_score"] == 1.0 for reward in rewards)
-        return len(rows) / seconds
+        # Records that are still written would slow down the next worker. Their CPU time counts for this one.
+        records(folder / "records").flush()
+        cpu = time.process_time() - cpu_began
+        return Speed(len(rows) / seconds, cpu / len(rows) * 1e6)
 
-    async def measure() -> dict[str, float]:
-        best: dict[str, float] = {}
+    async def measure() -> dict[str, Speed]:
         workers = {}
         for name in ("asynchronous", "sync"):
             settings = configuration(folder, name)
             workers[f"verl {name}"] = RewardLoopWorker(settings.config)
             workers[f"ours {name}"] = RewardWorker(settings, None)
             workers[f"bare {name}"] = RewardWorker(configuration(folder, name, "reward_loop.log_dir=null"), None)
+        speeds: dict[str, list[Speed]] = {name: [] for name in workers}
         for _ in range(rounds):
             for name, worker in workers.items():
-                best[name] = max(best.get(name, 0.0), await score(worker.compute_score, not name.startswith("verl")))
-        return best
+                speeds[name].append(await score(worker.compute_score, not name.startswith("verl")))
+        return {
+            name: Speed(max(speed.per_s for speed in found), min(speed.cpu_us for speed in found))
+            for name, found in speeds.items()
+        }
 
-    best = asyncio.run(measure())
-    records(folder / "records").flush()  # so that no record is written while the folder is removed
-    return best
+    return asyncio.run(measure())
 
 
 class Judge:
@@ -334,15 +346,17 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         speed = throughput(Path(folder), 3 if options.quick else 8)
-    print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}")
+    print(f"{'samples a second, functions that do nothing':46}{'verl':>9}{'ours':>9}{'times':>7}{'CPU times':>11}")
     line: dict[str, Any] = {}
     for name, key in (("asynchronous", "async"), ("sync", "sync")):
         verl = speed[f"verl {name}"]
-        for worker, label in (("bare", "without records"), ("ours", "with records")):
+        for worker, label, suffix in (("bare", "without records", "_without_records"), ("ours", "with records", "")):
             ours = speed[f"{worker} {name}"]
-            print(f"{f'{name}, {label}':46}{verl:>9,.0f}{ours:>9,.0f}{ours / verl:>7.1f}", flush=True)
-        line |= {f"vs_verl_{key}": round(ours / verl, 2), f"samples_per_s_{key}": round(ours)}
-        line[f"vs_verl_{key}_without_records"] = round(speed[f"bare {name}"] / verl, 2)
+            times, cpu_times = ours.per_s / verl.per_s, verl.cpu_us / ours.cpu_us
+            row = f"{f'{name}, {label}':46}{verl.per_s:>9,.0f}{ours.per_s:>9,.0f}{times:>7.1f}{cpu_times:>11.1f}"
+            print(row, flush=True)
+            line |= {f"vs_verl_{key}{suffix}": round(times, 2), f"vs_verl_cpu_{key}{suffix}": round(cpu_times, 2)}
+        line[f"samples_per_s_{key}"] = round(ours.per_s)
     processes = measure_process_efficiency(options.quick)
     print(f"{'process efficiency':46}{processes['process_efficiency']:>25.1%}", flush=True)
     limits = asyncio.run(keep_limits(*((4.0, 3.0) if options.quick else (60.0, 30.0))))

@@ -15,7 +15,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
-from reward_loop._util import cli_options, signals
+from reward_loop._util import cli_options, garbage_collector, signals
 from reward_loop._util.output import open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
@@ -132,6 +132,7 @@ def main() -> None:
             # Errors quote model output, which may contain lone surrogates and characters that a terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     signals.handle()
+    garbage_collector.raise_threshold()
     try:
         app()
     except KeyboardInterrupt as error:  # before a command is invoked

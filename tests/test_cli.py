@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from reward_loop import __main__ as entry_point
 from reward_loop import __version__, cli
 from reward_loop._util.cli_options import json_or_text
+from reward_loop._util.garbage_collector import THRESHOLD
 from reward_loop.managers import registry
 
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
@@ -187,6 +188,20 @@ def test_reward_kwargs_are_json_or_text(folder):
     run(*MAPPED, "--reward-kwarg", "weight=0.5", "-o", "out.jsonl")
     assert json.loads((folder / "out.jsonl").read_text().splitlines()[0])["score"] == 0.5
     assert json_or_text("plain text") == "plain text"
+
+
+def test_the_process_of_a_command_collects_garbage_less_often(tmp_path):
+    (tmp_path / "reward.py").write_text("import gc\ndef compute_score(solution_str): return gc.get_threshold()[0]\n")
+    (tmp_path / "rollouts.jsonl").write_text('{"solution_str": "4"}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_loop", "score", "reward.py:compute_score", "rollouts.jsonl", "--output", "-"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        timeout=300,
+    )
+    assert json.loads(done.stdout)["score"] == THRESHOLD, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from reward_loop._util.garbage_collector import freeze_and_raise_threshold
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.batch import group_sizes
 from reward_loop.agent.journal import Entry, Journal
@@ -243,6 +244,7 @@ class _DurableAgent(AsyncRewardAgent):
         positional, named = arguments
         super().__init__(*positional, **named)
         self._copy, self._arguments = copy, arguments
+        freeze_and_raise_threshold()
 
     def _call(self) -> str:
         name: str = ray.get_runtime_context().get_task_id()

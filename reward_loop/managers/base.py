@@ -153,7 +153,7 @@ class RewardLoopManagerBase:
         if self._decoder is None:
             raise ConfigError(f"{type(self).__name__} needs a tokenizer to decode the responses of a DataProto")
         responses = data.batch["responses"]
-        row = last_row(data)
+        row = last_row(data, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
         broken: list[str] = []
@@ -308,12 +308,12 @@ def verl_options(config: Any, path: str) -> Any:
     return config
 
 
-def last_row(data: Any) -> dict[str, Any]:
-    """Return the non-tensor fields of the last row of a ``DataProto``.
+def last_row(data: Any, responses: Any) -> dict[str, Any]:
+    """Return the non-tensor fields of the last row of a ``DataProto`` with these ``responses``.
 
     A single item, whose responses are one-dimensional, is that row.
     """
-    if data.batch["responses"].ndim == 1:
+    if responses.ndim == 1:
         return dict(data.non_tensor_batch)
     return {name: column[-1] for name, column in data.non_tensor_batch.items()}
 

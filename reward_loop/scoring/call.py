@@ -9,7 +9,8 @@ convert it to a `RewardResult`:
         _run         where? on the event loop, or by `_run_sync` in a thread or a process
 
 Without cache, limit and retry, a sample in flight has one coroutine each of `__call__` and `_run`: with 20,000 samples
-in flight, the garbage collector takes about 1.5 us per sample for each of its objects.
+in flight, the garbage collector takes about 1.5 us per sample for each of its objects. So `__call__` and `_cached`
+repeat the lines that start retries: a coroutine of their own would take 0.3 KB more per sample in flight.
 """
 
 from __future__ import annotations

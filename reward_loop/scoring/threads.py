@@ -31,8 +31,8 @@ class DaemonThreads:
     - An abandoned call (deadline passed or task cancelled) releases its slot at once. Its thread cannot be killed and
       runs on outside the pool, so a hung function blocks neither other calls nor the interpreter's exit. (asyncio,
       concurrent.futures and anyio join their threads at exit.)
-    - At most one thread is being woken or started at a time. Blocking calls still get one thread each; thousands of
-      short calls share a few threads.
+    - At most one thread is being woken or started at a time, and it does not interrupt the thread that wakes or starts
+      it. Blocking calls still get one thread each; thousands of short calls share a few threads.
     - All calls submitted in one event loop iteration are queued together, and results are delivered in batches:
       waking a thread and switching the GIL costs more than a short call.
     """
@@ -97,7 +97,7 @@ class DaemonThreads:
         with self._lock:
             self._queue.extend(home.submitted)
             home.submitted.clear()
-            self._add_thread()
+        self._add_thread()
 
     def _leave(self, job: _Job) -> None:
         """Abandon a job that has not ended. If it is running, its thread no longer counts as part of the pool."""
@@ -109,32 +109,43 @@ class DaemonThreads:
             job.abandoned = True
             if job.started is not None:
                 self._threads -= 1
-                self._add_thread()
+        self._add_thread()
 
     def _add_thread(self) -> None:
         """Wake or start one more thread, if calls are queued and no thread is being woken or started."""
         if not self._queue or self._coming:
-            return
-        if self._idle:
+            return  # read without the lock: after each change of these, this method is called again
+        with self._lock:
+            if not self._queue or self._coming or not (self._idle or self._threads < self._max_threads):
+                return
             self._coming = True
-            self._changed.notify()
-        elif self._threads < self._max_threads:
-            self._coming = True
+            if self._idle:
+                self._changed.notify()
+                return
             self._threads += 1
-            try:
-                threading.Thread(target=self._work, name="reward-function", daemon=True).start()
-            except RuntimeError as error:  # No more threads available. Existing threads continue; without any, fail.
+        # `Thread.start` waits for the new thread, which passes the GIL to it; waiting for `gate` passes it back. So the
+        # new thread continues when this one blocks or after the switch interval, as a woken one does. `_lock` is free
+        # meanwhile. Otherwise, a burst of short calls would start dozens of threads, which take turns after each call.
+        gate = threading.Lock()
+        try:
+            with gate:
+                threading.Thread(target=self._work, args=(gate,), name="reward-function", daemon=True).start()
+        except RuntimeError as error:  # No more threads available. Existing threads continue; without any, fail.
+            with self._lock:
                 self._coming = False
                 self._threads -= 1
-                if not self._threads:
-                    for job in self._queue:
-                        job.fail(error)
-                    self._queue.clear()
+                if self._threads:
+                    return
+                jobs, self._queue = self._queue, deque()
+            for job in jobs:
+                job.fail(error)
 
-    def _work(self) -> None:
+    def _work(self, gate: threading.Lock) -> None:
+        gate.acquire()
         with self._lock:
             self._coming = False
         while (job := self._take()) is not None:
+            self._add_thread()
             job.run()
             with self._lock:
                 job.ended = True
@@ -150,7 +161,6 @@ class DaemonThreads:
                     job = self._queue.popleft()
                     if not job.abandoned:
                         job.started = time.monotonic()
-                        self._add_thread()
                         return job
                 self._idle += 1
                 in_time = self._changed.wait(_IDLE_SECONDS)

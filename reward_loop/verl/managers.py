@@ -106,7 +106,7 @@ class VerlManager:
 
     async def run_single(self, data: Any) -> Reward:
         """Returns the reward of one rollout; see `RewardLoopManagerBase.run_single`."""
-        row = last_row(data)
+        row = last_row(data, data.batch["responses"])
         sample = RewardSample(
             "",
             data_source=str(row.get("data_source", "")),

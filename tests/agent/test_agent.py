@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import pickle
 
 import pytest
@@ -39,6 +40,13 @@ async def test_all_rewards_in_order_of_submission():
         assert scores(await within(pending)) == [0, 1, 2, 3]
         assert pending.done()
         assert scores(await within(pending)) == [0, 1, 2, 3]
+
+
+async def test_the_garbage_collector_of_the_users_process_stays_as_it_is():
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    async with RewardAgent(naive(number)) as agent:
+        assert scores(await within(agent.submit(numbered(2)))) == [0, 1]
+    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 async def test_groups_come_as_they_complete_and_may_be_uneven():
