@@ -220,7 +220,7 @@ function calls(row) {
   const hasNames = found.some((call) => call.function !== found[0].function);
   const most = Math.max(...found.map((call) => call.work_s ?? 0));
   const entries = found.map((call, i) => [
-    `${visible(hasNames ? call.function : `Attempt ${i + 1}`)}, at ${seconds(call.start_s)}`,
+    visible(hasNames ? call.function : `Attempt ${i + 1}`) + (i ? `, at ${seconds(call.start_s)}` : ""),
     call.work_s ?? 0,
     [call.error, seconds(call.work_s)].filter(Boolean).map(visible).join(" · "),
   ]);
