@@ -67,12 +67,16 @@ function result(found, query) {
       ["Mean score of b", fixed(found.mean_b), "of samples scored in both"],
     ]),
     el("div", { class: "two" }, agreements(found), outcomes(found)),
-    ...samples("Largest differences", found.largest, query, [">a", ">b", ">Difference"], (a, b) => [
-      fixed(a),
-      fixed(b),
-      fixed(b - a),
-    ]),
-    ...samples("Changed outcomes", found.moved, query, ["a", "b"], (a, b) => [a, b]),
+    el(
+      "div",
+      { class: found.moved.length ? "two" : "" },
+      samples("Largest differences", found.largest, query, [">a", ">b", ">Difference"], (a, b) => [
+        fixed(a),
+        fixed(b),
+        fixed(b - a),
+      ]),
+      samples("Changed outcomes", found.moved, query, ["a", "b"], (a, b) => [a, b]),
+    ),
   ];
 }
 
@@ -118,10 +122,10 @@ function outcomes(found) {
 
 /** Returns a table of samples, each with a link to both scorings. */
 function samples(title, found, query, columns, cells) {
-  if (!found.length) return [];
+  if (!found.length) return null;
   const rows = found.map(({ sample, a, b }) => [
     el("a", { href: link("scorings", [sample], query) }, visible(String(sample))),
     ...cells(a, b),
   ]);
-  return [el("section", {}, el("h2", {}, title), table(["Sample", ...columns], rows))];
+  return el("section", {}, el("h2", {}, title), table(["Sample", ...columns], rows));
 }

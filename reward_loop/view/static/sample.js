@@ -220,9 +220,9 @@ function calls(row) {
   const hasNames = found.some((call) => call.function !== found[0].function);
   const most = Math.max(...found.map((call) => call.work_s ?? 0));
   const entries = found.map((call, i) => [
-    visible(hasNames ? call.function : `Attempt ${i + 1}`),
+    visible(hasNames ? call.function : `Attempt ${i + 1}`) + (i ? `, at ${seconds(call.start_s)}` : ""),
     call.work_s ?? 0,
-    [call.error, seconds(call.work_s), `from ${seconds(call.start_s)}`].filter(Boolean).map(visible).join(" · "),
+    [call.error, seconds(call.work_s)].filter(Boolean).map(visible).join(" · "),
   ]);
   return el("section", { class: "card" }, el("h2", {}, "Calls of the function"), bars(entries, most));
 }

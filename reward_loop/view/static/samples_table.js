@@ -77,7 +77,7 @@ function columns(run, steps, query, range, href) {
       headerSortStartingDir: "desc",
       ...right,
     },
-    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 158 },
+    { title: "Outcome", field: "outcome", cell: outcomeMark, width: 168 },
     ...numbers.slice(0, MOST_COMPONENTS).map((name) => ({ ...component(name), width: widthOf(name), ...right })),
     { title: "Tokens", field: "response_length", cell: (row) => count(row.response_length), width: 76, ...right },
     { title: "Time", field: "total_s", cell: (row) => seconds(row.total_s), width: 84, ...right },
