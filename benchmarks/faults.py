@@ -3,8 +3,8 @@
 A verl run in the mode ``reward_pipeline`` with both overlaps calls a judge server. Faults, in this order:
 
 1. The reward worker is killed.
-2. The judge returns status 429 for some calls.
-3. The judge does not answer some calls.
+2. The judge does not answer some calls.
+3. The judge returns status 429 for some calls.
 4. The agent loop worker, which has all rollouts in flight, is killed.
 5. The trainer process is killed, and the run is resumed from its checkpoint.
 
@@ -135,8 +135,9 @@ class _Faults:
         self._output = output
         self._left: dict[int, Callable[[], None]] = {
             1: self._kill_worker,
-            2: self._refuse,
-            3: self._hang,
+            # Calls that hang belong to step 4, so they have failed before the agent loop worker is killed.
+            2: self._hang,
+            3: self._refuse,
             CHECKPOINT - 1: self._kill_agent_loop_worker,
             CHECKPOINT + 1: self._kill_trainer,
         }
@@ -159,11 +160,11 @@ class _Faults:
 
     def _refuse(self) -> None:
         self._judge.script(*[Status(429, retry_after=0.2)] * BUSY)
-        self.happened["judge, 429"] = f"{BUSY} calls after step 2"
+        self.happened["judge, 429"] = f"{BUSY} calls after step 3"
 
     def _hang(self) -> None:
         self._judge.script(*[Stall()] * HUNG)
-        self.happened["judge, hanging"] = f"{HUNG} calls after step 3"
+        self.happened["judge, hanging"] = f"{HUNG} calls after step 2"
 
     def _kill_agent_loop_worker(self) -> None:
         if _kill("ray::PipelineAgentLoopWorker"):
