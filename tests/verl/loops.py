@@ -34,12 +34,13 @@ class Uneven(Seeded):
 
 
 class Twofold(Seeded):
-    """The first session of each prompt has two outputs."""
+    """The first session of each prompt has two outputs; reward functions get their number as ``outputs``."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         last = await super().run(sampling_params, priority, **kwargs)
         if kwargs["session_id"]:
             return last
+        last.extra_fields["outputs"] = 2
         return [await super().run(sampling_params, priority, **{**kwargs, "session_id": "first"}), last]
 
 

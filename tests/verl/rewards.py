@@ -91,22 +91,28 @@ LOST = range(3)
 async def in_parts(solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
     """Scores most responses, with a score for the one turn. Fails on some, leaves some unscored, and gives some scores
     for three turns."""
-    value = number(solution_str)
-    score = trained_score(solution_str, extra_info["index"])
+    value, index, outputs = number(solution_str), extra_info["index"], extra_info.get("outputs", 1)
+    score = trained_score(solution_str, index, outputs)
     _log(output=solution_str, gts=ground_truth, score=score, split=extra_info["split"])
     if score is not None:
         return {"score": score, "turn_level_scores": [score]}
-    if value % 7 == 2:
+    if value % 7 == 2 or does_not_fit(index, outputs):
         return {"score": 50.0, "turn_level_scores": [10.0, 20.0, 20.0]}
     if value % 7 == 0:
         return None
     raise ValueError(f"no score for {value}")
 
 
-def trained_score(solution_str: str, index: int) -> float | None:
+def does_not_fit(index: int, outputs: int) -> bool:
+    """Whether `in_parts` gives scores for three turns to every response of a session with this number of outputs."""
+    return index % 5 == 3 and outputs > 1
+
+
+def trained_score(solution_str: str, index: int, outputs: int) -> float | None:
     """What a response that `in_parts` judges is trained with; None if it is masked."""
     value = number(solution_str)
-    return (value % 100) / 100 if index not in LOST and value % 7 > 2 else None
+    masked = index in LOST or value % 7 <= 2 or does_not_fit(index, outputs)
+    return None if masked else (value % 100) / 100
 
 
 class Slow(Mixed):

@@ -82,12 +82,20 @@ def sessions(run: Run, step: int) -> dict[Session, list[dict[str, Any]]]:
     return dict(outputs)
 
 
+def index_of(outputs: list[dict[str, Any]]) -> int:
+    return (int(outputs[-1]["gts"]) - 1) // 2
+
+
+def trained_score(outputs: list[dict[str, Any]]) -> float | None:
+    """What a session is trained with; None if it is masked."""
+    return rewards.trained_score(outputs[-1]["output"], index_of(outputs), len(outputs))
+
+
 def expected_advantages(run: Run, step: int) -> dict[Session, float]:
     """GRPO by hand, of the sessions that are trained on."""
     groups: dict[str, dict[Session, float]] = defaultdict(dict)
     for session, outputs in sessions(run, step).items():
-        index = (int(outputs[-1]["gts"]) - 1) // 2
-        score = rewards.trained_score(outputs[-1]["output"], index)
+        score = trained_score(outputs)
         if score is not None:
             groups[session[0]][session] = score
     advantages = {}
@@ -121,12 +129,12 @@ def test_updates_train_on_unmasked_samples_with_the_scores_of_the_function(run: 
 def test_a_reward_whose_parts_do_not_fit_is_trained_on_nowhere(run: Run) -> None:
     rejected = 0
     for step in STEPS:
-        for outputs in sessions(run, step).values():
-            text, index = outputs[-1]["output"], (int(outputs[-1]["gts"]) - 1) // 2
-            if index not in rewards.LOST and rewards.number(text) % 7 == 2:
-                rejected += 1
-            assert all(row["score"] == pytest.approx(rewards.trained_score(text, index) or 0.0) for row in outputs)
-    assert rejected, "the case is there"
+        there = sessions(run, step)
+        baselines = {session[0] for session in expected_advantages(run, step)}
+        for session, outputs in there.items():
+            assert all(row["score"] == pytest.approx(trained_score(outputs) or 0.0) for row in outputs)
+            rejected += rewards.does_not_fit(index_of(outputs), len(outputs)) and session[0] in baselines
+    assert rejected, "the case is there: all outputs of a rejected session leave a group that is trained on"
 
 
 def test_each_gradient_is_that_of_the_rows_that_are_not_masked(
