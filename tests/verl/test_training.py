@@ -421,11 +421,12 @@ def test_the_records_of_a_run_whose_processes_were_killed_can_be_read(
         assert found[step]["phases"]["update_actor"] == pytest.approx(timings["timing_s/update_actor"], abs=1e-3)
         assert "bounded the step" in timeline(folder, step)["bound"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Index(folder) as index, TestClient(create_app(index)) as viewer:
+    with Index(folder) as index:
         index.update()
-        assert viewer.get("/api/run").json()["samples"] == len(list(RecordsReader(folder).rows()))
-        shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
-        assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
+        with TestClient(create_app(index)) as viewer:
+            assert viewer.get("/api/run").json()["samples"] == len(list(RecordsReader(folder).rows()))
+            shown = viewer.get("/api/samples?step=2&limit=1").json()["rows"][0]
+            assert viewer.get(f"/api/sample/{shown['id']}").json()["texts"]["response"]
 
 
 def test_ctrl_c_leaves_no_process(harried_run: Run, tiny_discriminative_model: Path) -> None:
