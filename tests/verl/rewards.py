@@ -233,6 +233,13 @@ def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
     return score
 
 
+def kills_the_trainer(solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    """As :func:`plain`. When two steps are over, it kills the command that trains."""
+    if _is_over(2) and _is_first("killed-trainer"):
+        os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGKILL)
+    return plain(solution_str, ground_truth, extra_info)
+
+
 def rare(solution_str: str, extra_info: dict) -> float:
     """Rewards one response in four or so, so that many groups get no reward at all. When two steps are over, it kills
     the agent loop worker, some time after a response began to be judged."""

@@ -41,7 +41,7 @@ def agent_loop(name: str) -> tuple[str, ...]:
 class Run:
     """What a run left behind."""
 
-    returncode: int
+    returncode: int | None
     output: str
     directory: Path
 
@@ -104,7 +104,7 @@ def train(
     node: Node | None = None,
     python: str | None = None,
     own_ray: bool = False,
-    returncode: int = 0,
+    returncode: int | None = 0,
 ) -> Run:
     """Trains ``policy`` for some steps with the function ``rewards.py:function``; waits for the end.
 
@@ -119,7 +119,7 @@ def train(
         node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
         own_ray: whether the command starts a Ray of its own. By default, it joins the one of `tests.local_ray`.
-        returncode: the exit status that is expected.
+        returncode: the exit status that is expected; ``None`` if a signal kills the command.
 
     Raises:
         AssertionError: the run ended with another exit status.
