@@ -210,7 +210,8 @@ class TestTrainer:
 
         made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
         kwargs = "reward.custom_reward_function.reward_kwargs"
-        options = (f"reward_loop.log_dir={tmp_path}", f"+{kwargs}.api_key=Abc-123", f"+{kwargs}.model=qwen")
+        function = "reward.custom_reward_function.path=reward.py"
+        options = (f"reward_loop.log_dir={tmp_path}", function, f"+{kwargs}.api_key=Abc-123", f"+{kwargs}.model=qwen")
         made._settings = resolved(*options).with_job("10.0.0.1:1/secret")
         made._records, made.global_steps, made.fitted = Records(tmp_path), 6, 0
         monkeypatch.setattr(PPOTrainer, "fit", lambda self, workers: setattr(self, "fitted", self.fitted + 1))
