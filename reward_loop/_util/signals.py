@@ -115,7 +115,13 @@ async def _stopped_by(ctrl_c: _CtrlC, main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _awake(main: Coroutine[Any, Any, T]) -> T:
-    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
-        # A loop with a handler for one signal is woken by all signals. SIGWINCH itself does not matter here.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, lambda: None)
-    return await main
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
+        return await main
+    # A loop with a handler for one signal is woken by all signals. SIGWINCH itself does not matter here.
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGWINCH, lambda: None)
+    try:
+        return await main
+    finally:
+        # asyncio closes the descriptor that wakes the loop first: a signal would then print an error.
+        loop.remove_signal_handler(signal.SIGWINCH)
