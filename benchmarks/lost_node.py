@@ -62,7 +62,7 @@ def lose_node(folder: Path, look: Callable[[int], None]) -> Found:
 
 
 def train_and_lose_node(nodes: RayNodes, folder: Path, look: Callable[[int], None], *, cut: bool) -> Found:
-    """Do the same on nodes that run. Afterwards, the second one is lost.
+    """Do the same on nodes that are already running. The second one stays lost.
 
     Args:
         nodes: the nodes.

@@ -242,7 +242,7 @@ def _note_unused(context: typer.Context, scorer: Scorer) -> None:
     if context.params["isolation"] == "process":
         names, why = ["isolation", *names], "only sync functions do"
     given = [f"--{name.replace('_', '-')}" for name in names if cli_options.is_given(context, name)]
-    if given and not any(function.in_processes for function in functions_of(scorer.manager)):
+    if given and not any(getattr(function, "in_processes", False) for function in functions_of(scorer.manager)):
         _err.print(f"note: no effect: {', '.join(given)}. No function runs in a process: {why}")
 
 

@@ -83,8 +83,8 @@ class RewardClient:
     async def _until_reachable(self, worker: Any) -> None:
         """Waits until Ray has restarted a worker.
 
-        A worker whose node is lost is unreachable until Ray has detected the loss. Calls of it fail after a second or
-        more, in which Ray repeats them.
+        A worker whose node is lost is unreachable until Ray has detected the loss. Until then, Ray repeats each call
+        for a second or more before the call fails, so this loop does not need a pause.
 
         Raises:
             RayActorError: the worker stayed unreachable, or cannot be restarted.

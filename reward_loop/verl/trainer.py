@@ -251,7 +251,7 @@ class RewardLoopTrainer(RecordingTrainer):
         try:
             yield
         except Exception as error:
-            # Not longer: the error of a worker that does not answer would hide this one.
+            # Without waiting for all workers: the error of a worker that does not answer would hide this one.
             self.reward_workers.check_fatal_errors_briefly()
             if isinstance(error, RayActorError):
                 raise RewardLoopError(f"a process of the run died: {error}") from error

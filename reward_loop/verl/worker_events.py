@@ -145,8 +145,9 @@ class Listener:
             dead, self._dead = sorted(self._dead), set()
         if not dead:
             return
-        recovered = self._recover(dead)  # takes longer than some values of `stall_timeout_s`
+        recovered = self._recover(dead)
         with self._changed:
+            # Counts as an event: the recovery may have taken longer than `stall_timeout_s`, and is not a stall.
             self._progress.lose_rewards(recovered.received)
             self._progress.submit(recovered.generated_again)
             for uid in recovered.judged_again:

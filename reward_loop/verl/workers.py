@@ -100,17 +100,17 @@ class _Sample:
         self.send()
 
     def send(self) -> None:
-        """Sends the sample, again if the worker has died."""
+        """Sends the sample. Call it again if the worker has died."""
         self.answer = self._worker.compute_score.remote(self._row)
 
     def is_lost(self) -> bool:
-        """Returns whether the worker died before it answered. Call it when there is an answer."""
+        """Returns whether the worker died before it returned a reward. Blocks until the call has ended."""
         try:
             ray.get(self.answer)
         except RayActorError:
             return True
         except RayTaskError:
-            return False
+            pass  # `finish_batch` raises it
         return False
 
 

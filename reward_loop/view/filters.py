@@ -130,16 +130,16 @@ class SampleFilter:
             elif value and name in _EQUAL:
                 found = found._equal(name, value)
             elif value and name in ("min_reward", "max_reward"):
-                found = found._bounded(name[:3], "reward", value)
+                found = found._bounded(name, "reward", value)
             elif value and name.startswith(("min.", "max.")):
-                found = found._bounded(name[:3], name[4:], value)
+                found = found._bounded(name, name[4:], value)
         return found
 
-    def _bounded(self, bound: str, name: str, value: str) -> SampleFilter:
+    def _bounded(self, parameter: str, name: str, value: str) -> SampleFilter:
         _check_field(name, NUMBERS)
         is_component = name.startswith(_COMPONENT)
         compared = number_of(component(name.removeprefix(_COMPONENT))) if is_component else f'"{name}"'
-        return self.also(f"{compared} {_BOUNDS[bound]} ?", _number(f"{bound}.{name}", value))
+        return self.also(f"{compared} {_BOUNDS[parameter[:3]]} ?", _number(parameter, value))
 
     def _equal(self, name: str, value: str) -> SampleFilter:
         _check_field(name)

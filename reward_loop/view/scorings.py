@@ -9,7 +9,7 @@ from typing import Any
 from reward_loop._util.paths import look_up
 from reward_loop.offline.rows import read_rows
 from reward_loop.records.reader import RecordsReader
-from reward_loop.types import is_returned
+from reward_loop.types import Outcome, is_returned
 
 __all__ = ["sample_of"]
 
@@ -38,4 +38,6 @@ def _scored(path: Path) -> Iterator[Mapping[str, Any]]:
     for row in read_rows(path):
         info = row.columns.get("reward_extra_info")
         components = {name: info[name] for name in info if is_returned(name)} if isinstance(info, Mapping) else {}
-        yield {**row.columns, "reward": row.columns.get("score"), "components": components}
+        score = row.columns.get("score")
+        outcome = row.columns.get("outcome") or str(Outcome.UNSCORED if score is None else Outcome.SCORED)
+        yield {**row.columns, "outcome": outcome, "reward": score, "components": components}

@@ -6,9 +6,10 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** Returns a number with a fixed number of decimals, so that numbers in a column are aligned. */
 export function fixed(value, digits = 3) {
-  return isNumber(value)
-    ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits, signDisplay: "negative" })
-    : UNKNOWN;
+  if (!isNumber(value)) return UNKNOWN;
+  // "negative": a value that rounds to zero has no sign.
+  const options = { minimumFractionDigits: digits, maximumFractionDigits: digits, signDisplay: "negative" };
+  return value.toLocaleString("en", options);
 }
 
 /** Returns a number with at most four significant digits. */

@@ -149,7 +149,7 @@ function bars(entries, most) {
   );
 }
 
-/** Returns the components with longer texts, which are whole among the recorded texts; each is shown when it is opened. */
+/** Returns the components with longer texts, in full if the texts were recorded; a click opens each. */
 function longComponents(row, recorded) {
   const found = Object.entries({ ...row.components, ...recorded?.components }).filter(([, given]) => isLong(given));
   if (!found.length) return [];

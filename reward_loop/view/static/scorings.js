@@ -31,7 +31,8 @@ export async function showScorings(view, { args: [sample], query: { other, ...op
 
 /** Returns prompt and response, which both scorings have. */
 function texts(recorded) {
-  if (!recorded) return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted.")];
+  if (!recorded)
+    return [el("p", { class: "note" }, "The texts of this sample were not recorded, or have been deleted.")];
   const part = (title, content) => el("section", { class: "part" }, el("h2", {}, title), content);
   return [
     recorded.prompt == null ? null : part("Prompt", conversation(recorded.prompt)),
