@@ -133,7 +133,7 @@ def test_outside_of_its_block():
         agent.submit([])
 
 
-def test_a_forked_process_is_told_to_use_an_agent_of_its_own():
+def test_a_forked_process_cannot_use_the_agent_of_its_parent():
     with BlockingRewardAgent(naive(lambda solution_str: 1.0)) as agent:
         pending = agent.submit(numbered(1))
         assert scores(pending.result()) == [1]

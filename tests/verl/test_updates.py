@@ -134,7 +134,7 @@ def test_a_reward_whose_parts_do_not_fit_is_trained_on_nowhere(run: Run) -> None
         for session, outputs in there.items():
             assert all(row["score"] == pytest.approx(trained_score(outputs) or 0.0) for row in outputs)
             rejected += rewards.does_not_fit(index_of(outputs), len(outputs)) and session[0] in baselines
-    assert rejected, "the case is there: all outputs of a rejected session leave a group that is trained on"
+    assert rejected, "the run has no rejected session in a group that is trained on"
 
 
 def test_each_gradient_is_that_of_the_rows_that_are_not_masked(
