@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import zlib
@@ -92,11 +93,13 @@ class RewardClient:
         deadline = time.monotonic() + self.options.worker_answer_timeout_s
         while True:
             try:
-                await worker.__ray_ready__.remote()
+                await asyncio.wait_for(worker.__ray_ready__.remote(), max(0.0, deadline - time.monotonic()))
                 return
             except ActorUnavailableError:
                 if time.monotonic() > deadline:
                     raise
+            except TimeoutError:  # for example, no node has the resources for a restart
+                raise ActorUnavailableError("it has not restarted in time", None) from None
 
     def died(self, error: RayActorError) -> Reward:
         """Returns the reward of a sample whose worker died too often, or stayed unreachable.

@@ -283,7 +283,7 @@ class RewardWorkers:
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
                         f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s. With "
-                        "reward_loop.timeout, retry.max_seconds, the max_wait of the limits and "
+                        "reward_loop.timeout, retry.max_seconds, group.timeout, the max_wait of the limits and "
                         f"worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward manager "
                         "wait without a deadline?"
                     )

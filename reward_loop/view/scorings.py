@@ -27,7 +27,8 @@ def sample_of(path: Path, key: str, on: str) -> dict[str, Any] | None:
     found = [row for row in rows if str(look_up(row, on)) == key]
     if not found:
         return None
-    row = found[-1] if reader is None else max(found, key=lambda row: row.get("time") or 0.0)
+    # Of equal times, the last row counts, as in the comparison.
+    row = found[-1] if reader is None else max(reversed(found), key=lambda row: row.get("time") or 0.0)
     if reader is None:
         return {"row": row, "texts": None, "exchanges": []}
     return {"row": row, "texts": reader.text(row), "exchanges": reader.exchanges(row)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,13 @@ async def test_a_sample_whose_worker_stays_unreachable_has_failed() -> None:
     reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
     assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
     assert worker.calls.count("compute_score") <= 1
+
+
+async def test_a_sample_whose_worker_is_never_restarted_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(compute_score=99)
+    monkeypatch.setattr(worker, "__ray_ready__", SimpleNamespace(remote=asyncio.get_running_loop().create_future))
+    reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
+    assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
 
 
 def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -> RewardWorkers:
