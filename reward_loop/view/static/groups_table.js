@@ -19,7 +19,7 @@ export function groupsTable(element, { query, range, onGroup, onTotal }) {
   return pagedTable(element, {
     label: "Groups",
     rowHeight: 52,
-    none: "No groups: the records do not name the prompts of the samples.",
+    none: "No groups: the step has no samples, or their records do not name the prompts.",
     columns: [
       { title: "Group", field: "group", minWidth: 120, cell: name },
       {
