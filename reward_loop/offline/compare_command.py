@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -85,18 +86,19 @@ def _show(found: Comparison, label: str | None, out: Console) -> None:
     if found.label_a is not None and found.label_b is not None:
         rows |= {f"A and {label}": found.label_a, f"B and {label}": found.label_b}
     _show_agreement(rows, out)
-    if found.largest:
-        out.print()
-        table = Table("largest differences", "A", "B", box=None, pad_edge=False)
-        for key, a, b in found.largest:
-            table.add_row(escape(cut(str(key), 60)), _number(a), _number(b))
-        out.print(table, highlight=False)
-    if found.moved:
-        out.print()
-        table = Table("changed outcomes", "A", "B", box=None, pad_edge=False)
-        for key, before, after in found.moved:
-            table.add_row(escape(cut(str(key), 60)), escape(before), escape(after))
-        out.print(table, highlight=False)
+    _show_samples("largest differences", [(key, _number(a), _number(b)) for key, a, b in found.largest], out)
+    _show_samples("changed outcomes", found.moved, out)
+
+
+def _show_samples(title: str, rows: Sequence[tuple[Any, str, str]], out: Console) -> None:
+    """Print a table of samples with a value in A and in B; nothing without rows."""
+    if not rows:
+        return
+    out.print()
+    table = Table(title, "A", "B", box=None, pad_edge=False)
+    for key, a, b in rows:
+        table.add_row(escape(cut(str(key), 60)), escape(a), escape(b))
+    out.print(table, highlight=False)
 
 
 def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import zlib
@@ -77,9 +78,18 @@ class RewardClient:
             try:
                 return self.died(error)
             except RewardFunctionError as failure:
-                # The trainer runs in another process and reads fatal errors from the workers.
-                await worker.stop_run.remote(f"{type(failure).__name__}: {failure}")
+                await self._stop_run(f"{type(failure).__name__}: {failure}", worker)
                 raise
+
+    async def _stop_run(self, why: str, worker: Any) -> None:
+        """Stores a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
+
+        If the worker is not reachable, another one stores it. If none is, the trainer stops for that reason.
+        """
+        for candidate in (worker, *(other for other in self._workers if other is not worker)):
+            with contextlib.suppress(RayActorError, TimeoutError):
+                await asyncio.wait_for(candidate.stop_run.remote(why), self.options.worker_answer_timeout_s)
+                return
 
     async def _until_reachable(self, worker: Any) -> None:
         """Waits until Ray has restarted a worker.

@@ -64,7 +64,7 @@ _UNUSED_BY_VERL = {
     "rollout.response_length": "the limit of a reply is max_tokens in the request",
     "rollout.free_cache_engine": "a model with its own GPUs never sleeps",
 }
-"""Options without effect, here and in verl's own servers, that verl's examples set -> what holds instead."""
+"""Options that verl's examples set, although neither this library nor verl uses them -> what applies instead."""
 
 _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size": 1}
 """Options that the embedded engine accepts with this value only, because the value is true for it anyway."""

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnavailableError
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers import RewardWorkers
 
@@ -49,6 +49,7 @@ class Worker:
         self.calls: deque[str] = deque(maxlen=100)
         self.compute_score = self._method("compute_score", REWARD)
         self.fatal_error = self._method("fatal_error", None)
+        self.stop_run = self._method("stop_run", None)
         self.__ray_ready__ = self._method("ready", True)
 
     def _method(self, name: str, result: Any) -> Any:
@@ -89,6 +90,14 @@ async def test_a_sample_whose_worker_is_never_restarted_has_failed(monkeypatch: 
     monkeypatch.setattr(worker, "__ray_ready__", SimpleNamespace(remote=asyncio.get_running_loop().create_future))
     reward = await RewardClient([worker], options(worker_answer_timeout_s=0.1)).remote(None)
     assert "reward_loop.worker_answer_timeout_s" in reward["reward_extra_info"]["reward_error"]
+
+
+async def test_another_worker_reports_that_the_run_must_stop() -> None:
+    lost, alive = Worker(compute_score=99, ready=10**9, stop_run=99), Worker()
+    client = RewardClient([lost, alive], RewardLoopConfig(on_failed="raise", worker_answer_timeout_s=0.1))
+    with pytest.raises(RewardFunctionError, match="did not restart"):
+        await client.remote(None)
+    assert alive.calls.count("stop_run") == 1
 
 
 def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -> RewardWorkers:
