@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from benchmarks import _scale_trainer, limits
-from benchmarks.router import Bench, rss_mb
+from benchmarks.router_servers import Servers, rss_mb
 from benchmarks.scoring import answers, configuration, save_tokenizer
 from reward_loop._util.background_loop import in_background
 from reward_loop.config import RewardLoopConfig
@@ -147,8 +147,8 @@ def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, A
     count = 600 if quick else 4000
     with contextlib.ExitStack() as stack:
         processes = Processes()
-        bench = Bench(folder, stack)
-        url, router, _ = bench.start_own(bench.instant_backends())
+        servers = Servers(folder, stack)
+        url, router, _ = servers.start_own(servers.instant_backends())
         processes.add("router", router.pid)
         key = new_key()
         to = url.removeprefix("http://")
