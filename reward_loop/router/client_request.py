@@ -27,18 +27,14 @@ CLOSE = b"connection: close\r\n\r\n"
 class Flow:
     """The transport of a client's connection, with the state of its flow control."""
 
-    __slots__ = ("_reading_paused", "_writable", "transport")
+    __slots__ = ("_reading_paused", "transport", "writable")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
+        self.writable = asyncio.Event()
+        """Set while the write buffer has room. It fills if the client does not read its answers."""
+        self.writable.set()
         self._reading_paused = False
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the client reads its answers; if not, they fill the write buffer."""
-        return self._writable.is_set()
 
     def pause_reading(self) -> None:
         """Stops reading from the client."""
@@ -51,17 +47,6 @@ class Flow:
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
-
-    def set_writable(self, writable: bool) -> None:
-        """Records whether the write buffer has room."""
-        if writable:
-            self._writable.set()
-        else:
-            self._writable.clear()
-
-    async def drain(self) -> None:
-        """Waits until the write buffer has room."""
-        await self._writable.wait()
 
 
 class WaitsFor(StrEnum):
@@ -84,7 +69,6 @@ class ClientRequest:
         version: the HTTP version, such as ``1.1``.
         headers: names in lower case, and values.
         keep_alive: whether the connection stays open after the answer.
-        expects_continue: whether the client sends the body only after a ``100 Continue``.
 
     Raises:
         httptools.HttpParserInvalidURLError: the URL is invalid.
@@ -92,7 +76,6 @@ class ClientRequest:
 
     __slots__ = (
         "_chunked",
-        "_expects_continue",
         "_flow",
         "_limit",
         "_parts",
@@ -111,15 +94,7 @@ class ClientRequest:
     )
 
     def __init__(
-        self,
-        flow: Flow,
-        method: str,
-        url: bytes,
-        version: str,
-        headers: list[RawHeader],
-        *,
-        keep_alive: bool,
-        expects_continue: bool = False,
+        self, flow: Flow, method: str, url: bytes, version: str, headers: list[RawHeader], *, keep_alive: bool
     ) -> None:
         self.method = method
         self.path, self.target = _parse_target(url)
@@ -139,7 +114,6 @@ class ClientRequest:
         self._size = 0
         self._limit = 0
         self._received: asyncio.Future[None] | None = None
-        self._expects_continue = expects_continue
         self._chunked = False
 
     @property
@@ -179,8 +153,7 @@ class ClientRequest:
         if self._size > limit:
             raise _too_long(limit)
         if not self.body_complete:
-            if self._expects_continue:
-                self._expects_continue = False
+            if self._expects_continue():
                 self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._limit = limit
             self.waits_for = WaitsFor.BODY
@@ -190,12 +163,20 @@ class ClientRequest:
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _expects_continue(self) -> bool:
+        """Returns whether the client sends the body only after a ``100 Continue``."""
+        return (find(self.headers, b"expect") or b"").lower() == b"100-continue"
+
     # The answer
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
         """Sends a complete answer; `headers` include ``Content-Length``. For HEAD requests, the body is left out."""
         self.answered = True
         self._flow.transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
+
+    def answer_json(self, body: bytes) -> None:
+        """Sends a complete answer with status 200."""
+        self.answer(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
 
     def refuse(self, refusal: Refusal) -> None:
         """Sends an error answer, unless the answer has begun."""
@@ -213,7 +194,7 @@ class ClientRequest:
     async def write(self, part: bytes) -> None:
         """Sends a part of the body, which is not empty; waits while the client does not read."""
         self._flow.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
-        await self._flow.drain()
+        await self._flow.writable.wait()
 
     def end(self) -> None:
         """Ends the body."""
@@ -224,7 +205,7 @@ class ClientRequest:
     def _message(self, status: int, headers: list[RawHeader], framing: bytes, body: bytes) -> bytes:
         self.started = True
         # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
-        if self._expects_continue and not self.body_complete:
+        if not self.body_complete and self._expects_continue():
             self.keep_alive = False
         end = b"\r\n" if self.keep_alive else CLOSE
         return b"".join((status_line(status), to_wire(headers), framing, end, body))

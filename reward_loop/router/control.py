@@ -25,7 +25,7 @@ _PROBLEMS = 5
 
 
 def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
-    """Returns the app of the control plane; :func:`~reward_loop.router.app.create_app` lists its endpoints."""
+    """Returns the app of the control plane; with these endpoints."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(StarletteHTTPException)

@@ -14,10 +14,6 @@ class Gate:
     """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.
 
     Each admitted request must call :meth:`leave` exactly once.
-
-    Args:
-        max_inside: the maximum number of admitted requests.
-        max_waiting: the maximum number of waiting requests.
     """
 
     def __init__(self, max_inside: int, max_waiting: int) -> None:
@@ -27,25 +23,14 @@ class Gate:
         self._max_waiting = max_waiting
         self._queue: deque[asyncio.Future[None]] = deque()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether :meth:`enter` would return without waiting."""
-        return self.inside < self._max_inside and not self.waiting
-
-    def enter_at_once(self) -> bool:
-        """Admits the request if there is room, without waiting; returns whether it was admitted."""
-        if self.waiting or self.inside >= self._max_inside:
-            return False
-        self.inside += 1
-        return True
-
     async def enter(self) -> None:
         """Waits until the request is admitted.
 
         Raises:
             Refusal: too many requests are waiting.
         """
-        if self.enter_at_once():
+        if not self.waiting and self.inside < self._max_inside:
+            self.inside += 1
             return
         if self.waiting >= self._max_waiting:
             message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"

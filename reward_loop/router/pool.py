@@ -35,14 +35,14 @@ from collections.abc import Awaitable, Callable, Container, Iterable
 from types import TracebackType
 from typing import Self
 
-from reward_loop.errors import ServerError
-from reward_loop.router.backend import Backend, BackendState
-from reward_loop.router.config import BackendConfig, RequestKind, RouterConfig
-from reward_loop.router.health_watch import HealthWatch
+from reward_loop.router.backend import ANY, Backend, BackendState, Route
+from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.health import HealthWatch
 from reward_loop.router.http_client import Upstream
 from reward_loop.router.policies import Policy, policy_for
+from reward_loop.router.router_error import Refusal
 
-__all__ = ["AllCoolingDownError", "BackendPool", "Group", "NoBackendError"]
+__all__ = ["BackendPool", "Group"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +50,8 @@ _TRIAL_S = 5.0
 """A server in the state TRIAL is considered healthy if its first request takes longer than this, in seconds."""
 
 
-class NoBackendError(ServerError):
-    """All servers for the request have been drained, given up or removed."""
-
-
-class AllCoolingDownError(ServerError):
-    """No server for the request is available, and at least one is cooling down after a 429 or 503."""
-
-    def __init__(self, message: str, seconds: float) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-        """Seconds until the first cool-down ends."""
-
-
-def _ignore(backend: Backend) -> None:
-    pass
-
-
 class Group:
-    """The servers that can answer one kind of request for one model, with the policy that chooses among them."""
+    """The servers that can answer the requests of a route, with the policy that chooses among them."""
 
     __slots__ = ("members", "policy", "ready", "trials")
 
@@ -109,13 +92,11 @@ class BackendPool:
         self.identity = b"reward-loop-" + secrets.token_hex(8).encode()
         """The router's name in ``Via`` headers; a received request with this name is in a routing loop."""
         self._initial = list(backends)
-        self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
+        self._groups: dict[Route, Group] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
-        self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
-            lambda: policy_for(self._config)
-        )
-        self.on_frozen: Callable[[Backend], None] = _ignore
+        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self._config))
+        self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
         self._changed = asyncio.Event()
@@ -142,29 +123,19 @@ class BackendPool:
         """Whether at least one server is UP or TRIAL."""
         return any(backend.state in (BackendState.UP, BackendState.TRIAL) for backend in self.backends)
 
-    def group(self, model: str | None = None, kind: RequestKind | None = None) -> Group:
-        """Returns the servers that can answer requests of a kind for a model.
-
-        Args:
-            model: the model's name; ``None`` for any model.
-            kind: the kind of request; ``None`` for any kind.
-        """
-        if model is not None and model not in self.models:
-            model = ""  # All unknown names share one group: the servers whose models are unknown.
-        group = self._groups.get((model, kind))
+    def group(self, route: Route = ANY) -> Group:
+        """Returns the servers that can answer the requests of a route."""
+        if route.model is not None and route.model not in self.models:
+            route = route._replace(model="")  # All unknown names share one group: the servers whose models are unknown.
+        group = self._groups.get(route)
         if group is None:
-            members = [backend for backend in self.backends if backend.can_answer(model, kind)]
-            group = self._groups[model, kind] = Group(members, self._policies[model, kind])
+            members = [backend for backend in self.backends if backend.can_answer(route)]
+            group = self._groups[route] = Group(members, self._policies[route])
         return group
 
-    def pick(self, group: Group, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
-        """Returns a server of `group` that is available now, or ``None``.
-
-        Args:
-            group: the servers to choose from.
-            key: the routing key of the request; see `Policy.key`.
-            avoid: servers that must not be chosen.
-        """
+    def pick(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
+        """Returns a server that is available now and not in `avoid`, or ``None``; for arguments, see `acquire`."""
+        group = self.group(route)
         for backend in group.trials:
             if backend in avoid:
                 continue
@@ -180,36 +151,34 @@ class BackendPool:
         # No server is UP: use one in TRIAL, even if it has a request in flight.
         return next((backend for backend in group.trials if backend not in avoid), None)
 
-    def has_other(self, group: Group, avoid: Container[Backend]) -> bool:
+    def has_other(self, route: Route, avoid: Container[Backend]) -> bool:
         """Returns whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
+        group = self.group(route)
         return any(backend not in avoid for backends in (group.ready, group.trials) for backend in backends)
 
-    async def acquire(
-        self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Backend] = ()
-    ) -> Backend:
+    async def acquire(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend:
         """Returns a server for a request; waits while all servers are down or asleep.
 
         Args:
-            model: the model's name; ``None`` for any model.
-            kind: the kind of request; ``None`` for any kind.
+            route: which servers can answer the request.
             key: the routing key of the request; see `Policy.key`.
             avoid: servers to choose only if no other server is available.
 
         Raises:
-            NoBackendError: all servers have been given up, drained or removed.
-            AllCoolingDownError: no server is available, and at least one is cooling down.
+            Refusal: 503 if all servers have been given up, drained or removed; 429 if no server is available, and at
+                least one is cooling down.
         """
         while True:
-            group = self.group(model, kind)
-            backend = self.pick(group, key, avoid) or self.pick(group, key)
+            backend = self.pick(route, key, avoid) or self.pick(route, key)
             if backend:
                 return backend
-            if all(backend.state in (BackendState.GIVEN_UP, BackendState.DRAINING) for backend in group.members):
-                raise NoBackendError(f"no reward model server is available: {self.describe(group.members)}")
-            cooling = [backend.cools_down_until for backend in group.members if backend.cooling_down]
+            members = self.group(route).members
+            if all(backend.state in (BackendState.GIVEN_UP, BackendState.DRAINING) for backend in members):
+                raise Refusal(503, f"no reward model server is available: {self.describe(members)}")
+            cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
             if cooling:
-                message = f"all servers are overloaded: {self.describe(group.members)}"
-                raise AllCoolingDownError(message, min(cooling) - time.monotonic())
+                message = f"all servers are overloaded: {self.describe(members)}"
+                raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
             await self._changed.wait()
 
     # State changes

@@ -7,16 +7,15 @@ import random
 from typing import NamedTuple
 
 from reward_loop._util.retry_after import retry_after_seconds
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import Backend, BackendState, Route
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.headers import BACKEND, find
 from reward_loop.router.http_connection import NO_BODY, Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import RetryBudget
-from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
+from reward_loop.router.pool import BackendPool
 from reward_loop.router.router_error import Refusal
-from reward_loop.router.routing import Route
 
 __all__ = ["WORTH_A_RETRY", "Forwarder", "Request"]
 
@@ -32,7 +31,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Request(NamedTuple):
-    """A request to forward: the message, and the data for the choice of a server."""
+    """A request to forward."""
 
     method: bytes
     target: bytes
@@ -40,9 +39,6 @@ class Request(NamedTuple):
     headers: bytes
     """Header lines, without ``Host``."""
     body: bytes
-    destination: Route
-    key: int
-    """The routing key; see `Policy.key`."""
 
 
 class Forwarder:
@@ -74,12 +70,14 @@ class Forwarder:
         self._log = log
         self._max_attempts = config.max_attempts
 
-    async def forward(self, client: ClientRequest, request: Request) -> None:
+    async def forward(self, client: ClientRequest, request: Request, route: Route, key: int) -> None:
         """Forwards a request and sends the answer to the client.
 
         Args:
             client: the client's request.
             request: the request to forward.
+            route: which servers can answer it.
+            key: the routing key; see `Policy.key`.
 
         Raises:
             Refusal: no server was available, or the last of `max_attempts` attempts lost its connection.
@@ -90,18 +88,17 @@ class Forwarder:
         attempts = 0
         while True:
             client.waits_for = WaitsFor.SERVER
-            group = pool.group(*request.destination)
-            backend = pool.pick(group, request.key, failed) or await self._wait(request, failed)
+            backend = await pool.acquire(route, key, failed)
             backend.begin()
             client.waits_for = backend.url
             began = loop.time()
             status = 0
             try:
-                answer = await backend.upstream.request(*request[:4])
+                answer = await backend.upstream.request(*request)
                 status = answer.status
                 if status in WORTH_A_RETRY:
                     attempts += 1
-                    retry = self._may_retry(backend, answer, request, [*failed, backend], attempts)
+                    retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
                 else:
                     retry = False
                     if backend.failures or backend.state is not BackendState.UP:
@@ -135,26 +132,14 @@ class Forwarder:
             failed.append(backend)
             await _back_off(len(failed))
 
-    async def _wait(self, request: Request, failed: list[Backend]) -> Backend:
-        try:
-            return await self._pool.acquire(*request.destination, request.key, failed)
-        except NoBackendError as error:
-            raise Refusal(503, str(error)) from error
-        except AllCoolingDownError as error:
-            raise Refusal(429, str(error), retry_after_s=error.seconds) from error
-
-    def _may_retry(
-        self, backend: Backend, answer: Answer, request: Request, failed: list[Backend], attempts: int
-    ) -> bool:
+    def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
         """Records an error answer of a server; returns whether to retry the request on another server."""
         pause = find(answer.headers, b"retry-after")
         if answer.status == 429 or (answer.status == 503 and pause):
             self._pool.cool_down(backend, _pause(pause))
         else:
             self._pool.failed(backend, f"status {answer.status}")
-        if attempts >= self._max_attempts:
-            return False
-        return self._pool.has_other(self._pool.group(*request.destination), failed) and self._budget.spend()
+        return attempts < self._max_attempts and self._pool.has_other(route, failed) and self._budget.spend()
 
 
 async def _back_off(failures: int) -> None:

@@ -43,7 +43,7 @@ async def test_a_cancelled_waiter_keeps_no_permit() -> None:
     assert third.exception() is None
     assert (gate.inside, gate.waiting) == (1, 0)
     gate.leave()
-    assert gate.has_room
+    assert (gate.inside, gate.waiting) == (0, 0)
 
 
 def test_retries_are_a_share_of_the_requests() -> None:

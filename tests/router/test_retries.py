@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import ANY, Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_connection import Answer, BrokenError, ConnectError, StaleError
@@ -20,7 +20,7 @@ from reward_loop.router.retries import Forwarder, Request
 from reward_loop.router.router_error import Refusal
 from tests.router.transport import Transport
 
-REQUEST = Request(b"POST", b"/", b"", b"", (None, None), 0)
+REQUEST = Request(b"POST", b"/", b"", b"")
 
 
 def answer(status: int, **headers: str) -> Answer:
@@ -68,7 +68,7 @@ class Caller:
     async def answer(self, version: str = "1.1") -> bytes:
         transport = Transport()
         client = ClientRequest(Flow(transport), "POST", b"/", version, [], keep_alive=version != "1.0")
-        await self.forwarder.forward(client, REQUEST)
+        await self.forwarder.forward(client, REQUEST, ANY, 0)
         return transport.written
 
 
