@@ -53,7 +53,7 @@ class Router:
     ========================================= ==============================================================
     ``GET /health``, ``GET /ready``           200 while at least one server is usable, else 503
     ``GET /live``                             always 200
-    ``GET /metrics``, ``/workers/...``        the control plane, see `control`
+    ``GET /metrics``, ``/workers/...``        the control plane, see `control_plane`
     all others                                forwarded to a server by `Proxy`
     ========================================= ==============================================================
 
