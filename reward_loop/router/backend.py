@@ -51,8 +51,6 @@ class BackendState(StrEnum):
 class BackendStats:
     """Counters of one server; :mod:`~reward_loop.router.metrics` renders them for Prometheus."""
 
-    __slots__ = ("broken", "ejections", "latencies", "latency_sum_s", "retries", "statuses")
-
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
         """The number of answers for each HTTP status."""

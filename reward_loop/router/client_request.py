@@ -27,8 +27,6 @@ CLOSE = b"connection: close\r\n\r\n"
 class Flow:
     """The transport of a client's connection, with the state of its flow control."""
 
-    __slots__ = ("_reading_paused", "transport", "writable")
-
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         self.writable = asyncio.Event()
@@ -73,25 +71,6 @@ class ClientRequest:
     Raises:
         httptools.HttpParserInvalidURLError: the URL is invalid.
     """
-
-    __slots__ = (
-        "_chunked",
-        "_flow",
-        "_limit",
-        "_parts",
-        "_received",
-        "_size",
-        "answered",
-        "body_complete",
-        "headers",
-        "keep_alive",
-        "method",
-        "path",
-        "started",
-        "target",
-        "version",
-        "waits_for",
-    )
 
     def __init__(
         self, flow: Flow, method: str, url: bytes, version: str, headers: list[RawHeader], *, keep_alive: bool

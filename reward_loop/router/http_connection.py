@@ -66,22 +66,6 @@ class StaleError(BrokenError):
 class Answer:
     """A server's answer: its head, and the part of the body received so far."""
 
-    __slots__ = (
-        "_connection",
-        "_error",
-        "_head_only",
-        "_hop_by_hop",
-        "_parts",
-        "_waiter",
-        "complete",
-        "headers",
-        "keeps_alive",
-        "length",
-        "size",
-        "status",
-        "unproductive_bytes",
-    )
-
     def __init__(self, connection: Connection, *, head_only: bool = False) -> None:
         self.status = 0
         """0 until the head is complete."""
@@ -199,8 +183,6 @@ class Answer:
 
 class Connection(asyncio.Protocol):
     """One connection to a server, with at most one request in flight."""
-
-    __slots__ = ("_answer", "_arrival", "_paused", "_transport", "_upstream", "closed", "idle_since", "parser")
 
     def __init__(self, upstream: Upstream) -> None:
         self.closed = False

@@ -113,26 +113,6 @@ class HttpServer:
 class _Connection(asyncio.Protocol):
     """One connection of a client."""
 
-    __slots__ = (
-        "_current",
-        "_error",
-        "_flow",
-        "_head_up_to",
-        "_headers",
-        "_idle_since",
-        "_lost",
-        "_parser",
-        "_received",
-        "_server",
-        "_stopped_parsing",
-        "_task",
-        "_timer",
-        "_transport",
-        "_unproductive_bytes",
-        "_url",
-        "_waiting",
-    )
-
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)

@@ -53,8 +53,6 @@ _TRIAL_S = 5.0
 class Group:
     """The servers that can answer the requests of a route, with the policy that chooses among them."""
 
-    __slots__ = ("members", "policy", "ready", "trials")
-
     def __init__(self, members: list[Backend], policy: Policy) -> None:
         self.members = members
         self.policy = policy
