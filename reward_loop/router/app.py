@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from reward_loop.router.asgi import call_asgi
@@ -14,10 +13,10 @@ from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.headers import find, is_looping
 from reward_loop.router.health import check_health
+from reward_loop.router.limits import TimeLimit
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from reward_loop.router.router_error import LOOPING, Refusal
-from reward_loop.router.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -89,13 +88,11 @@ class Router:
         self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._limit.close()
         self.proxy.log.close()
         await self._control
-        await self.pool.__aexit__(exc_type, exc, traceback)
+        await self.pool.__aexit__()
 
     async def __call__(self, client: ClientRequest) -> None:
         """Serves one request, within the time limit of a request."""

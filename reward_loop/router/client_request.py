@@ -11,17 +11,14 @@ from urllib.parse import unquote
 import httptools
 
 from reward_loop.router.headers import RawHeader, find, to_wire
-from reward_loop.router.router_error import Refusal
+from reward_loop.router.router_error import Refusal, body_too_long
 
-__all__ = ["CLOSE", "ClientRequest", "Flow", "WaitsFor", "status_line"]
+__all__ = ["ClientRequest", "Flow", "WaitsFor"]
 
 _UNREAD_UP_TO = 64 * 1024
 """Reading from the client pauses while more bytes of a body than this wait to be read."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-
-CLOSE = b"connection: close\r\n\r\n"
-"""The last header line of an answer after which the connection is closed, and the end of the head."""
 
 
 class Flow:
@@ -63,13 +60,10 @@ class ClientRequest:
     Args:
         flow: the connection.
         method: the HTTP method.
-        url: the URL of the request line.
+        url: the URL of the request line; the parser's `HttpParserInvalidURLError` is raised if it is invalid.
         version: the HTTP version, such as ``1.1``.
         headers: names in lower case, and values.
         keep_alive: whether the connection stays open after the answer.
-
-    Raises:
-        httptools.HttpParserInvalidURLError: the URL is invalid.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class ClientRequest:
             if self._size > _UNREAD_UP_TO:
                 self._flow.pause_reading()
         elif self._size > self._limit and not self._received.done():
-            self._received.set_exception(_too_long(self._limit))
+            self._received.set_exception(body_too_long(self._limit))
 
     def end_body(self) -> None:
         """Records that the body is complete."""
@@ -123,14 +117,11 @@ class ClientRequest:
     async def read_body(self, limit: int) -> bytes:
         """Waits for the whole body, and returns it.
 
-        Args:
-            limit: the longest body, in bytes.
-
         Raises:
-            Refusal: the body is longer than the limit.
+            Refusal: the body is longer than `limit` bytes.
         """
         if self._size > limit:
-            raise _too_long(limit)
+            raise body_too_long(limit)
         if not self.body_complete:
             if self._expects_continue():
                 self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -186,17 +177,9 @@ class ClientRequest:
         # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
         if not self.body_complete and self._expects_continue():
             self.keep_alive = False
-        end = b"\r\n" if self.keep_alive else CLOSE
-        return b"".join((status_line(status), to_wire(headers), framing, end, body))
-
-
-def status_line(status: int) -> bytes:
-    """Returns the status line of an answer, with CRLF."""
-    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-
-
-def _too_long(limit: int) -> Refusal:
-    return Refusal(413, f"the body is longer than {limit} bytes", close=True)
+        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        return b"".join((line, to_wire(headers), framing, end, body))
 
 
 @lru_cache(maxsize=64)

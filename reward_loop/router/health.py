@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from reward_loop.errors import ServerError
 from reward_loop.router.backend import Backend, BackendState
-from reward_loop.router.config import RouterConfig
 from reward_loop.router.http_client import Upstream
 from reward_loop.router.http_connection import BrokenError, ConnectError, StaleError, UpstreamError
 from reward_loop.router.router_error import LOOPING
@@ -49,24 +47,13 @@ class AsleepError(ServerError):
 class HealthWatch:
     """Checks one server: every `health_interval_s` seconds while it is in use, else with exponential backoff.
 
-    Args:
-        backend: the server, in the state DOWN, TRIAL or UP.
-        pool: the pool of the server; it changes the state.
-        check: sends a health request to the server, and raises an exception if the server is unhealthy.
-        config: the intervals and timeouts.
+    The server is in the state DOWN, TRIAL or UP. Its pool changes the state, and has the check and the options.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        pool: BackendPool,
-        check: Callable[[Backend], Awaitable[None]],
-        config: RouterConfig,
-    ) -> None:
+    def __init__(self, backend: Backend, pool: BackendPool) -> None:
         self._backend = backend
         self._pool = pool
-        self._check = check
-        self._config = config
+        self._config = pool.config
 
     async def run(self) -> None:
         """Checks the server until the task is cancelled."""
@@ -137,7 +124,7 @@ class HealthWatch:
             seconds = max(seconds, _START_CHECK_S)
         try:
             async with asyncio.timeout(seconds):
-                await self._check(self._backend)
+                await self._pool.check(self._backend)
         except TimeoutError:
             return TimeoutError(f"no answer to a health check within {seconds:g} s")
         except Exception as error:

@@ -27,16 +27,9 @@ _FULL_S = 0.05
 class Upstream:
     """An HTTP client for one server, with a pool of connections.
 
-    Each request in flight has its own connection. The most recently used idle connection is reused first; idle
-    connections are closed after some seconds.
+    Each request in flight has its own connection. The most recently used idle connection is reused first.
 
     Create it in a running event loop, and call :meth:`close` at the end.
-
-        upstream = Upstream("http://127.0.0.1:8000")
-        answer = await upstream.request(b"GET", b"/health")
-        body = b""
-        while part := await answer.read():
-            body += part
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
@@ -67,15 +60,12 @@ class Upstream:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
-        """Sends a request and waits for its answer.
-
-        Cancelling it closes the connection.
+        """Sends a request and waits for its answer; cancelling it closes the connection.
 
         Args:
             method: the HTTP method.
             target: the path and the query, as in the request line.
-            headers: header lines (see :func:`~reward_loop.router.headers.to_wire`), with ``Content-Length`` if there is
-                a body, and without ``Host``.
+            headers: header lines, with ``Content-Length`` if there is a body, and without ``Host``.
             body: the whole body.
 
         Returns:

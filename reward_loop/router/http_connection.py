@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
         return self._answer is not None and not self._arrival.done()
 
     async def request(self, message: bytes, head_only: bool) -> Answer:
-        """Sends a request and waits for its answer; see :meth:`~.http_client.Upstream.request`.
+        """Sends the bytes of a request and waits for its answer; see :meth:`~.http_client.Upstream.request`.
 
         Args:
             message: the whole request.

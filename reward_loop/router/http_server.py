@@ -20,15 +20,13 @@ from typing import cast
 
 import httptools
 
-from reward_loop.router.client_request import CLOSE, ClientRequest, Flow, status_line
+from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.headers import RawHeader, find, to_wire
 from reward_loop.router.router_error import Refusal
 
 __all__ = ["HttpServer"]
 
 logger = logging.getLogger(__name__)
-
-_NOT_HTTP = "the request is not valid HTTP/1.1"
 
 _BACKLOG = 4096
 
@@ -167,8 +165,10 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            refusal = error.__context__  # If a callback raised it.
-            self._fail(refusal if isinstance(refusal, Refusal) else Refusal(400, _NOT_HTTP, close=True))
+            refusal = error.__context__  # The exception of a callback.
+            if not isinstance(refusal, Refusal):
+                refusal = Refusal(400, "the request is not valid HTTP/1.1", close=True)
+            self._fail(refusal)
             return
         except httptools.HttpParserUpgrade as upgrade:
             if not self._wants_websocket():
@@ -260,8 +260,7 @@ class _Connection(asyncio.Protocol):
             self._task = self._server.loop.create_task(self._serve(request))
         elif self._error:
             error, self._error = self._error, None
-            headers, body = error.render()
-            self._transport.write(b"%b%b%b%b" % (status_line(error.status), to_wire(headers), CLOSE, body))
+            ClientRequest(self._flow, "", b"/", "1.1", [], keep_alive=False).refuse(error)
             self._linger()
         if not self._waiting:
             # Also while a request is in flight: only reading detects a disconnect.

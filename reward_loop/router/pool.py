@@ -32,7 +32,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
-from types import TracebackType
 from typing import Self
 
 from reward_loop.router.backend import ANY, Backend, BackendState, Route
@@ -71,7 +70,7 @@ class BackendPool:
         backends: the servers.
         check: sends a health request to a server, and raises an exception if the server is unhealthy. It may set the
             backend's `models` and `cards`.
-        config: options; by default, those of `RouterConfig()`.
+        config: options.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class BackendPool:
         check: Callable[[Backend], Awaitable[None]],
         config: RouterConfig | None = None,
     ) -> None:
-        self._config = config or RouterConfig()
-        self._check = check
+        self.config = config or RouterConfig()
+        self.check = check
         self.backends: list[Backend] = []
         self.models: frozenset[str] = frozenset()
         """The names of all known models."""
@@ -93,7 +92,7 @@ class BackendPool:
         self._groups: dict[Route, Group] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
-        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self._config))
+        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config))
         self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
@@ -107,9 +106,7 @@ class BackendPool:
             self.add(config)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in list(self._watches.values()):
             task.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -191,7 +188,7 @@ class BackendPool:
     def failed(self, backend: Backend, reason: str) -> None:
         """Records a 5xx answer; takes the server out of use after `max_failures` in a row, or at once in TRIAL."""
         backend.failures += 1
-        if backend.failures >= self._config.max_failures or backend.state is BackendState.TRIAL:
+        if backend.failures >= self.config.max_failures or backend.state is BackendState.TRIAL:
             self.mark_unhealthy(backend, f"{backend.failures} failures in a row, the last one: {reason}")
 
     def cool_down(self, backend: Backend, seconds: float) -> None:
@@ -272,7 +269,7 @@ class BackendPool:
 
     def connect(self, url: str) -> Upstream:
         """Returns an HTTP client for a server, which sends the servers' API key and this router's identity."""
-        return Upstream(url, api_key=self._config.worker_api_key, via=self.identity)
+        return Upstream(url, api_key=self.config.worker_api_key, via=self.identity)
 
     def drain(self, backend: Backend) -> None:
         """Sends the server no new requests; those in flight continue."""
@@ -321,7 +318,7 @@ class BackendPool:
 
     def _watch(self, backend: Backend) -> None:
         backend.taken_out.set()
-        watch = HealthWatch(backend, self, self._check, self._config)
+        watch = HealthWatch(backend, self)
         self._watches[backend] = self._tasks.create_task(watch.run(), name=f"watch-{backend.url}")
 
     def _stop_watching(self, backend: Backend) -> None:

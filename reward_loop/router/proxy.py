@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 
 import orjson
 
-from reward_loop.router.backend import Backend
-from reward_loop.router.client_request import ClientRequest
+from reward_loop._util.retry_after import retry_after_seconds
+from reward_loop.router.backend import Backend, BackendState, Route
+from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
+from reward_loop.router.headers import BACKEND, HOP_BY_HOP, RawHeader, find, named_by_connection, to_wire
+from reward_loop.router.http_connection import NO_BODY, Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import Gate, RetryBudget
 from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.retries import Forwarder, Request
-from reward_loop.router.router_error import Refusal
+from reward_loop.router.router_error import Refusal, body_too_long
 from reward_loop.router.routing import merged_models, route
 
 __all__ = ["Proxy"]
@@ -24,9 +27,32 @@ logger = logging.getLogger(__name__)
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
+_WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
+"""HTTP statuses that are retried on another server."""
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+
+_PAUSE_S = 1.0
+"""The cool-down after a 429 without a valid ``Retry-After``, in seconds."""
+_LONGEST_PAUSE_S = 60.0
+
 
 class Proxy:
-    """Forwards every request to a server of the pool.
+    """Forwards every request to a server of the pool, and passes the answer to the client.
+
+    A request is retried only while no part of its answer has been sent to the client:
+
+    ============================= ============================================================================
+    Attempt ended with            Then
+    ============================= ============================================================================
+    429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
+                                  else the answer is passed on
+    another status                the answer is passed on
+    `StaleError`                  retried without a pause; not counted as a failure
+    `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
+    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    ============================= ============================================================================
 
     Errors of the proxy itself:
 
@@ -48,9 +74,8 @@ class Proxy:
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
         self.log = LimitedLog(logger)
-        self._forwarder = Forwarder(pool, self.budget, config, self.log)
         self._pool = pool
-        self._may_repeat = config.max_attempts > 1
+        self._max_attempts = config.max_attempts
         pool.on_frozen = self._move_requests
         self._key = policy_for(config).key
         self._max_body_bytes = config.max_body_bytes
@@ -75,20 +100,11 @@ class Proxy:
                 return
             if body or client.method in _WITH_BODY:
                 headers += b"content-length: %d\r\n" % len(body)
-            key = self._key(client.headers, body)
             self.budget.earn()
-            request = Request(client.method.encode(), client.target, headers, body)
-            await self._forwarder.forward(client, request, route(pool, path, body), key)
+            message = client.method.encode(), client.target, headers, body
+            await self._forward(client, message, route(pool, path, body), self._key(client.headers, body))
         finally:
             self.gate.leave()
-
-    def _move_requests(self, backend: Backend) -> None:
-        """Retries the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
-
-        Requests beyond the budget stay with the frozen server, which may recover.
-        """
-        if self._may_repeat and self._pool.has_stand_in(backend):
-            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Returns the header lines that are forwarded to a server.
@@ -101,7 +117,131 @@ class Proxy:
         if b"connection" in fields:
             without |= named_by_connection(headers)
         if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
-            raise Refusal(413, f"the body is longer than {self._max_body_bytes} bytes", close=True)
+            raise body_too_long(self._max_body_bytes)
         if fields.get(b"upgrade", b"").lower() == b"websocket":
             raise Refusal(501, "the router does not forward WebSockets", close=True)
         return to_wire(headers, without)
+
+    async def _forward(
+        self, client: ClientRequest, message: tuple[bytes, bytes, bytes, bytes], route: Route, key: int
+    ) -> None:
+        """Sends a request to servers, and the answer to the client.
+
+        Args:
+            client: the client's request.
+            message: the arguments of `Upstream.request`.
+            route: which servers can answer it.
+            key: the routing key; see `Policy.key`.
+        """
+        pool = self._pool
+        loop = asyncio.get_running_loop()
+        failed: list[Backend] = []
+        attempts = 0
+        while True:
+            client.waits_for = WaitsFor.SERVER
+            backend = await pool.acquire(route, key, failed)
+            backend.begin()
+            client.waits_for = backend.url
+            began = loop.time()
+            status = 0
+            try:
+                answer = await backend.upstream.request(*message)
+                status = answer.status
+                if status in _WORTH_A_RETRY:
+                    attempts += 1
+                    retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
+                else:
+                    retry = False
+                    if backend.failures or backend.state is not BackendState.UP:
+                        pool.succeeded(backend)
+                answer.headers.append((BACKEND, backend.url.encode()))
+                if retry:
+                    answer.close()
+                elif answer.complete:
+                    return _answer(client, answer, answer.take())
+                else:
+                    return await _stream(client, answer)
+            except StaleError:
+                # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
+                # a socket that still accepts connections, so other servers are preferred.
+                failed.append(backend)
+                continue
+            except (ConnectError, BrokenError) as error:
+                backend.stats.broken += 1
+                pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
+                if client.started:
+                    self.log.warning(
+                        backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error
+                    )
+                    return None
+                attempts += isinstance(error, BrokenError)
+                if attempts >= self._max_attempts:
+                    raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from error
+            finally:
+                backend.end(status, loop.time() - began)
+            backend.stats.retries += 1
+            failed.append(backend)
+            await _back_off(len(failed))
+
+    def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
+        """Records an error answer of a server; returns whether to retry the request on another server."""
+        pause = find(answer.headers, b"retry-after")
+        if answer.status == 429 or (answer.status == 503 and pause):
+            self._pool.cool_down(backend, _pause(pause))
+        else:
+            self._pool.failed(backend, f"status {answer.status}")
+        return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
+
+    def _move_requests(self, backend: Backend) -> None:
+        """Retries the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
+
+        Requests beyond the budget stay with the frozen server, which may recover.
+        """
+        if self._max_attempts > 1 and self._pool.has_stand_in(backend):
+            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
+
+
+async def _back_off(failures: int) -> None:
+    # The first retry has no delay.
+    if failures > 1:
+        longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+        await asyncio.sleep(longest * random.uniform(0.5, 1))
+
+
+def _answer(client: ClientRequest, answer: Answer, body: bytes) -> None:
+    """Sends a complete answer to the client."""
+    headers = answer.headers
+    if answer.status in NO_BODY:
+        # Such an answer has no body, whatever its Content-Length.
+        headers = [header for header in headers if header[0] != b"content-length"]
+    elif answer.length is None and client.method != "HEAD":
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+    client.answer(answer.status, headers, body)
+
+
+async def _stream(client: ClientRequest, answer: Answer) -> None:
+    """Sends an answer that is not complete yet.
+
+    Raises:
+        BrokenError: the connection to the server broke before the end of the answer.
+    """
+    try:
+        if answer.length is None and client.version == "1.0":
+            # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
+            parts = []
+            while part := await answer.read():
+                parts.append(part)
+            _answer(client, answer, b"".join(parts))
+        else:
+            client.start(answer.status, answer.headers)
+            while part := await answer.read():
+                await client.write(part)
+            client.end()
+    finally:
+        answer.close()
+
+
+def _pause(retry_after: bytes | None) -> float:
+    """Returns the cool-down of an overloaded server, in seconds."""
+    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
+    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)
