@@ -17,7 +17,7 @@ from reward_loop.router.router_error import LOOPING
 if TYPE_CHECKING:
     from reward_loop.router.pool import BackendPool
 
-__all__ = ["AsleepError", "HealthWatch", "LoopError", "UnhealthyError", "check_health", "is_this_router"]
+__all__ = ["AsleepError", "LoopError", "UnhealthyError", "check_health", "is_this_router", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,92 +44,82 @@ class AsleepError(ServerError):
     """The server is healthy, but its engine sleeps: a request to it would hang."""
 
 
-class HealthWatch:
-    """Checks one server: every `health_interval_s` seconds while it is in use, else with exponential backoff.
+async def watch(backend: Backend, pool: BackendPool) -> None:
+    """Checks a server until the task is cancelled: every `health_interval_s` seconds in use, else with backoff.
 
-    The server is in the state DOWN, TRIAL or UP. Its pool changes the state, and has the check and the options.
+    Args:
+        backend: the server, in the state DOWN, TRIAL or UP.
+        pool: the pool of the server; it changes the state, and has the check and the options.
     """
+    new = True
+    while True:
+        if backend.state is not BackendState.UP:
+            await _readmit(backend, pool, new)
+        new = False
+        backend.taken_out.clear()
+        while not backend.taken_out.is_set():
+            try:
+                # In Python 3.11, wait_for loses a cancellation that coincides with the event.
+                async with asyncio.timeout(pool.config.health_interval_s):
+                    await backend.taken_out.wait()
+            except TimeoutError:
+                while await _check_in_use(backend, pool) and not backend.taken_out.is_set():
+                    pass  # The check timed out, which took long enough: repeat it without a pause.
 
-    def __init__(self, backend: Backend, pool: BackendPool) -> None:
-        self._backend = backend
-        self._pool = pool
-        self._config = pool.config
 
-    async def run(self) -> None:
-        """Checks the server until the task is cancelled."""
-        backend = self._backend
-        new = True
-        while True:
-            if backend.state is not BackendState.UP:
-                await self._readmit(new)
-            new = False
-            backend.taken_out.clear()
-            while not backend.taken_out.is_set():
-                try:
-                    # In Python 3.11, wait_for loses a cancellation that coincides with the event.
-                    async with asyncio.timeout(self._config.health_interval_s):
-                        await backend.taken_out.wait()
-                except TimeoutError:
-                    while await self._check_in_use() and not backend.taken_out.is_set():
-                        pass  # The check timed out, which took long enough: repeat it without a pause.
+async def _readmit(backend: Backend, pool: BackendPool, new: bool) -> None:
+    """Repeats the health check of a server that is down until it succeeds."""
+    pause = _FIRST_PAUSE_S
+    if backend.relapses:
+        pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause)
+    while failure := await _failure(backend, pool):
+        if isinstance(failure, LoopError):
+            pool.give_up(backend, _reason(failure))
+            return
+        backend.last_error = _reason(failure)
+        if isinstance(failure, TimeoutError) and backend.in_flight:
+            backend.frozen = True
+        if backend.frozen:
+            # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
+            pool.on_frozen(backend)
+        await asyncio.sleep(min(pause, pool.config.health_interval_s) if backend.frozen else pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    pool.admit(backend, new=new)
 
-    async def _readmit(self, new: bool) -> None:
-        """Repeats the health check of a server that is down until it succeeds."""
-        backend, pool = self._backend, self._pool
-        pause = _FIRST_PAUSE_S
-        if backend.relapses:
-            pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
-            await asyncio.sleep(pause)
-        while failure := await self._failure():
-            if isinstance(failure, LoopError):
-                pool.give_up(backend, _reason(failure))
-                return
-            backend.last_error = _reason(failure)
-            if isinstance(failure, TimeoutError) and backend.in_flight:
-                backend.frozen = True
-            if backend.frozen:
-                # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
-                pool.on_frozen(backend)
-            await asyncio.sleep(min(pause, self._config.health_interval_s) if backend.frozen else pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        pool.admit(backend, new=new)
 
-    async def _check_in_use(self) -> bool:
-        """Checks a server in use.
+async def _check_in_use(backend: Backend, pool: BackendPool) -> bool:
+    """Checks a server in use; returns whether the check timed out and the server sent no bytes during it."""
+    reads = backend.upstream.reads
+    failure = await _failure(backend, pool)
+    timed_out = isinstance(failure, TimeoutError)
+    if failure is None or (timed_out and backend.upstream.reads != reads):
+        # A server that still answers requests is busy, not frozen.
+        backend.failed_checks = 0
+        return False
+    backend.failed_checks += 1
+    certain = isinstance(failure, ConnectError | AsleepError)
+    if certain or backend.failed_checks >= pool.config.max_failed_checks:
+        pool.mark_unhealthy(backend, _reason(failure))
+        if timed_out and backend.state is BackendState.DOWN:
+            backend.frozen = True
+            pool.on_frozen(backend)
+    return timed_out
 
-        Returns:
-            whether the check timed out and the server sent no bytes during it.
-        """
-        backend, pool = self._backend, self._pool
-        reads = backend.upstream.reads
-        failure = await self._failure()
-        timed_out = isinstance(failure, TimeoutError)
-        if failure is None or (timed_out and backend.upstream.reads != reads):
-            # A server that still answers requests is busy, not frozen.
-            backend.failed_checks = 0
-            return False
-        backend.failed_checks += 1
-        certain = isinstance(failure, ConnectError | AsleepError)
-        if certain or backend.failed_checks >= self._config.max_failed_checks:
-            pool.mark_unhealthy(backend, _reason(failure))
-            if timed_out and backend.state is BackendState.DOWN:
-                backend.frozen = True
-                pool.on_frozen(backend)
-        return timed_out
 
-    async def _failure(self) -> Exception | None:
-        """Checks the server; returns ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
-        seconds = self._config.health_timeout_s
-        if self._backend.state is BackendState.DOWN and not self._backend.frozen:
-            seconds = max(seconds, _START_CHECK_S)
-        try:
-            async with asyncio.timeout(seconds):
-                await self._pool.check(self._backend)
-        except TimeoutError:
-            return TimeoutError(f"no answer to a health check within {seconds:g} s")
-        except Exception as error:
-            return error
-        return None
+async def _failure(backend: Backend, pool: BackendPool) -> Exception | None:
+    """Checks a server; returns ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
+    seconds = pool.config.health_timeout_s
+    if backend.state is BackendState.DOWN and not backend.frozen:
+        seconds = max(seconds, _START_CHECK_S)
+    try:
+        async with asyncio.timeout(seconds):
+            await pool.check(backend)
+    except TimeoutError:
+        return TimeoutError(f"no answer to a health check within {seconds:g} s")
+    except Exception as error:
+        return error
+    return None
 
 
 def _reason(failure: Exception) -> str:

@@ -36,7 +36,7 @@ from typing import Self
 
 from reward_loop.router.backend import ANY, Backend, BackendState, Route
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.health import HealthWatch
+from reward_loop.router.health import watch
 from reward_loop.router.http_client import Upstream
 from reward_loop.router.policies import Policy, policy_for
 from reward_loop.router.router_error import Refusal
@@ -318,12 +318,11 @@ class BackendPool:
 
     def _watch(self, backend: Backend) -> None:
         backend.taken_out.set()
-        watch = HealthWatch(backend, self)
-        self._watches[backend] = self._tasks.create_task(watch.run(), name=f"watch-{backend.url}")
+        self._watches[backend] = self._tasks.create_task(watch(backend, self), name=f"watch-{backend.url}")
 
     def _stop_watching(self, backend: Backend) -> None:
-        if watch := self._watches.pop(backend, None):
-            watch.cancel()
+        if task := self._watches.pop(backend, None):
+            task.cancel()
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:
         backend.state = state
