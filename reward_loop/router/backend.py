@@ -123,12 +123,7 @@ class Backend:
         self.in_flight += 1
 
     def end(self, status: int, seconds: float) -> None:
-        """Counts the end of a request.
-
-        Args:
-            status: the HTTP status of the answer; 0 if there was none.
-            seconds: the duration of the attempt.
-        """
+        """Counts the end of a request, with the status of its answer (0 if there was none) and its duration."""
         self.in_flight -= 1
         if not self.in_flight and self.state is BackendState.ASLEEP:
             self.idle.set()

@@ -84,11 +84,7 @@ class Upstream:
         """Fails the requests that have no answer yet with a `BrokenError`, and closes the idle connections.
 
         Requests whose connection is still being opened fail too: the kernel may accept a connection for a process that
-        is dead.
-
-        Args:
-            reason: the message of the error.
-            allowed: called before each request; after the first ``False``, the other requests stay in flight.
+        is dead. `allowed` is called before each request; after the first ``False``, the other requests stay in flight.
         """
         self.close_idle()
         for opening in [opening for opening, broken in self._opening.items() if not broken and not opening.expired()]:

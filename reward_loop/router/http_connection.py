@@ -202,11 +202,9 @@ class Connection(asyncio.Protocol):
         return self._answer is not None and not self._arrival.done()
 
     async def request(self, message: bytes, head_only: bool) -> Answer:
-        """Sends the bytes of a request and waits for its answer; see :meth:`~.http_client.Upstream.request`.
+        """Sends the bytes of a request and waits for its answer, which has only a head for a HEAD request.
 
-        Args:
-            message: the whole request.
-            head_only: whether its answer has no body, because it is a HEAD request.
+        See :meth:`~.http_client.Upstream.request`.
         """
         self._upstream.busy.add(self)
         self._answer = answer = Answer(self, head_only=head_only)
@@ -233,12 +231,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def fail(self, reason: str, *, certain: bool = False) -> None:
-        """Ends the request in flight, if any, with an error.
-
-        Args:
-            reason: the error's message.
-            certain: whether the server is known to have failed; otherwise the error may be a :class:`StaleError`.
-        """
+        """Ends the request in flight, if any, with an error; if the server has certainly failed, not a `StaleError`."""
         answer = self._answer
         self.close()
         if answer is None:

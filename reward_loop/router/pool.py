@@ -212,12 +212,7 @@ class BackendPool:
             backend.taken_out.set()
 
     def admit(self, backend: Backend, *, new: bool) -> None:
-        """Takes a server into use after a successful health check.
-
-        Args:
-            backend: the server.
-            new: whether it has not been in use before, so that it needs no trial.
-        """
+        """Takes a server into use after a successful health check: a new one at once, another one on trial."""
         logger.info("server %s is up", backend.url)
         backend.failed_checks = 0
         backend.frozen = False
