@@ -142,14 +142,16 @@ class Answer:
 
     # The parser's callbacks
 
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise ValueError("an answer without a request")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # Ignore trailers.
             name = name.lower()
             (self._hop_by_hop if name in HOP_BY_HOP else self.headers).append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self.complete:
-            raise ValueError("an answer without a request")
         status = self._connection.parser.get_status_code()
         if not 100 <= status <= 599 or status == 101:
             raise ValueError(f"status {status}")
