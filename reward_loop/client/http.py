@@ -23,7 +23,7 @@ from reward_loop.client.exchange import Exchange
 from reward_loop.client.plan import active_plan
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.usage import report_answer
-from reward_loop.records import current, hide
+from reward_loop.records import current, hide, waiting_for
 
 __all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]
 
@@ -121,21 +121,19 @@ async def _post(
     max_reply_bytes: int,
 ) -> Any:
     what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")
-    call = current()
-    if call is not None:
-        call.ask(what)
     try:
-        session = await shared_session()
-        send = functools.partial(
-            session.post,
-            url,
-            data=encode(body),
-            headers=headers,
-            proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-        async with asyncio.timeout(timeout):
-            response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+        with waiting_for(current(), what):
+            session = await shared_session()
+            send = functools.partial(
+                session.post,
+                url,
+                data=encode(body),
+                headers=headers,
+                proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+            async with asyncio.timeout(timeout):
+                response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -152,9 +150,6 @@ async def _post(
         raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from error
     except (aiohttp.ClientError, OSError) as error:
         raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
-    finally:
-        if call is not None:
-            call.answered(what)
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -74,11 +74,9 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
 
     @app.post("/workers", status_code=201)
     async def add(backend: BackendConfig) -> dict[str, Any]:
-        if pool.find(backend.url):
-            raise HTTPException(409, f"{backend.url} is already a server of this router")
         if await is_this_router(pool.connect(backend.url)):
             raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
-        if pool.find(backend.url):  # Another request may have added it during the await.
+        if pool.find(backend.url):  # Checked after the await, during which another request may have added it.
             raise HTTPException(409, f"{backend.url} is already a server of this router")
         return _shown(pool.add(backend))
 
