@@ -26,19 +26,8 @@ __all__ = ["Router"]
 _HEALTH_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths for health checks of the router itself; they need no API key."""
 
-_CONTROL_PATHS = frozenset(
-    {
-        "/metrics",
-        "/workers",
-        "/workers/mark_dead",
-        "/workers/bury",
-        "/workers/give_up",
-        "/workers/retire",
-        "/workers/drain",
-        "/workers/sleep",
-        "/workers/resume",
-    }
-)
+_CONTROL_ACTIONS = ("drain", "sleep", "resume", "mark_dead", "bury", "give_up", "retire")
+_CONTROL_PATHS = frozenset({"/metrics", "/workers", *(f"/workers/{action}" for action in _CONTROL_ACTIONS)})
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""

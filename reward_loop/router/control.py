@@ -25,25 +25,10 @@ _PROBLEMS = 5
 
 
 def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
-    """Returns the app of the control plane.
+    """Returns the app of the control plane. Most endpoints call the method of `BackendPool` that has their name.
 
-    ========================================= ==============================================================
-    Endpoint                                  Effect
-    ========================================= ==============================================================
-    ``GET /metrics``                          metrics for Prometheus
-    ``GET /workers``                          lists the servers
-    ``POST /workers``                         adds a server; the body is a `BackendConfig`
-    ``DELETE /workers?url=``                  removes a server
-    ``POST /workers/drain?url=``              stops new requests to a server
-    ``POST /workers/sleep?url=``              stops new requests, and waits for those in flight to end
-    ``POST /workers/resume?url=``             sends new requests to the server again
-    ``POST /workers/mark_dead?url=&reason=``  reports that the server's process died, and may be restarted
-                                              (also ``/workers/bury``)
-    ``POST /workers/give_up?url=&reason=``    reports that the server's process will not be restarted
-                                              (also ``/workers/retire``)
-    ========================================= ==============================================================
-
-    The owner of the server processes calls ``sleep``, ``mark_dead`` and ``give_up``.
+    The owner of the server processes calls ``sleep``, ``mark_dead`` and ``give_up``; ``bury`` and ``retire`` are older
+    names of the latter two.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
