@@ -99,14 +99,6 @@ class Answer:
         chunked = find(self._hop_by_hop, b"transfer-encoding") is not None
         return bool(self.status) and self.length is None and not chunked
 
-    def take(self) -> bytes:
-        """Returns and removes the buffered part of the body; does not wait."""
-        parts, self._parts = self._parts, []
-        if self.size >= _BUFFER:
-            self._connection.resume()
-        self.size = 0
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
     async def read(self) -> bytes:
         """Waits for the next part of the body, and returns it; empty at the end of the body.
 
@@ -118,7 +110,11 @@ class Answer:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self.take()
+        parts, self._parts = self._parts, []
+        if self.size >= _BUFFER:
+            self._connection.resume()
+        self.size = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         """Discards the rest of the answer: closes the connection unless the answer is complete."""

@@ -155,12 +155,10 @@ class Proxy:
                     if backend.failures or backend.state is not BackendState.UP:
                         pool.succeeded(backend)
                 answer.headers.append((BACKEND, backend.url.encode()))
-                if retry:
-                    answer.close()
-                elif answer.complete:
-                    return _answer(client, answer, answer.take())
-                else:
-                    return await _stream(client, answer)
+                if not retry:
+                    await _pass_on(client, answer)
+                    return
+                answer.close()
             except StaleError:
                 # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
                 # a socket that still accepts connections, so other servers are preferred.
@@ -173,7 +171,7 @@ class Proxy:
                     self.log.warning(
                         backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error
                     )
-                    return None
+                    return
                 attempts += isinstance(error, BrokenError)
                 if attempts >= self._max_attempts:
                     raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from error
@@ -208,37 +206,32 @@ async def _back_off(failures: int) -> None:
         await asyncio.sleep(longest * random.uniform(0.5, 1))
 
 
-def _answer(client: ClientRequest, answer: Answer, body: bytes) -> None:
-    """Sends a complete answer to the client."""
-    headers = answer.headers
+async def _pass_on(client: ClientRequest, answer: Answer) -> None:
+    """Sends an answer to the client.
+
+    Raises:
+        BrokenError: the connection to the server broke before the end of the answer.
+    """
+    try:
+        if not answer.complete and (answer.length is not None or client.version != "1.0"):
+            client.start(answer.status, answer.headers)
+            while part := await answer.read():
+                await client.write(part)
+            client.end()
+            return
+        # It is complete, or the client needs its length: HTTP/1.0 has no chunked encoding.
+        parts = []
+        while part := await answer.read():
+            parts.append(part)
+    finally:
+        answer.close()
+    headers, body = answer.headers, b"".join(parts)
     if answer.status in NO_BODY:
         # Such an answer has no body, whatever its Content-Length.
         headers = [header for header in headers if header[0] != b"content-length"]
     elif answer.length is None and client.method != "HEAD":
         headers = [*headers, (b"content-length", b"%d" % len(body))]
     client.answer(answer.status, headers, body)
-
-
-async def _stream(client: ClientRequest, answer: Answer) -> None:
-    """Sends an answer that is not complete yet.
-
-    Raises:
-        BrokenError: the connection to the server broke before the end of the answer.
-    """
-    try:
-        if answer.length is None and client.version == "1.0":
-            # HTTP/1.0 has no chunked encoding: wait for the whole body to know its length.
-            parts = []
-            while part := await answer.read():
-                parts.append(part)
-            _answer(client, answer, b"".join(parts))
-        else:
-            client.start(answer.status, answer.headers)
-            while part := await answer.read():
-                await client.write(part)
-            client.end()
-    finally:
-        answer.close()
 
 
 def _pause(retry_after: bytes | None) -> float:
