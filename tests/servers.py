@@ -21,11 +21,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.router.app import Router, create_app
+from reward_loop.router.app import Router
 from reward_loop.router.client_request import ClientRequest
 from reward_loop.router.config import RouterConfig
 from reward_loop.router.http_server import HttpServer
-from reward_loop.router.proxy import Proxy
 
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
 
@@ -54,9 +53,9 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def served_by_router(app: Proxy | Router, listener: socket.socket | None = None) -> AsyncIterator[str]:
-    """Serve the router, or its proxy alone; yields its URL."""
-    async with app if isinstance(app, Router) else contextlib.nullcontext(), http_server(app, listener) as url:
+async def served_by_router(router: Router, listener: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve the router; yields its URL."""
+    async with router, http_server(router, listener) as url:
         yield url
 
 
@@ -144,7 +143,7 @@ async def routed(*workers: Any, wait_for: int | None = None, **options: Any) -> 
     """Run the router with ASGI apps as backends; when all are up, yields its URL, the backend URLs and a session."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(worker)) for worker in workers]
-        url = await stack.enter_async_context(served_by_router(create_app(urls, RouterConfig(**options))))
+        url = await stack.enter_async_context(served_by_router(Router(urls, RouterConfig(**options))))
         headers = {"authorization": f"Bearer {options['api_key']}"} if "api_key" in options else {}
         session = await stack.enter_async_context(aiohttp.ClientSession(url, headers=headers))
         async with asyncio.timeout(30):

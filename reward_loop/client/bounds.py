@@ -46,9 +46,6 @@ async def with_descriptor(send: Callable[[], Awaitable[aiohttp.ClientResponse]])
     """Sends a request; while the process has no free file descriptor for the connection, retries every `_RETRY_S` s.
 
     It polls, because any part of the program may free a descriptor.
-
-    Args:
-        send: opens the connection and sends the request.
     """
     while True:
         try:

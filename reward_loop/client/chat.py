@@ -112,35 +112,29 @@ async def complete(
     body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
     answer, exchange = await post(address, "/v1/chat/completions", body, **options)
     usage = book_usage(answer, exchange)
+
+    def text(fields: Mapping[str, Any], name: str) -> str | None:
+        value = fields.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise exchange.failed(f"{address} sent an answer whose {name!r} is not text: {shorten(value, 500)}")
+
     try:
         choice = answer["choices"][0]
         message = choice["message"]
         reply = Reply(
-            text=_text(message, "content") or "",
-            finish_reason=_text(choice, "finish_reason"),
+            text=text(message, "content") or "",
+            finish_reason=text(choice, "finish_reason"),
             usage=usage,
             logprobs=(choice.get("logprobs") or {}).get("content"),
-            reasoning=_text(message, "reasoning_content") or _text(message, "reasoning"),
-            model=_text(answer, "model"),
+            reasoning=text(message, "reasoning_content") or text(message, "reasoning"),
+            model=text(answer, "model"),
             body=answer,
         )
-    except _NotTextError as error:
-        raise exchange.failed(f"{address} sent an answer whose {error}") from None
     except (KeyError, IndexError, TypeError, AttributeError):
         raise exchange.failed(f"{address} sent an answer without a reply: {shorten(answer, 500)}") from None
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
     return reply, exchange
-
-
-class _NotTextError(Exception):
-    """A field of an answer is neither text nor null."""
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
-    value = fields.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    raise _NotTextError(f"{name!r} is not text: {shorten(value, 500)}")
 
 
 def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:

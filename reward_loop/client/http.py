@@ -17,19 +17,19 @@ import orjson
 
 from reward_loop._util.json import encode
 from reward_loop._util.retry_after import retry_after_seconds
+from reward_loop._util.text import shorten
 from reward_loop.client.bounds import MAX_REPLY_BYTES, ReplyTooLongError, max_connections, read, with_descriptor
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.plan import active_plan
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.usage import report_answer
-from reward_loop.records import current, hide
+from reward_loop.records import current, hide, waiting_for
 
 __all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]
 
 _MAX_RESENDS = 3
 """How many times a request to ``host:port`` is sent again after its connection was lost."""
 
-_SHOWN = 500
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
 
 _sessions: dict[
@@ -121,21 +121,19 @@ async def _post(
     max_reply_bytes: int,
 ) -> Any:
     what = f"POST {url}" + (f" (model {body['model']})" if body.get("model") else "")
-    call = current()
-    if call is not None:
-        call.ask(what)
     try:
-        session = await shared_session()
-        send = functools.partial(
-            session.post,
-            url,
-            data=encode(body),
-            headers=headers,
-            proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-        async with asyncio.timeout(timeout):
-            response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
+        with waiting_for(current(), what):
+            session = await shared_session()
+            send = functools.partial(
+                session.post,
+                url,
+                data=encode(body),
+                headers=headers,
+                proxy=_proxy(url) if is_base_url else None,  # No proxy for `host:port`: it is in the cluster.
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+            async with asyncio.timeout(timeout):
+                response, data = await _send_and_read(send, max_reply_bytes, 0 if is_base_url else _MAX_RESENDS)
         exchange.update(status=response.status, backend=response.headers.get(BACKEND_HEADER))
     except ReplyTooLongError as error:
         exchange.update(status=error.status)
@@ -152,9 +150,6 @@ async def _post(
         raise ConfigError(f"{what}: this is not a valid address; give `host:port` or a base URL") from error
     except (aiohttp.ClientError, OSError) as error:
         raise RequestError(f"{what}: {type(error).__name__}: {error}") from error
-    finally:
-        if call is not None:
-            call.answered(what)
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -162,25 +157,19 @@ async def _post(
     exchange.update(response=data.decode("utf-8", "backslashreplace") if answer is None else answer)
     if response.status != 200:
         raise RequestError(
-            f"{what} was answered with status {response.status}: {_start(data)}",
+            f"{what} was answered with status {response.status}: {_shown(data)}",
             status=response.status,
             retry_after=retry_after_seconds(response.headers.get("Retry-After")),
         )
     if answer is None and data.strip() != b"null":
-        raise RequestError(f"{what}: the answer is not JSON: {_start(data)}", status=200)
+        raise RequestError(f"{what}: the answer is not JSON: {_shown(data)}", status=200)
     return answer
 
 
 async def _send_and_read(
     send: Callable[[], Awaitable[aiohttp.ClientResponse]], max_reply_bytes: int, resends: int
 ) -> tuple[aiohttp.ClientResponse, bytes]:
-    """Sends a request and reads the body of the answer. Repeats both if the connection is lost.
-
-    Args:
-        send: opens the connection and sends the request.
-        max_reply_bytes: the longest answer.
-        resends: how many times the request may be sent again.
-    """
+    """Sends a request and reads the body of the answer. Repeats both if the connection is lost, `resends` times."""
     while True:
         try:
             async with await with_descriptor(send) as response:
@@ -273,6 +262,5 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _start(data: bytes) -> str:
-    text = data[: _SHOWN + 1].decode("utf-8", "replace")
-    return repr(text) if len(data) <= _SHOWN else repr(text[:_SHOWN]) + "..."
+def _shown(data: bytes) -> str:
+    return shorten(data[:2000].decode("utf-8", "replace"), 500)

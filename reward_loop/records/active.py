@@ -210,7 +210,7 @@ def current() -> ActiveSample | None:
 
 @contextlib.contextmanager
 def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
-    """Record, within ``with``, that a sample waits for something other than a request; `describe` shows it.
+    """Record, within ``with``, that a sample waits for something; `describe` shows it.
 
     Args:
         sample: the sample; ``None`` does nothing. It may differ from `current`: the permit for a function in a worker

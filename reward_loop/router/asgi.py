@@ -10,10 +10,8 @@ from reward_loop.router.client_request import ClientRequest
 
 __all__ = ["call_asgi"]
 
-_App = Callable[[Any, Any, Any], Awaitable[None]]
 
-
-async def call_asgi(app: _App, client: ClientRequest, body: bytes) -> None:
+async def call_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], client: ClientRequest, body: bytes) -> None:
     """Calls an ASGI app, and sends its answer to the client, when it is complete.
 
     Args:

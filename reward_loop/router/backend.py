@@ -1,18 +1,33 @@
-"""One server behind the router: its state, its load, and its health."""
+"""One server behind the router: its state, its load, its health and its counters."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from reward_loop.router.config import BackendConfig, RequestKind
 from reward_loop.router.http_client import Upstream
-from reward_loop.router.stats import BackendStats
 
-__all__ = ["Backend", "BackendState"]
+__all__ = ["ANY", "LATENCY_BOUNDS_S", "Backend", "BackendState", "BackendStats", "Route"]
+
+LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Route(NamedTuple):
+    """What the server for a request must be able to do."""
+
+    model: str | None = None
+    """The name of the model; ``None`` for any."""
+    kind: RequestKind | None = None
+    """The kind of the request; ``None`` for any."""
+
+
+ANY = Route()
+"""The route of requests that every server can answer."""
 
 
 class BackendState(StrEnum):
@@ -31,6 +46,30 @@ class BackendState(StrEnum):
     GIVEN_UP = "retired"
     """Not used until `BackendPool.resume`. The control plane and the metrics show the value, which is older than the
     name."""
+
+
+class BackendStats:
+    """Counters of one server; :mod:`~reward_loop.router.metrics` renders them for Prometheus."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}
+        """The number of answers for each HTTP status."""
+        self.broken = 0
+        """Attempts whose connection failed or broke, except with a `StaleError`."""
+        self.retries = 0
+        """Attempts that were retried, on this server or on another, except after a `StaleError`."""
+        self.ejections = 0
+        """How often the server was taken out of use."""
+        self.latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        """A histogram of answered attempts by duration: one bucket for each bound, and one for longer attempts."""
+        self.latency_sum_s = 0.0
+        """The total duration of answered attempts, in seconds."""
+
+    def count(self, status: int, seconds: float) -> None:
+        """Counts an answer with its status and the duration of the attempt."""
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+        self.latencies[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self.latency_sum_s += seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -84,28 +123,18 @@ class Backend:
         self.in_flight += 1
 
     def end(self, status: int, seconds: float) -> None:
-        """Counts the end of a request.
-
-        Args:
-            status: the HTTP status of the answer; 0 if there was none.
-            seconds: the duration of the attempt.
-        """
+        """Counts the end of a request, with the status of its answer (0 if there was none) and its duration."""
         self.in_flight -= 1
         if not self.in_flight and self.state is BackendState.ASLEEP:
             self.idle.set()
         if status:
             self.stats.count(status, seconds)
 
-    def can_answer(self, model: str | None, kind: RequestKind | None) -> bool:
-        """Returns whether the server can answer requests of a kind for a model; ``True`` if that is unknown.
-
-        Args:
-            model: the model's name; ``None`` for any model.
-            kind: the kind of request; ``None`` for any kind.
-        """
-        if model is not None and self.models and model not in self.models:
+    def can_answer(self, route: Route) -> bool:
+        """Returns whether the server can answer requests of a route; ``True`` if that is unknown."""
+        if route.model is not None and self.models and route.model not in self.models:
             return False
         own = self.config.kind
-        if kind == "reranking":
+        if route.kind == "reranking":
             return own != "generative" or self.config.engine in ("sglang", "external")
-        return kind is None or own in (None, kind)
+        return route.kind is None or own in (None, route.kind)

@@ -11,34 +11,25 @@ from urllib.parse import unquote
 import httptools
 
 from reward_loop.router.headers import RawHeader, find, to_wire
-from reward_loop.router.router_error import Refusal
+from reward_loop.router.router_error import Refusal, body_too_long
 
-__all__ = ["CLOSE", "ClientRequest", "Flow", "WaitsFor", "status_line"]
+__all__ = ["ClientRequest", "Flow", "WaitsFor"]
 
 _UNREAD_UP_TO = 64 * 1024
 """Reading from the client pauses while more bytes of a body than this wait to be read."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-CLOSE = b"connection: close\r\n\r\n"
-"""The last header line of an answer after which the connection is closed, and the end of the head."""
-
 
 class Flow:
     """The transport of a client's connection, with the state of its flow control."""
 
-    __slots__ = ("_reading_paused", "_writable", "transport")
-
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
+        self.writable = asyncio.Event()
+        """Set while the write buffer has room. It fills if the client does not read its answers."""
+        self.writable.set()
         self._reading_paused = False
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the client reads its answers; if not, they fill the write buffer."""
-        return self._writable.is_set()
 
     def pause_reading(self) -> None:
         """Stops reading from the client."""
@@ -51,17 +42,6 @@ class Flow:
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
-
-    def set_writable(self, writable: bool) -> None:
-        """Records whether the write buffer has room."""
-        if writable:
-            self._writable.set()
-        else:
-            self._writable.clear()
-
-    async def drain(self) -> None:
-        """Waits until the write buffer has room."""
-        await self._writable.wait()
 
 
 class WaitsFor(StrEnum):
@@ -80,46 +60,14 @@ class ClientRequest:
     Args:
         flow: the connection.
         method: the HTTP method.
-        url: the URL of the request line.
+        url: the URL of the request line; the parser's `HttpParserInvalidURLError` is raised if it is invalid.
         version: the HTTP version, such as ``1.1``.
         headers: names in lower case, and values.
         keep_alive: whether the connection stays open after the answer.
-        expects_continue: whether the client sends the body only after a ``100 Continue``.
-
-    Raises:
-        httptools.HttpParserInvalidURLError: the URL is invalid.
     """
 
-    __slots__ = (
-        "_chunked",
-        "_expects_continue",
-        "_flow",
-        "_limit",
-        "_parts",
-        "_received",
-        "_size",
-        "answered",
-        "body_complete",
-        "headers",
-        "keep_alive",
-        "method",
-        "path",
-        "started",
-        "target",
-        "version",
-        "waits_for",
-    )
-
     def __init__(
-        self,
-        flow: Flow,
-        method: str,
-        url: bytes,
-        version: str,
-        headers: list[RawHeader],
-        *,
-        keep_alive: bool,
-        expects_continue: bool = False,
+        self, flow: Flow, method: str, url: bytes, version: str, headers: list[RawHeader], *, keep_alive: bool
     ) -> None:
         self.method = method
         self.path, self.target = _parse_target(url)
@@ -139,7 +87,6 @@ class ClientRequest:
         self._size = 0
         self._limit = 0
         self._received: asyncio.Future[None] | None = None
-        self._expects_continue = expects_continue
         self._chunked = False
 
     @property
@@ -159,7 +106,7 @@ class ClientRequest:
             if self._size > _UNREAD_UP_TO:
                 self._flow.pause_reading()
         elif self._size > self._limit and not self._received.done():
-            self._received.set_exception(_too_long(self._limit))
+            self._received.set_exception(body_too_long(self._limit))
 
     def end_body(self) -> None:
         """Records that the body is complete."""
@@ -170,17 +117,13 @@ class ClientRequest:
     async def read_body(self, limit: int) -> bytes:
         """Waits for the whole body, and returns it.
 
-        Args:
-            limit: the longest body, in bytes.
-
         Raises:
-            Refusal: the body is longer than the limit.
+            Refusal: the body is longer than `limit` bytes.
         """
         if self._size > limit:
-            raise _too_long(limit)
+            raise body_too_long(limit)
         if not self.body_complete:
-            if self._expects_continue:
-                self._expects_continue = False
+            if self._expects_continue():
                 self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._limit = limit
             self.waits_for = WaitsFor.BODY
@@ -190,12 +133,20 @@ class ClientRequest:
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _expects_continue(self) -> bool:
+        """Returns whether the client sends the body only after a ``100 Continue``."""
+        return (find(self.headers, b"expect") or b"").lower() == b"100-continue"
+
     # The answer
 
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
         """Sends a complete answer; `headers` include ``Content-Length``. For HEAD requests, the body is left out."""
         self.answered = True
         self._flow.transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
+
+    def answer_json(self, body: bytes) -> None:
+        """Sends a complete answer with status 200."""
+        self.answer(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
 
     def refuse(self, refusal: Refusal) -> None:
         """Sends an error answer, unless the answer has begun."""
@@ -213,7 +164,7 @@ class ClientRequest:
     async def write(self, part: bytes) -> None:
         """Sends a part of the body, which is not empty; waits while the client does not read."""
         self._flow.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
-        await self._flow.drain()
+        await self._flow.writable.wait()
 
     def end(self) -> None:
         """Ends the body."""
@@ -224,19 +175,11 @@ class ClientRequest:
     def _message(self, status: int, headers: list[RawHeader], framing: bytes, body: bytes) -> bytes:
         self.started = True
         # Without a "100 Continue", the client may send its body or not, so the connection cannot be reused.
-        if self._expects_continue and not self.body_complete:
+        if not self.body_complete and self._expects_continue():
             self.keep_alive = False
-        end = b"\r\n" if self.keep_alive else CLOSE
-        return b"".join((status_line(status), to_wire(headers), framing, end, body))
-
-
-def status_line(status: int) -> bytes:
-    """Returns the status line of an answer, with CRLF."""
-    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-
-
-def _too_long(limit: int) -> Refusal:
-    return Refusal(413, f"the body is longer than {limit} bytes", close=True)
+        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        return b"".join((line, to_wire(headers), framing, end, body))
 
 
 @lru_cache(maxsize=64)

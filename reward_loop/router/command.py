@@ -8,7 +8,7 @@ import typer
 
 from reward_loop.config import parse
 from reward_loop.errors import ConfigError
-from reward_loop.router.config import Engine, Kind, PolicyName
+from reward_loop.router.config import BackendConfig, Engine, Kind, PolicyName, RouterConfig
 
 __all__ = ["parse_worker", "route"]
 
@@ -103,7 +103,6 @@ def route(
     requests in flight and exits.
     """
     from reward_loop._util.sockets import listen
-    from reward_loop.router.config import RouterConfig
     from reward_loop.router.run import run_router
 
     options = {
@@ -135,14 +134,12 @@ def route(
         run_router(workers, config, listener, grace_s=grace)
 
 
-def parse_worker(spec: str) -> Any:
+def parse_worker(spec: str) -> BackendConfig:
     """Parses the ``--worker`` option ``URL,KEY=VALUE,...`` into a `BackendConfig`.
 
     Raises:
         ConfigError: the option is malformed.
     """
-    from reward_loop.router.config import BackendConfig
-
     url, *pairs = spec.split(",")
     options: dict[str, Any] = {"url": url}
     models: list[str] = []

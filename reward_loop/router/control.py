@@ -25,7 +25,11 @@ _PROBLEMS = 5
 
 
 def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
-    """Returns the app of the control plane; :func:`~reward_loop.router.app.create_app` lists its endpoints."""
+    """Returns the app of the control plane. Most endpoints call the method of `BackendPool` that has their name.
+
+    The owner of the server processes calls ``sleep``, ``mark_dead`` and ``give_up``; ``bury`` and ``retire`` are older
+    names of the latter two.
+    """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(StarletteHTTPException)
@@ -55,11 +59,9 @@ def control_plane(pool: BackendPool, proxy: Proxy) -> FastAPI:
 
     @app.post("/workers", status_code=201)
     async def add(backend: BackendConfig) -> dict[str, Any]:
-        if pool.find(backend.url):
-            raise HTTPException(409, f"{backend.url} is already a server of this router")
         if await is_this_router(pool.connect(backend.url)):
             raise HTTPException(400, f"{backend.url} is this router itself, and cannot be its own server")
-        if pool.find(backend.url):  # Another request may have added it during the await.
+        if pool.find(backend.url):  # Checked after the await, during which another request may have added it.
             raise HTTPException(409, f"{backend.url} is already a server of this router")
         return _shown(pool.add(backend))
 

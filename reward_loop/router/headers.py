@@ -28,10 +28,9 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that apply to a single connection, and are not forwarded."""
 
-_TRIVIAL_OPTIONS = frozenset({b"", b"close", b"keep-alive"})
-
-# The proxy needs the body's length and the request's host: a `Connection` header cannot remove them (RFC 9110, 7.6.1).
-_NEVER_NAMED = frozenset({b"content-length", b"host"})
+# "close" and "keep-alive" are no names of headers. The proxy needs the body's length and the request's host: a
+# `Connection` header cannot remove them (RFC 9110, 7.6.1).
+_NEVER_NAMED = frozenset({b"", b"close", b"keep-alive", b"content-length", b"host"})
 
 
 def end_to_end(headers: list[RawHeader], hop_by_hop: Sequence[RawHeader]) -> list[RawHeader]:
@@ -49,16 +48,11 @@ def named_by_connection(headers: Sequence[RawHeader]) -> frozenset[bytes]:
 @lru_cache(maxsize=64)
 def _options(connection: bytes) -> frozenset[bytes]:
     named = {option.strip() for option in connection.lower().split(b",")}
-    return frozenset(named - _TRIVIAL_OPTIONS - _NEVER_NAMED)
+    return frozenset(named - _NEVER_NAMED)
 
 
 def to_wire(headers: Sequence[RawHeader], without: Container[bytes] = ()) -> bytes:
-    """Returns the header lines in wire format, each with CRLF.
-
-    Args:
-        headers: names and values.
-        without: names of headers to leave out.
-    """
+    """Returns the header lines in wire format, each with CRLF, except for the names in `without`."""
     lines = [b": ".join(header) for header in headers if header[0] not in without]
     lines.append(b"")
     return b"\r\n".join(lines)

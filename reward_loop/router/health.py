@@ -1,22 +1,32 @@
-"""Health checks of servers, and the discovery of their models."""
+"""Health checks of servers: a single check, which also discovers models, and the watch that repeats it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from reward_loop.errors import ServerError
-from reward_loop.router.backend import Backend
+from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.http_client import Upstream
-from reward_loop.router.http_connection import BrokenError, StaleError, UpstreamError
+from reward_loop.router.http_connection import BrokenError, ConnectError, StaleError, UpstreamError
 from reward_loop.router.router_error import LOOPING
 
-__all__ = ["AsleepError", "LoopError", "UnhealthyError", "check_health", "is_this_router"]
+if TYPE_CHECKING:
+    from reward_loop.router.pool import BackendPool
+
+__all__ = ["AsleepError", "LoopError", "UnhealthyError", "check_health", "is_this_router", "watch"]
 
 logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+_START_CHECK_S = 30.0
+"""The timeout of a health check while a server is DOWN, in seconds, unless `health_timeout_s` is longer. A server that
+is starting may accept connections and answer only when it is ready."""
 
 _LOOP_CHECK_S = 1.0
 _BODY_UP_TO = 4 * 1024 * 1024
@@ -32,6 +42,88 @@ class LoopError(ServerError):
 
 class AsleepError(ServerError):
     """The server is healthy, but its engine sleeps: a request to it would hang."""
+
+
+async def watch(backend: Backend, pool: BackendPool) -> None:
+    """Checks a server until the task is cancelled: every `health_interval_s` seconds in use, else with backoff.
+
+    Args:
+        backend: the server, in the state DOWN, TRIAL or UP.
+        pool: the pool of the server; it changes the state, and has the check and the options.
+    """
+    new = True
+    while True:
+        if backend.state is not BackendState.UP:
+            await _readmit(backend, pool, new)
+        new = False
+        backend.taken_out.clear()
+        while not backend.taken_out.is_set():
+            try:
+                # In Python 3.11, wait_for loses a cancellation that coincides with the event.
+                async with asyncio.timeout(pool.config.health_interval_s):
+                    await backend.taken_out.wait()
+            except TimeoutError:
+                while await _check_in_use(backend, pool) and not backend.taken_out.is_set():
+                    pass  # The check timed out, which took long enough: repeat it without a pause.
+
+
+async def _readmit(backend: Backend, pool: BackendPool, new: bool) -> None:
+    """Repeats the health check of a server that is down until it succeeds."""
+    pause = _FIRST_PAUSE_S
+    if backend.relapses:
+        pause = min(_FIRST_PAUSE_S * 2**backend.relapses, _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause)
+    while failure := await _failure(backend, pool):
+        if isinstance(failure, LoopError):
+            pool.give_up(backend, _reason(failure))
+            return
+        backend.last_error = _reason(failure)
+        if isinstance(failure, TimeoutError) and backend.in_flight:
+            backend.frozen = True
+        if backend.frozen:
+            # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
+            pool.on_frozen(backend)
+        await asyncio.sleep(min(pause, pool.config.health_interval_s) if backend.frozen else pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    pool.admit(backend, new=new)
+
+
+async def _check_in_use(backend: Backend, pool: BackendPool) -> bool:
+    """Checks a server in use; returns whether the check timed out and the server sent no bytes during it."""
+    reads = backend.upstream.reads
+    failure = await _failure(backend, pool)
+    timed_out = isinstance(failure, TimeoutError)
+    if failure is None or (timed_out and backend.upstream.reads != reads):
+        # A server that still answers requests is busy, not frozen.
+        backend.failed_checks = 0
+        return False
+    backend.failed_checks += 1
+    certain = isinstance(failure, ConnectError | AsleepError)
+    if certain or backend.failed_checks >= pool.config.max_failed_checks:
+        pool.mark_unhealthy(backend, _reason(failure))
+        if timed_out and backend.state is BackendState.DOWN:
+            backend.frozen = True
+            pool.on_frozen(backend)
+    return timed_out
+
+
+async def _failure(backend: Backend, pool: BackendPool) -> Exception | None:
+    """Checks a server; returns ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
+    seconds = pool.config.health_timeout_s
+    if backend.state is BackendState.DOWN and not backend.frozen:
+        seconds = max(seconds, _START_CHECK_S)
+    try:
+        async with asyncio.timeout(seconds):
+            await pool.check(backend)
+    except TimeoutError:
+        return TimeoutError(f"no answer to a health check within {seconds:g} s")
+    except Exception as error:
+        return error
+    return None
+
+
+def _reason(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, TimeoutError) else f"{type(failure).__name__}: {failure}"
 
 
 async def check_health(backend: Backend) -> None:

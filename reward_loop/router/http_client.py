@@ -17,6 +17,9 @@ __all__ = ["Upstream"]
 _IDLE_S = 4.0
 """Idle connections are closed after this time, in seconds; servers that run in uvicorn close theirs after 5 s."""
 
+_CONNECT_S = 10.0
+"""The timeout for opening a connection, in seconds."""
+
 _FULL_S = 0.05
 """The pause before a new attempt to connect when the process has no free file descriptor, in seconds."""
 
@@ -24,27 +27,17 @@ _FULL_S = 0.05
 class Upstream:
     """An HTTP client for one server, with a pool of connections.
 
-    Each request in flight has its own connection. The most recently used idle connection is reused first; idle
-    connections are closed after some seconds.
+    Each request in flight has its own connection. The most recently used idle connection is reused first.
 
     Create it in a running event loop, and call :meth:`close` at the end.
-
-        upstream = Upstream("http://127.0.0.1:8000")
-        answer = await upstream.request(b"GET", b"/health")
-        body = b""
-        while part := await answer.read():
-            body += part
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
         api_key: sent as a bearer token with every request.
         via: the name of this router, sent in a ``Via`` header with every request.
-        connect_timeout_s: the timeout for opening a connection, in seconds.
     """
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, via: bytes = b"", connect_timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, via: bytes = b"") -> None:
         parts = urlsplit(url)
         self.loop = asyncio.get_running_loop()
         self.busy: set[Connection] = set()
@@ -57,7 +50,6 @@ class Upstream:
         # Created once, because it takes about 0.1 s; asyncio would create one for each connection.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        self._connect_timeout_s = connect_timeout_s
         own = [(b"host", parts.netloc.rpartition("@")[2].encode())]
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
@@ -68,15 +60,12 @@ class Upstream:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def request(self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"") -> Answer:
-        """Sends a request and waits for its answer.
-
-        Cancelling it closes the connection.
+        """Sends a request and waits for its answer; cancelling it closes the connection.
 
         Args:
             method: the HTTP method.
             target: the path and the query, as in the request line.
-            headers: header lines (see :func:`~reward_loop.router.headers.to_wire`), with ``Content-Length`` if there is
-                a body, and without ``Host``.
+            headers: header lines, with ``Content-Length`` if there is a body, and without ``Host``.
             body: the whole body.
 
         Returns:
@@ -95,14 +84,10 @@ class Upstream:
         """Fails the requests that have no answer yet with a `BrokenError`, and closes the idle connections.
 
         Requests whose connection is still being opened fail too: the kernel may accept a connection for a process that
-        is dead.
-
-        Args:
-            reason: the message of the error.
-            allowed: called before each request; after the first ``False``, the other requests stay in flight.
+        is dead. `allowed` is called before each request; after the first ``False``, the other requests stay in flight.
         """
         self.close_idle()
-        for opening in [opening for opening, broken in self._opening.items() if not broken]:
+        for opening in [opening for opening, broken in self._opening.items() if not broken and not opening.expired()]:
             if not allowed():
                 return
             self._opening[opening] = reason
@@ -134,40 +119,29 @@ class Upstream:
         return None
 
     async def _open(self) -> Connection:
-        opening = asyncio.timeout(None)
-        self._opening[opening] = ""
-        try:
-            async with opening:
-                return await self._connect_when_possible()
-        except TimeoutError:
-            raise BrokenError(self._opening[opening]) from None
-        finally:
-            del self._opening[opening]
-
-    async def _connect_when_possible(self) -> Connection:
         """Opens a connection. If the process has no free file descriptor, it retries until it has one."""
         while True:
+            opening = asyncio.timeout(_CONNECT_S)
+            self._opening[opening] = ""
             try:
-                return await self._connect()
-            except ConnectError as error:
-                # The server is not the cause, and requests in flight will soon free descriptors.
-                if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                await asyncio.sleep(_FULL_S)
-
-    async def _connect(self) -> Connection:
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self.loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls
-                )
-        except TimeoutError:
-            raise ConnectError(f"no connection within {self._connect_timeout_s:g} s") from None
-        except OSError as error:
-            raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
-        except UnicodeError as error:
-            raise ConnectError(f"{self._host!r} is not a valid host name: {error}") from error
-        return connection
+                async with opening:
+                    _, connection = await self.loop.create_connection(
+                        lambda: Connection(self), self._host, self._port, ssl=self._tls
+                    )
+                    return connection
+            except TimeoutError:
+                if reason := self._opening[opening]:
+                    raise BrokenError(reason) from None
+                raise ConnectError(f"no connection within {_CONNECT_S:g} s") from None
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise ConnectError(f"{type(error).__name__}: {error.strerror or error}") from error
+            except UnicodeError as error:
+                raise ConnectError(f"{self._host!r} is not a valid host name: {error}") from error
+            finally:
+                del self._opening[opening]
+            # The server is not the cause, and requests in flight will soon free descriptors.
+            await asyncio.sleep(_FULL_S)
 
     def _trim(self) -> None:
         """Closes the connections that have been idle for too long; the list starts with the oldest."""

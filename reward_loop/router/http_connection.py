@@ -1,13 +1,15 @@
 """One connection to a server: HTTP/1.1, parsed by httptools, with at most one request in flight.
 
-========== ========= ========== ==================================================================
-State      `_answer` `_arrival` Meaning
-========== ========= ========== ==================================================================
-idle       None      None       no request; in `Upstream._idle`, unless it is new
-unanswered set       set        :meth:`Connection.request` waits; in `Upstream.busy`
-streaming  set       None       the head was delivered, the body is being read; in `Upstream.busy`
-closed     None      None       never used again
-========== ========= ========== ==================================================================
+========== ========= =========== ==================================================================
+State      `_answer` `_arrival`  Meaning
+========== ========= =========== ==================================================================
+idle       None                  no request; in `Upstream._idle`, unless it is new
+unanswered set       not done    :meth:`Connection.request` waits; in `Upstream.busy`
+streaming  set       done        the head was delivered, the body is being read; in `Upstream.busy`
+closed     None                  never used again
+========== ========= =========== ==================================================================
+
+- Each request has its own parser, whose callbacks are those of its `Answer`.
 
 - An answer without a body, or with a ``Content-Length`` of at most `_WHOLE_UP_TO` bytes, is delivered complete; other
   answers are delivered when their head is complete.
@@ -64,30 +66,38 @@ class StaleError(BrokenError):
 class Answer:
     """A server's answer: its head, and the part of the body received so far."""
 
-    __slots__ = ("_connection", "_error", "_parts", "_waiter", "complete", "headers", "length", "size", "status")
-
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, head_only: bool = False) -> None:
         self.status = 0
+        """0 until the head is complete."""
         self.headers: list[RawHeader] = []
         """The end-to-end headers."""
         self.length: int | None = None
         """The value of ``Content-Length``."""
         self.complete = False
         """Whether the whole body has been received."""
+        self.keeps_alive = False
+        """Whether the connection can have another request after the complete answer."""
         self.size = 0
         """The number of buffered bytes of the body."""
-        self._parts: list[bytes] = []
+        self.unproductive_bytes = 0
+        """The number of bytes received since the beginning or the last part of the body."""
         self._connection = connection
+        self._head_only = head_only
+        self._hop_by_hop: list[RawHeader] = []
+        self._parts: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | None = None
 
-    def take(self) -> bytes:
-        """Returns and removes the buffered part of the body; does not wait."""
-        parts, self._parts = self._parts, []
-        if self.size >= _BUFFER:
-            self._connection.resume()
-        self.size = 0
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    @property
+    def begun(self) -> bool:
+        """Whether any byte of the answer has been received."""
+        return bool(self.unproductive_bytes or self.status)
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the end of the connection is the end of the body."""
+        chunked = find(self._hop_by_hop, b"transfer-encoding") is not None
+        return bool(self.status) and self.length is None and not chunked
 
     async def read(self) -> bytes:
         """Waits for the next part of the body, and returns it; empty at the end of the body.
@@ -100,7 +110,11 @@ class Answer:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self.take()
+        parts, self._parts = self._parts, []
+        if self.size >= _BUFFER:
+            self._connection.resume()
+        self.size = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         """Discards the rest of the answer: closes the connection unless the answer is complete."""
@@ -122,106 +136,110 @@ class Answer:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
+    # The parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise ValueError("an answer without a request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # Ignore trailers.
+            name = name.lower()
+            (self._hop_by_hop if name in HOP_BY_HOP else self.headers).append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._connection.parser.get_status_code()
+        if not 100 <= status <= 599 or status == 101:
+            raise ValueError(f"status {status}")
+        if status < 200:
+            self.headers.clear()
+            self._hop_by_hop.clear()
+            return
+        self.status = status
+        if self._hop_by_hop:
+            self.headers = end_to_end(self.headers, self._hop_by_hop)
+        if (length := find(self.headers, b"content-length")) is not None:
+            self.length = int(length)
+        if self._head_only:
+            # The parser does not know that this answers a HEAD request, and would wait for a body.
+            self.on_message_complete()
+        elif (self.length is None or self.length > _WHOLE_UP_TO) and status not in NO_BODY:
+            self._connection.deliver(self)
+
+    def on_body(self, body: bytes) -> None:
+        self.unproductive_bytes = 0
+        if self._head_only:
+            self.keeps_alive = False
+        else:
+            self.add(body)
+
+    def on_message_complete(self) -> None:
+        if self.status and not self.complete:
+            self.complete = True
+            self.keeps_alive = self._connection.parser.should_keep_alive()
+
 
 class Connection(asyncio.Protocol):
     """One connection to a server, with at most one request in flight."""
 
-    __slots__ = (
-        "_answer",
-        "_arrival",
-        "_bodiless",
-        "_ended",
-        "_head_only",
-        "_headers",
-        "_hop_by_hop",
-        "_in_body",
-        "_keep",
-        "_parser",
-        "_paused",
-        "_to_its_end",
-        "_transport",
-        "_upstream",
-        "closed",
-        "heard",
-        "idle_since",
-        "used",
-    )
-
     def __init__(self, upstream: Upstream) -> None:
         self.closed = False
-        self.used = False
-        """Whether an earlier answer was received over this connection."""
-        self.heard = False
-        """Whether any bytes were received since the request was sent."""
         self.idle_since = 0.0
+        """When the latest answer was complete, in seconds of `time.monotonic`; 0 before the first one."""
+        self.parser: httptools.HttpResponseParser
+        """The parser of the current request."""
         self._upstream = upstream
-        self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._answer: Answer | None = None
-        self._arrival: asyncio.Future[Answer] | None = None
-        self._headers: list[RawHeader] = []
-        self._hop_by_hop: list[RawHeader] = []
-        self._head_only = False
-        self._in_body = False
-        self._bodiless = 0
-        self._ended = False
-        self._keep = False
-        self._to_its_end = False
+        self._arrival: asyncio.Future[Answer]
         self._paused = False
 
     @property
     def unanswered(self) -> bool:
         """Whether a request is in flight whose answer has not been delivered."""
-        return self._answer is not None and self._arrival is not None
+        return self._answer is not None and not self._arrival.done()
 
     async def request(self, message: bytes, head_only: bool) -> Answer:
-        """Sends a request and waits for its answer; see :meth:`~.http_client.Upstream.request`.
+        """Sends the bytes of a request and waits for its answer, which has only a head for a HEAD request.
 
-        Args:
-            message: the whole request.
-            head_only: whether its answer has no body, because it is a HEAD request.
+        See :meth:`~.http_client.Upstream.request`.
         """
         self._upstream.busy.add(self)
-        self._arrival = arrival = self._upstream.loop.create_future()
-        self._answer = answer = Answer(self)
-        self._headers = []
-        self._hop_by_hop = []
-        self._head_only = head_only
-        self._in_body = self._ended = self._keep = False
-        self._bodiless = 0
-        self.heard = False
+        self._answer = answer = Answer(self, head_only=head_only)
+        self._arrival = self._upstream.loop.create_future()
+        self.parser = httptools.HttpResponseParser(answer)
         self._transport.write(message)
         try:
-            return await arrival
+            return await self._arrival
         except asyncio.CancelledError:
             # If the answer is complete, the connection may already have another request.
             answer.close()
             raise
 
+    def deliver(self, answer: Answer) -> None:
+        """Ends the wait of `request`; its caller reads the rest of the answer, if any."""
+        if not self._arrival.done():
+            self._arrival.set_result(answer)
+
     def close(self) -> None:
         """Closes the connection at once, and discards unsent data; the answer is not delivered any more."""
         self.closed = True
-        self._answer = self._arrival = None
+        self._answer = None
         self._upstream.busy.discard(self)
         self._transport.abort()
 
     def fail(self, reason: str, *, certain: bool = False) -> None:
-        """Ends the request in flight, if any, with an error.
-
-        Args:
-            reason: the error's message.
-            certain: whether the server is known to have failed; otherwise the error may be a :class:`StaleError`.
-        """
-        answer, arrival = self._answer, self._arrival
+        """Ends the request in flight, if any, with an error; if the server has certainly failed, not a `StaleError`."""
+        answer = self._answer
         self.close()
         if answer is None:
             return
-        stale = self.used and not self.heard and not certain
+        stale = self.idle_since and not answer.begun and not certain
         error = (StaleError if stale else BrokenError)(reason)
-        if arrival is None:
+        if self._arrival.done():
             answer.wake(error)
-        elif not arrival.done():
-            arrival.set_exception(error)
+        else:
+            self._arrival.set_exception(error)
 
     def pause(self) -> None:
         """Stops reading from the server, if the connection is open."""
@@ -241,104 +259,44 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
         self._upstream.reads += 1
-        if self._answer is None:
+        answer = self._answer
+        if answer is None:
             self.close()
             return
         wrong = None
-        self._bodiless += len(data)
+        answer.unproductive_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             wrong = "the server switched to another protocol"
         except httptools.HttpParserError as error:
             wrong = f"the answer is not valid HTTP: {error.__context__ or error}"
         # Finish only after all bytes are parsed: another request may reuse the connection, and the remaining bytes are
         # not its answer.
-        if self._ended:
-            self._finish(keep=self._keep and not wrong)
+        if answer.complete:
+            self._finish(answer, keep=answer.keeps_alive and not wrong)
         elif wrong:
             self.fail(wrong)
-        elif self._bodiless > _HEAD_UP_TO:
+        elif answer.unproductive_bytes > _HEAD_UP_TO:
             self.fail(f"the head of the answer is longer than {_HEAD_UP_TO} bytes")
 
     def eof_received(self) -> bool:
-        if self._answer and self._to_its_end and self._in_body:
-            self._finish(keep=False)
+        if self._answer and self._answer.ends_with_connection:
+            self._finish(self._answer, keep=False)
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(str(error or "") or "the connection was closed before the end of the answer")
 
-    # The parser's callbacks
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # Ignore trailers.
-            name = name.lower()
-            (self._hop_by_hop if name in HOP_BY_HOP else self._headers).append((name, value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if self._ended:
-            raise ValueError("an answer without a request")
-        if not 100 <= status <= 599 or status == 101:
-            raise ValueError(f"status {status}")
-        if status < 200:
-            self._headers = []
-            self._hop_by_hop = []
-            return
-        answer = self._answer
-        assert answer is not None
-        self._in_body = True
-        answer.status = status
-        headers = self._headers
-        chunked = False
-        if self._hop_by_hop:
-            chunked = find(self._hop_by_hop, b"transfer-encoding") is not None
-            headers = end_to_end(headers, self._hop_by_hop)
-        answer.headers = headers
-        if (length := find(headers, b"content-length")) is not None:
-            answer.length = int(length)
-        if self._head_only:
-            # The parser does not know that this answers a HEAD request, and would wait for a body.
-            self._ended = True
-            self._keep = self._parser.should_keep_alive()
-            return
-        self._to_its_end = answer.length is None and not chunked and status not in NO_BODY
-        if (answer.length is None or answer.length > _WHOLE_UP_TO) and status not in NO_BODY:
-            arrival, self._arrival = self._arrival, None
-            if arrival and not arrival.done():
-                arrival.set_result(answer)
-        return
-
-    def on_body(self, body: bytes) -> None:
-        self._bodiless = 0
-        if self._head_only:
-            self._keep = False
-        elif self._answer:
-            self._answer.add(body)
-
-    def on_message_complete(self) -> None:
-        if self._in_body and not self._head_only:
-            self._ended = True
-            self._keep = self._parser.should_keep_alive()
-
-    def _finish(self, *, keep: bool) -> None:
-        answer, arrival = self._answer, self._arrival
-        self._answer = self._arrival = None
-        assert answer is not None
+    def _finish(self, answer: Answer, *, keep: bool) -> None:
+        self._answer = None
         answer.complete = True
-        self.used = True
-        if self._head_only:
-            self._parser = httptools.HttpResponseParser(self)
         # If the server answered before it read the whole request, the connection cannot be reused.
         if keep and not self._transport.get_write_buffer_size():
             self.resume()
             self._upstream.release(self)
         else:
             self.close()
-        if arrival is None:
-            answer.wake()
-        elif not arrival.done():
-            arrival.set_result(answer)
+        self.deliver(answer)
+        answer.wake()

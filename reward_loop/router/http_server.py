@@ -4,7 +4,8 @@ Invariants of a connection:
 
 - Its requests are served one at a time, in their order. Requests that arrive early (pipelining) wait in `_waiting`, and
   reading pauses.
-- `_current` is the request that is being served, `_received` the one whose head was received last.
+- `_current` is the request that is being served, `_received` the one whose body is being received; within a head,
+  `_received` is ``None``.
 - After an error of the client, nothing more is parsed. The error is answered after the requests before it.
 """
 
@@ -19,15 +20,13 @@ from typing import cast
 
 import httptools
 
-from reward_loop.router.client_request import CLOSE, ClientRequest, Flow, status_line
+from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.headers import RawHeader, find, to_wire
 from reward_loop.router.router_error import Refusal
 
 __all__ = ["HttpServer"]
 
 logger = logging.getLogger(__name__)
-
-_NOT_HTTP = "the request is not valid HTTP/1.1"
 
 _BACKLOG = 4096
 
@@ -112,30 +111,6 @@ class HttpServer:
 class _Connection(asyncio.Protocol):
     """One connection of a client."""
 
-    __slots__ = (
-        "_current",
-        "_error",
-        "_expects_continue",
-        "_flow",
-        "_head_up_to",
-        "_headers",
-        "_idle_since",
-        "_in_head",
-        "_is_too_long",
-        "_lost",
-        "_parser",
-        "_received",
-        "_server",
-        "_stopped_parsing",
-        "_task",
-        "_timer",
-        "_transport",
-        "_unproductive_bytes",
-        "_upgrading",
-        "_url",
-        "_waiting",
-    )
-
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
@@ -155,18 +130,12 @@ class _Connection(asyncio.Protocol):
         """Whether received bytes are discarded: after an error, and after the last answer."""
         self._lost = False
         self._idle_since = server.loop.time()
-        self._in_head = True
         self._url = b""
         self._headers: list[RawHeader] = []
-        self._expects_continue = False
         self._head_up_to = 0
         """An upper bound for the length of a head that ends within the bytes that are being parsed."""
-        self._is_too_long = False
-        """Whether the head is longer than `max_head_bytes`."""
         self._unproductive_bytes = 0
         """The number of bytes received since the last complete head, part of a body, or complete request."""
-        self._upgrading = False
-        """Whether the request asks for an upgrade to another protocol, which the router ignores."""
 
     def stop(self) -> None:
         """Closes the connection, after the answer to the request in flight if there is one."""
@@ -195,11 +164,14 @@ class _Connection(asyncio.Protocol):
         self._head_up_to = self._unproductive_bytes
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._fail(self._too_long() if self._is_too_long else Refusal(400, _NOT_HTTP, close=True))
+        except httptools.HttpParserError as error:
+            refusal = error.__context__  # The exception of a callback.
+            if not isinstance(refusal, Refusal):
+                refusal = Refusal(400, "the request is not valid HTTP/1.1", close=True)
+            self._fail(refusal)
             return
         except httptools.HttpParserUpgrade as upgrade:
-            if self._upgrading:
+            if not self._wants_websocket():
                 self._ignore_upgrade(data[upgrade.args[0] :])
                 return
         # Called after parsing, so that a body that arrived with the head is complete when its task starts.
@@ -211,10 +183,10 @@ class _Connection(asyncio.Protocol):
             self._flow.pause_reading()
 
     def pause_writing(self) -> None:
-        self._flow.set_writable(False)
+        self._flow.writable.clear()
 
     def resume_writing(self) -> None:
-        self._flow.set_writable(True)
+        self._flow.writable.set()
         self._serve_next()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -231,32 +203,23 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            return  # Ignore trailers.
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
-        self._headers.append((name, value))
+        if self._received is None:  # Ignore trailers.
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
         if self._head_up_to > self._server.max_head_bytes:
             length = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
             if length > self._server.max_head_bytes:
-                self._is_too_long = True
-                raise ValueError("the head is too long")  # The parser raises HttpParserError; `data_received` answers.
+                raise self._too_long()  # It is the context of the error that the parser raises.
         upgrades = parser.should_upgrade()
-        if upgrades:
-            upgrade = find(headers, b"upgrade")
-            if upgrade and upgrade.lower() != b"websocket":
-                self._upgrading = True
-                return
+        if upgrades and not self._wants_websocket():
+            return
         version = parser.get_http_version()
         self._received = ClientRequest(
             self._flow,
@@ -266,9 +229,7 @@ class _Connection(asyncio.Protocol):
             headers,
             # The parser does not parse a request that follows an upgrade.
             keep_alive=version != "1.0" and parser.should_keep_alive() and not upgrades,
-            expects_continue=self._expects_continue,
         )
-        self._in_head = False
         self._unproductive_bytes = 0
         self._waiting.append(self._received)
 
@@ -278,26 +239,28 @@ class _Connection(asyncio.Protocol):
             self._received.add(body)
 
     def on_message_complete(self) -> None:
-        if self._upgrading:
-            return
-        self._in_head = True
-        self._unproductive_bytes = 0
         if self._received:
+            self._unproductive_bytes = 0
             self._received.end_body()
+            self._received = None
+
+    def _wants_websocket(self) -> bool:
+        """Returns whether a request for an upgrade asks for a WebSocket; other upgrades are ignored."""
+        upgrade = find(self._headers, b"upgrade")
+        return not upgrade or upgrade.lower() == b"websocket"
 
     # Requests
 
     def _serve_next(self) -> None:
         """Starts the next request, if none is in flight and the client reads its answers."""
-        if self._current or not self._flow.is_writable:
+        if self._current or not self._flow.writable.is_set():
             return
         if self._waiting:
             self._current = request = self._waiting.popleft()
             self._task = self._server.loop.create_task(self._serve(request))
         elif self._error:
             error, self._error = self._error, None
-            headers, body = error.render()
-            self._transport.write(b"%b%b%b%b" % (status_line(error.status), to_wire(headers), CLOSE, body))
+            ClientRequest(self._flow, "", b"/", "1.1", [], keep_alive=False).refuse(error)
             self._linger()
         if not self._waiting:
             # Also while a request is in flight: only reading detects a disconnect.
@@ -340,7 +303,6 @@ class _Connection(asyncio.Protocol):
 
         With the header, the parser would not parse the request's body.
         """
-        self._upgrading = False
         self._unproductive_bytes = 0
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, to_wire(self._headers, {b"upgrade"}))
@@ -352,7 +314,7 @@ class _Connection(asyncio.Protocol):
         """Stops parsing, and answers with the error after the requests before it."""
         self._error = error
         self._stopped_parsing = True
-        if not self._in_head:  # The body is invalid, so its request is not served.
+        if self._received:  # Its body is invalid, so it is not served.
             if self._waiting:
                 self._waiting.pop()
             elif self._current:
@@ -361,7 +323,7 @@ class _Connection(asyncio.Protocol):
 
     def _too_long(self) -> Refusal:
         limit = self._server.max_head_bytes
-        if self._in_head and len(self._url) > limit // 2:
+        if self._received is None and len(self._url) > limit // 2:
             return Refusal(414, f"the URL is too long: the head of a request may have {limit} bytes", close=True)
         return Refusal(431, f"the head or the trailer of the request is longer than {limit} bytes", close=True)
 

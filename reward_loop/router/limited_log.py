@@ -15,21 +15,13 @@ INTERVAL_S = 10.0
 
 
 class LimitedLog:
-    """Logs the first message of a kind at once, then counts, and logs a summary every ten seconds.
-
-    Create it in a running event loop.
-
-    Args:
-        logger: the logger that gets the lines, as warnings.
-        interval_s: seconds between two lines of a kind.
-    """
+    """Logs the first message of a kind at once, then counts, and logs a summary every `interval_s` seconds."""
 
     def __init__(self, logger: logging.Logger, interval_s: float = INTERVAL_S) -> None:
         self.refused: Counter[int] = Counter()
         """Refused requests by status."""
         self._logger = logger
         self._interval_s = interval_s
-        self._loop = asyncio.get_running_loop()
         self._suppressed: dict[Hashable, int] = {}
         """The number of suppressed messages of each kind since its last line."""
         self._latest: dict[Hashable, str] = {}
@@ -59,7 +51,7 @@ class LimitedLog:
 
     def _wait(self, kind: Hashable) -> None:
         self._suppressed[kind] = 0
-        self._timers[kind] = self._loop.call_later(self._interval_s, self._summarise, kind)
+        self._timers[kind] = asyncio.get_running_loop().call_later(self._interval_s, self._summarise, kind)
 
     def _summarise(self, kind: Hashable, last: bool = False) -> None:
         del self._timers[kind]

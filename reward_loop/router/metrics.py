@@ -8,10 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import LATENCY_BOUNDS_S, Backend, BackendState
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
-from reward_loop.router.stats import LATENCY_BOUNDS_S
 
 __all__ = ["CONTENT_TYPE", "render"]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Protocol
 
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import RouterConfig
@@ -14,25 +15,19 @@ from reward_loop.router.headers import RawHeader, find
 __all__ = ["Content", "LeastInFlight", "Policy", "RoundRobin", "TwoChoices", "policy_for"]
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """A load-balancing policy: chooses a server for a request."""
 
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        """Returns the routing key of a request: requests with the same key go to the same server.
+        """Returns the routing key of a request; 0 if the policy ignores the content."""
+        return 0
 
-        Policies that ignore the content return 0.
-        """
-
+    @abstractmethod
     def choose(self, backends: Sequence[Backend], key: int) -> Backend:
         """Returns one of `backends`, which is not empty."""
 
 
-class _ByLoad:
-    def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
-        return 0
-
-
-class RoundRobin(_ByLoad):
+class RoundRobin(Policy):
     """Chooses the servers in turn."""
 
     def __init__(self) -> None:
@@ -43,14 +38,14 @@ class RoundRobin(_ByLoad):
         return backends[self._turn % len(backends)]
 
 
-class LeastInFlight(_ByLoad):
+class LeastInFlight(Policy):
     """Chooses the server with the fewest requests in flight; of equal ones, the one with the fewest requests so far."""
 
     def choose(self, backends: Sequence[Backend], key: int) -> Backend:
         return min(backends, key=lambda backend: (backend.in_flight, backend.requests))
 
 
-class TwoChoices(_ByLoad):
+class TwoChoices(Policy):
     """Draws two servers at random, and chooses the one with fewer requests in flight (power of two choices)."""
 
     def __init__(self, seed: int | None = None) -> None:
@@ -64,7 +59,7 @@ class TwoChoices(_ByLoad):
         return min(backends[first], backends[second], key=lambda backend: backend.in_flight)
 
 
-class Content:
+class Content(Policy):
     """Chooses the same server for the same content, by rendezvous hashing.
 
     When a server is out of use, only its own requests move to other servers, and return when it is back. The choice
@@ -78,20 +73,18 @@ class Content:
     def __init__(self, header: bytes | None = None, prefix: int = 0) -> None:
         self._header = header
         self._prefix = prefix or None
-        self._seeds: dict[str, int] = {}
 
     def key(self, headers: Sequence[RawHeader], body: bytes) -> int:
         content = find(headers, self._header) if self._header else None
         return _hash(body[: self._prefix] if content is None else content)
 
     def choose(self, backends: Sequence[Backend], key: int) -> Backend:
-        return max(backends, key=lambda backend: _mix(key ^ self._seed(backend.url)))
+        return max(backends, key=lambda backend: _mix(key ^ _seed(backend.url)))
 
-    def _seed(self, url: str) -> int:
-        seed = self._seeds.get(url)
-        if seed is None:
-            seed = self._seeds[url] = _hash(url.encode())
-        return seed
+
+@lru_cache
+def _seed(url: str) -> int:
+    return _hash(url.encode())
 
 
 def _hash(content: bytes) -> int:

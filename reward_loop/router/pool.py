@@ -32,17 +32,16 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
-from types import TracebackType
 from typing import Self
 
-from reward_loop.errors import ServerError
-from reward_loop.router.backend import Backend, BackendState
-from reward_loop.router.config import BackendConfig, RequestKind, RouterConfig
-from reward_loop.router.health_watch import HealthWatch
+from reward_loop.router.backend import ANY, Backend, BackendState, Route
+from reward_loop.router.config import BackendConfig, RouterConfig
+from reward_loop.router.health import watch
 from reward_loop.router.http_client import Upstream
 from reward_loop.router.policies import Policy, policy_for
+from reward_loop.router.router_error import Refusal
 
-__all__ = ["AllCoolingDownError", "BackendPool", "Group", "NoBackendError"]
+__all__ = ["BackendPool", "Group"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +49,8 @@ _TRIAL_S = 5.0
 """A server in the state TRIAL is considered healthy if its first request takes longer than this, in seconds."""
 
 
-class NoBackendError(ServerError):
-    """All servers for the request have been drained, given up or removed."""
-
-
-class AllCoolingDownError(ServerError):
-    """No server for the request is available, and at least one is cooling down after a 429 or 503."""
-
-    def __init__(self, message: str, seconds: float) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-        """Seconds until the first cool-down ends."""
-
-
-def _ignore(backend: Backend) -> None:
-    pass
-
-
 class Group:
-    """The servers that can answer one kind of request for one model, with the policy that chooses among them."""
-
-    __slots__ = ("members", "policy", "ready", "trials")
+    """The servers that can answer the requests of a route, with the policy that chooses among them."""
 
     def __init__(self, members: list[Backend], policy: Policy) -> None:
         self.members = members
@@ -90,7 +70,7 @@ class BackendPool:
         backends: the servers.
         check: sends a health request to a server, and raises an exception if the server is unhealthy. It may set the
             backend's `models` and `cards`.
-        config: options; by default, those of `RouterConfig()`.
+        config: options.
     """
 
     def __init__(
@@ -99,8 +79,8 @@ class BackendPool:
         check: Callable[[Backend], Awaitable[None]],
         config: RouterConfig | None = None,
     ) -> None:
-        self._config = config or RouterConfig()
-        self._check = check
+        self.config = config or RouterConfig()
+        self.check = check
         self.backends: list[Backend] = []
         self.models: frozenset[str] = frozenset()
         """The names of all known models."""
@@ -109,13 +89,11 @@ class BackendPool:
         self.identity = b"reward-loop-" + secrets.token_hex(8).encode()
         """The router's name in ``Via`` headers; a received request with this name is in a routing loop."""
         self._initial = list(backends)
-        self._groups: dict[tuple[str | None, RequestKind | None], Group] = {}
+        self._groups: dict[Route, Group] = {}
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
-        self._policies: defaultdict[tuple[str | None, RequestKind | None], Policy] = defaultdict(
-            lambda: policy_for(self._config)
-        )
-        self.on_frozen: Callable[[Backend], None] = _ignore
+        self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config))
+        self.on_frozen: Callable[[Backend], None] = lambda backend: None
         """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
         further failed check."""
         self._changed = asyncio.Event()
@@ -128,9 +106,7 @@ class BackendPool:
             self.add(config)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in list(self._watches.values()):
             task.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -142,29 +118,19 @@ class BackendPool:
         """Whether at least one server is UP or TRIAL."""
         return any(backend.state in (BackendState.UP, BackendState.TRIAL) for backend in self.backends)
 
-    def group(self, model: str | None = None, kind: RequestKind | None = None) -> Group:
-        """Returns the servers that can answer requests of a kind for a model.
-
-        Args:
-            model: the model's name; ``None`` for any model.
-            kind: the kind of request; ``None`` for any kind.
-        """
-        if model is not None and model not in self.models:
-            model = ""  # All unknown names share one group: the servers whose models are unknown.
-        group = self._groups.get((model, kind))
+    def group(self, route: Route = ANY) -> Group:
+        """Returns the servers that can answer the requests of a route."""
+        if route.model is not None and route.model not in self.models:
+            route = route._replace(model="")  # All unknown names share one group: the servers whose models are unknown.
+        group = self._groups.get(route)
         if group is None:
-            members = [backend for backend in self.backends if backend.can_answer(model, kind)]
-            group = self._groups[model, kind] = Group(members, self._policies[model, kind])
+            members = [backend for backend in self.backends if backend.can_answer(route)]
+            group = self._groups[route] = Group(members, self._policies[route])
         return group
 
-    def pick(self, group: Group, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
-        """Returns a server of `group` that is available now, or ``None``.
-
-        Args:
-            group: the servers to choose from.
-            key: the routing key of the request; see `Policy.key`.
-            avoid: servers that must not be chosen.
-        """
+    def pick(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend | None:
+        """Returns a server that is available now and not in `avoid`, or ``None``; for arguments, see `acquire`."""
+        group = self.group(route)
         for backend in group.trials:
             if backend in avoid:
                 continue
@@ -180,36 +146,34 @@ class BackendPool:
         # No server is UP: use one in TRIAL, even if it has a request in flight.
         return next((backend for backend in group.trials if backend not in avoid), None)
 
-    def has_other(self, group: Group, avoid: Container[Backend]) -> bool:
+    def has_other(self, route: Route, avoid: Container[Backend]) -> bool:
         """Returns whether `pick` would return a server that is not in `avoid`, without a turn of the policy."""
+        group = self.group(route)
         return any(backend not in avoid for backends in (group.ready, group.trials) for backend in backends)
 
-    async def acquire(
-        self, model: str | None = None, kind: RequestKind | None = None, key: int = 0, avoid: Container[Backend] = ()
-    ) -> Backend:
+    async def acquire(self, route: Route = ANY, key: int = 0, avoid: Container[Backend] = ()) -> Backend:
         """Returns a server for a request; waits while all servers are down or asleep.
 
         Args:
-            model: the model's name; ``None`` for any model.
-            kind: the kind of request; ``None`` for any kind.
+            route: which servers can answer the request.
             key: the routing key of the request; see `Policy.key`.
             avoid: servers to choose only if no other server is available.
 
         Raises:
-            NoBackendError: all servers have been given up, drained or removed.
-            AllCoolingDownError: no server is available, and at least one is cooling down.
+            Refusal: 503 if all servers have been given up, drained or removed; 429 if no server is available, and at
+                least one is cooling down.
         """
         while True:
-            group = self.group(model, kind)
-            backend = self.pick(group, key, avoid) or self.pick(group, key)
+            backend = self.pick(route, key, avoid) or self.pick(route, key)
             if backend:
                 return backend
-            if all(backend.state in (BackendState.GIVEN_UP, BackendState.DRAINING) for backend in group.members):
-                raise NoBackendError(f"no reward model server is available: {self.describe(group.members)}")
-            cooling = [backend.cools_down_until for backend in group.members if backend.cooling_down]
+            members = self.group(route).members
+            if all(backend.state in (BackendState.GIVEN_UP, BackendState.DRAINING) for backend in members):
+                raise Refusal(503, f"no reward model server is available: {self.describe(members)}")
+            cooling = [backend.cools_down_until for backend in members if backend.cooling_down]
             if cooling:
-                message = f"all servers are overloaded: {self.describe(group.members)}"
-                raise AllCoolingDownError(message, min(cooling) - time.monotonic())
+                message = f"all servers are overloaded: {self.describe(members)}"
+                raise Refusal(429, message, retry_after_s=min(cooling) - time.monotonic())
             await self._changed.wait()
 
     # State changes
@@ -224,7 +188,7 @@ class BackendPool:
     def failed(self, backend: Backend, reason: str) -> None:
         """Records a 5xx answer; takes the server out of use after `max_failures` in a row, or at once in TRIAL."""
         backend.failures += 1
-        if backend.failures >= self._config.max_failures or backend.state is BackendState.TRIAL:
+        if backend.failures >= self.config.max_failures or backend.state is BackendState.TRIAL:
             self.mark_unhealthy(backend, f"{backend.failures} failures in a row, the last one: {reason}")
 
     def cool_down(self, backend: Backend, seconds: float) -> None:
@@ -248,12 +212,7 @@ class BackendPool:
             backend.taken_out.set()
 
     def admit(self, backend: Backend, *, new: bool) -> None:
-        """Takes a server into use after a successful health check.
-
-        Args:
-            backend: the server.
-            new: whether it has not been in use before, so that it needs no trial.
-        """
+        """Takes a server into use after a successful health check: a new one at once, another one on trial."""
         logger.info("server %s is up", backend.url)
         backend.failed_checks = 0
         backend.frozen = False
@@ -305,7 +264,7 @@ class BackendPool:
 
     def connect(self, url: str) -> Upstream:
         """Returns an HTTP client for a server, which sends the servers' API key and this router's identity."""
-        return Upstream(url, api_key=self._config.worker_api_key, via=self.identity)
+        return Upstream(url, api_key=self.config.worker_api_key, via=self.identity)
 
     def drain(self, backend: Backend) -> None:
         """Sends the server no new requests; those in flight continue."""
@@ -354,12 +313,11 @@ class BackendPool:
 
     def _watch(self, backend: Backend) -> None:
         backend.taken_out.set()
-        watch = HealthWatch(backend, self, self._check, self._config)
-        self._watches[backend] = self._tasks.create_task(watch.run(), name=f"watch-{backend.url}")
+        self._watches[backend] = self._tasks.create_task(watch(backend, self), name=f"watch-{backend.url}")
 
     def _stop_watching(self, backend: Backend) -> None:
-        if watch := self._watches.pop(backend, None):
-            watch.cancel()
+        if task := self._watches.pop(backend, None):
+            task.cancel()
 
     def _set_state(self, backend: Backend, state: BackendState) -> None:
         backend.state = state

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+import random
 
 import orjson
 
-from reward_loop.router.backend import Backend
+from reward_loop._util.retry_after import retry_after_seconds
+from reward_loop.router.backend import Backend, BackendState, Route
 from reward_loop.router.client_request import ClientRequest, WaitsFor
 from reward_loop.router.config import RouterConfig
-from reward_loop.router.headers import HOP_BY_HOP, RawHeader, named_by_connection, to_wire
+from reward_loop.router.headers import BACKEND, HOP_BY_HOP, RawHeader, find, named_by_connection, to_wire
+from reward_loop.router.http_connection import NO_BODY, Answer, BrokenError, ConnectError, StaleError
 from reward_loop.router.limited_log import LimitedLog
 from reward_loop.router.limits import Gate, RetryBudget
+from reward_loop.router.policies import policy_for
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.retries import Forwarder, Request
-from reward_loop.router.router_error import Refusal
+from reward_loop.router.router_error import Refusal, body_too_long
 from reward_loop.router.routing import merged_models, route
-from reward_loop.router.time_limit import TimeLimit
 
 __all__ = ["Proxy"]
 
@@ -26,20 +27,40 @@ logger = logging.getLogger(__name__)
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
+_WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
+"""HTTP statuses that are retried on another server."""
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+
+_PAUSE_S = 1.0
+"""The cool-down after a 429 without a valid ``Retry-After``, in seconds."""
+_LONGEST_PAUSE_S = 60.0
+
 
 class Proxy:
-    """Forwards every request to a server of the pool.
+    """Forwards every request to a server of the pool, and passes the answer to the client.
 
-    Create it in a running event loop, and call :meth:`close` at the end.
+    A request is retried only while no part of its answer has been sent to the client:
 
-    Errors of the proxy itself have the JSON format of vLLM's errors:
+    ============================= ============================================================================
+    Attempt ended with            Then
+    ============================= ============================================================================
+    429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
+                                  else the answer is passed on
+    another status                the answer is passed on
+    `StaleError`                  retried without a pause; not counted as a failure
+    `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
+    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    ============================= ============================================================================
+
+    Errors of the proxy itself:
 
     ====== ==========================================================
     Status Reason
     ====== ==========================================================
     400    no server can answer the request
     404    no server has the model
-    408    the body did not arrive before the deadline
     413    the body is too long
     429    all servers are cooling down after a 429 or 503
     501    the request asks for a WebSocket
@@ -47,102 +68,43 @@ class Proxy:
     503    no server was available, or the waiting queue is full
     504    the server did not answer before the deadline
     ====== ==========================================================
-
-    Args:
-        pool: the servers.
-        config: options; by default, those of `RouterConfig()`.
     """
 
-    def __init__(self, pool: BackendPool, config: RouterConfig | None = None) -> None:
-        config = config or RouterConfig()
+    def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
         self.gate = Gate(config.max_in_flight, config.max_queue)
         self.budget = RetryBudget(config.retry_share)
         self.log = LimitedLog(logger)
-        self._forwarder = Forwarder(pool, self.budget, config, self.log)
         self._pool = pool
-        self._may_repeat = config.max_attempts > 1
+        self._max_attempts = config.max_attempts
         pool.on_frozen = self._move_requests
-        self._key = pool.group().policy.key
-        self._limit = TimeLimit(config.request_timeout_s)
+        self._key = policy_for(config).key
         self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
             self._not_passed_on |= {b"authorization"}
 
-    def __call__(self, client: ClientRequest) -> Awaitable[None]:
-        """Serves one request."""
-        return self.run(client, self._serve(client))
+    async def __call__(self, client: ClientRequest) -> None:
+        """Forwards one request.
 
-    async def run(self, client: ClientRequest, work: Awaitable[None]) -> None:
-        """Awaits `work` until the deadline of the request, and sends the error answer if it fails."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._limit.start(task)
-        try:
-            await work
-        except Refusal as refusal:
-            self.refuse(client, refusal)
-        except asyncio.CancelledError:
-            if not self._limit.is_exceeded(task) or task.uncancel() > 0:
-                raise  # The client disconnected, or the router stops.
-            self.refuse(client, self._late(client))
-        finally:
-            self._limit.stop(task)
-
-    def refuse(self, client: ClientRequest, refusal: Refusal) -> None:
-        """Logs an error, and sends it to the client."""
-        self.log.refused_request(client.method, client.path, refusal)
-        client.refuse(refusal)
-
-    def close(self) -> None:
-        """Stops the timer, and logs the summaries of suppressed messages."""
-        self._limit.close()
-        self.log.close()
-
-    async def _serve(self, client: ClientRequest) -> None:
+        Raises:
+            Refusal: see the table above; the router sends it to the client.
+        """
         headers = self._headers_for_servers(client.headers)
-        if not self.gate.enter_at_once():
-            await self.gate.enter()
+        await self.gate.enter()
         try:
             body = await client.read_body(self._max_body_bytes)
             pool, path = self._pool, client.path
             if pool.several_models and path == "/v1/models" and client.method == "GET":
-                content = orjson.dumps(merged_models(pool))
-                own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-                client.answer(200, own, content)
+                client.answer_json(orjson.dumps(merged_models(pool)))
                 return
             if body or client.method in _WITH_BODY:
                 headers += b"content-length: %d\r\n" % len(body)
-            key = self._key(client.headers, body)
             self.budget.earn()
-            destination = route(pool, path, body)
-            request = Request(client.method.encode(), client.target, headers, body, destination, key)
-            await self._forwarder.forward(client, request)
+            message = client.method.encode(), client.target, headers, body
+            await self._forward(client, message, route(pool, path, body), self._key(client.headers, body))
         finally:
             self.gate.leave()
-
-    def _late(self, client: ClientRequest) -> Refusal:
-        """Returns the error for a request that has passed its deadline."""
-        timeout = f"{self._limit.seconds:g} s"
-        match client.waits_for:
-            case WaitsFor.TURN:
-                message = f"the request waited {timeout} in the queue: {self.gate.inside} requests are in flight"
-                return Refusal(503, message, close=True)
-            case WaitsFor.BODY:
-                return Refusal(408, f"the body did not arrive within {timeout}", close=True)
-            case WaitsFor.SERVER:
-                return Refusal(503, f"no reward model server was available for {timeout}: {self._pool.describe()}")
-            case url:
-                return Refusal(504, f"{url} did not answer within {timeout}, the time limit of a request")
-
-    def _move_requests(self, backend: Backend) -> None:
-        """Retries the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
-
-        Requests beyond the budget stay with the frozen server, which may recover.
-        """
-        if self._may_repeat and self._pool.has_stand_in(backend):
-            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Returns the header lines that are forwarded to a server.
@@ -155,7 +117,124 @@ class Proxy:
         if b"connection" in fields:
             without |= named_by_connection(headers)
         if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
-            raise Refusal(413, f"the body is longer than {self._max_body_bytes} bytes", close=True)
+            raise body_too_long(self._max_body_bytes)
         if fields.get(b"upgrade", b"").lower() == b"websocket":
             raise Refusal(501, "the router does not forward WebSockets", close=True)
         return to_wire(headers, without)
+
+    async def _forward(
+        self, client: ClientRequest, message: tuple[bytes, bytes, bytes, bytes], route: Route, key: int
+    ) -> None:
+        """Sends a request to servers, and the answer to the client.
+
+        Args:
+            client: the client's request.
+            message: the arguments of `Upstream.request`.
+            route: which servers can answer it.
+            key: the routing key; see `Policy.key`.
+        """
+        pool = self._pool
+        loop = asyncio.get_running_loop()
+        failed: list[Backend] = []
+        attempts = 0
+        while True:
+            client.waits_for = WaitsFor.SERVER
+            backend = await pool.acquire(route, key, failed)
+            backend.begin()
+            client.waits_for = backend.url
+            began = loop.time()
+            status = 0
+            try:
+                answer = await backend.upstream.request(*message)
+                status = answer.status
+                if status in _WORTH_A_RETRY:
+                    attempts += 1
+                    retry = self._may_retry(backend, answer, route, [*failed, backend], attempts)
+                else:
+                    retry = False
+                    if backend.failures or backend.state is not BackendState.UP:
+                        pool.succeeded(backend)
+                answer.headers.append((BACKEND, backend.url.encode()))
+                if not retry:
+                    await _pass_on(client, answer)
+                    return
+                answer.close()
+            except StaleError:
+                # The server may only have closed an idle connection, so it stays in use. But it may also be dead, with
+                # a socket that still accepts connections, so other servers are preferred.
+                failed.append(backend)
+                continue
+            except (ConnectError, BrokenError) as error:
+                backend.stats.broken += 1
+                pool.mark_unhealthy(backend, f"{type(error).__name__}: {error}")
+                if client.started:
+                    self.log.warning(
+                        backend, "%s: the connection to %s broke within the answer: %s", client.name, backend.url, error
+                    )
+                    return
+                attempts += isinstance(error, BrokenError)
+                if attempts >= self._max_attempts:
+                    raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from error
+            finally:
+                backend.end(status, loop.time() - began)
+            backend.stats.retries += 1
+            failed.append(backend)
+            await _back_off(len(failed))
+
+    def _may_retry(self, backend: Backend, answer: Answer, route: Route, failed: list[Backend], attempts: int) -> bool:
+        """Records an error answer of a server; returns whether to retry the request on another server."""
+        pause = find(answer.headers, b"retry-after")
+        if answer.status == 429 or (answer.status == 503 and pause):
+            self._pool.cool_down(backend, _pause(pause))
+        else:
+            self._pool.failed(backend, f"status {answer.status}")
+        return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
+
+    def _move_requests(self, backend: Backend) -> None:
+        """Retries the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
+
+        Requests beyond the budget stay with the frozen server, which may recover.
+        """
+        if self._max_attempts > 1 and self._pool.has_stand_in(backend):
+            backend.upstream.break_off("the server is frozen: its health checks time out", self.budget.spend)
+
+
+async def _back_off(failures: int) -> None:
+    # The first retry has no delay.
+    if failures > 1:
+        longest = min(_FIRST_BACKOFF_S * 2.0 ** (failures - 2), _LONGEST_BACKOFF_S)
+        await asyncio.sleep(longest * random.uniform(0.5, 1))
+
+
+async def _pass_on(client: ClientRequest, answer: Answer) -> None:
+    """Sends an answer to the client.
+
+    Raises:
+        BrokenError: the connection to the server broke before the end of the answer.
+    """
+    try:
+        if not answer.complete and (answer.length is not None or client.version != "1.0"):
+            client.start(answer.status, answer.headers)
+            while part := await answer.read():
+                await client.write(part)
+            client.end()
+            return
+        # It is complete, or the client needs its length: HTTP/1.0 has no chunked encoding.
+        parts = []
+        while part := await answer.read():
+            parts.append(part)
+    finally:
+        answer.close()
+    headers, body = answer.headers, b"".join(parts)
+    if answer.status in NO_BODY:
+        # Such an answer has no body, whatever its Content-Length.
+        headers = [header for header in headers if header[0] != b"content-length"]
+    elif answer.length is None and client.method != "HEAD":
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+    client.answer(answer.status, headers, body)
+
+
+def _pause(retry_after: bytes | None) -> float:
+    """Returns the cool-down of an overloaded server, in seconds."""
+    seconds = None if retry_after is None else retry_after_seconds(retry_after.decode("latin-1"))
+    return _PAUSE_S if seconds is None else min(seconds, _LONGEST_PAUSE_S)

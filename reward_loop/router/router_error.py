@@ -8,7 +8,7 @@ import orjson
 
 from reward_loop.router.headers import RawHeader
 
-__all__ = ["LOOPING", "Refusal"]
+__all__ = ["LOOPING", "Refusal", "body_too_long"]
 
 LOOPING = (
     "the request has passed this router before: one of its servers is the router itself, or another router that "
@@ -58,3 +58,8 @@ class Refusal(Exception):
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers, body
+
+
+def body_too_long(limit: int) -> Refusal:
+    """Returns the error for a body of more than `limit` bytes."""
+    return Refusal(413, f"the body is longer than {limit} bytes", close=True)

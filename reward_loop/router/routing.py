@@ -6,13 +6,14 @@ from typing import Any
 
 import orjson
 
+from reward_loop.router.backend import ANY, Route
 from reward_loop.router.config import Kind, RequestKind
 from reward_loop.router.pool import BackendPool, Group
 from reward_loop.router.router_error import Refusal
 
-__all__ = ["KIND_OF_PATH", "Route", "merged_models", "route"]
+__all__ = ["merged_models", "route"]
 
-KIND_OF_PATH: dict[str, RequestKind] = {
+_KIND_OF_PATH: dict[str, RequestKind] = {
     "/v1/chat/completions": "generative",
     "/v1/completions": "generative",
     "/v1/responses": "generative",
@@ -31,14 +32,13 @@ KIND_OF_PATH: dict[str, RequestKind] = {
 }
 """The kind of request for each known path. Requests with other paths go to any server."""
 
-_TEXT_FIELDS = ("text", "input", "input_ids")
+_ROUTE_OF_PATH = {path: Route(kind=kind) for path, kind in _KIND_OF_PATH.items()}
 
-Route = tuple[str | None, RequestKind | None]
-"""The model and the kind of a request; ``None`` stands for any."""
+_TEXT_FIELDS = ("text", "input", "input_ids")
 
 
 def route(pool: BackendPool, path: str, body: bytes) -> Route:
-    """Returns the model and the kind by which to route a request.
+    """Returns the route of a request.
 
     The body is parsed only if servers have different models, or if the group contains a server that an empty text can
     crash.
@@ -46,15 +46,16 @@ def route(pool: BackendPool, path: str, body: bytes) -> Route:
     Raises:
         Refusal: no server can answer the request.
     """
-    kind = KIND_OF_PATH.get(path)
-    group = pool.group(None, kind)
+    destination = _ROUTE_OF_PATH.get(path, ANY)
+    kind = destination.kind
+    group = pool.group(destination)
     if not group.members:
         if not pool.backends:
             raise Refusal(503, "the router has no reward model server")
         raise Refusal(400, f"{path} needs a {_needed(kind)} server; available: {_served(pool)}")
     if body and (pool.several_models or _empty_text_can_crash(kind, group)):
         return _route_by_body(pool, path, kind, body)
-    return None, kind
+    return destination
 
 
 def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body: bytes) -> Route:
@@ -62,7 +63,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if kind is None:
-            return None, None
+            return ANY
         raise Refusal(400, f"the body is not JSON: {error}") from None
     model = fields.get("model") if isinstance(fields, dict) else None
     if not isinstance(model, str):
@@ -70,16 +71,17 @@ def _route_by_body(pool: BackendPool, path: str, kind: RequestKind | None, body:
     if pool.several_models:
         if model is None and kind is not None:
             raise Refusal(400, f"the field 'model' is missing; available models: {_names(pool)}", param="model")
-        if model is not None and not pool.group(model).members:
+        if model is not None and not pool.group(Route(model)).members:
             raise Refusal(404, f"the model {model!r} does not exist; available models: {_names(pool)}", param="model")
     else:
         model = None
-    group = pool.group(model, kind)
+    destination = Route(model, kind)
+    group = pool.group(destination)
     if not group.members:
         raise Refusal(400, f"{path} needs a {_needed(kind)} server, which {model!r} is not; available: {_served(pool)}")
     if _empty_text_can_crash(kind, group) and _has_empty_text(fields):
         raise Refusal(400, "the text is empty, which can crash the SGLang server")
-    return model, kind
+    return destination
 
 
 def merged_models(pool: BackendPool) -> dict[str, Any]:

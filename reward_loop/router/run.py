@@ -9,14 +9,13 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterable
 
 import uvloop
 
 from reward_loop._util.output import print_line
 from reward_loop._util.sockets import is_loopback, url_of
 from reward_loop.errors import ConfigError
-from reward_loop.router.app import Router, create_app
+from reward_loop.router.app import Router
 from reward_loop.router.config import API_KEY_VARIABLE, BackendConfig, RouterConfig
 from reward_loop.router.http_server import HttpServer
 
@@ -28,16 +27,8 @@ _SPARE_FILES = 1024
 """File descriptors reserved for waiting clients, idle connections, and the process itself."""
 
 
-def run_router(
-    backends: Iterable[str | BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int = 5
-) -> None:
-    """Runs the router until SIGTERM or SIGINT, then lets the requests in flight finish.
-
-    Args:
-        backends: the servers, or their URLs.
-        config: options.
-        listener: the listening socket.
-        grace_s: seconds that requests in flight have to finish.
+def run_router(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int) -> None:
+    """Runs the router until SIGTERM or SIGINT, then lets the requests in flight finish for at most `grace_s` seconds.
 
     Raises:
         ConfigError: other machines can reach the socket, and there is no API key; or a server's URL is the router's.
@@ -47,11 +38,9 @@ def run_router(
             f"{url_of(listener)} can be reached from other machines: set an API key (the environment variable "
             f"{API_KEY_VARIABLE}), or listen on 127.0.0.1"
         )
-    backends = list(backends)
     own = url_of(listener)
-    for backend in backends:
-        if (backend if isinstance(backend, str) else backend.url).rstrip("/") == own:
-            raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
+    if own in [backend.url for backend in backends]:
+        raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     room = _room_for(config.max_in_flight)
     if room < config.max_in_flight:
@@ -61,16 +50,15 @@ def run_router(
             config.max_in_flight,
         )
         config = config.model_copy(update={"max_in_flight": room})
-    router = create_app(backends, config)
     # Imported objects live until the process exits: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(router, listener, config.max_header_bytes, grace_s))
+        runner.run(_serve(backends, config, listener, grace_s))
 
 
-async def _serve(router: Router, listener: socket.socket, max_header_bytes: int, grace_s: float) -> None:
+async def _serve(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, grace_s: int) -> None:
     """Serves until SIGTERM or SIGINT; a second SIGINT ends the requests in flight."""
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
@@ -83,8 +71,8 @@ async def _serve(router: Router, listener: socket.socket, max_header_bytes: int,
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     print_line(f"router listens on {url_of(listener)}")
-    async with router:
-        server = HttpServer(router, max_header_bytes)
+    async with Router(backends, config) as router:
+        server = HttpServer(router, config.max_header_bytes)
         await server.start(listener)
         await stopping.wait()
         logger.info("the router is stopping")

@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-import orjson
-
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import ConfigError
@@ -241,16 +239,9 @@ class RewardModelManager:
             raise ConfigError(f"host={host!r}, router_port={port}: cannot listen there: {error}") from error
 
     def _router_command(self) -> list[str]:
-        backends = [server.config().model_dump() for server in self._servers if server.url]
-        options = [option for backend in backends for option in ("--worker", orjson.dumps(backend).decode())]
-        for name, value in (
-            ("--request-timeout", self._config.request_timeout_s),
-            ("--max-in-flight", self._config.max_in_flight),
-            ("--health-interval", self._config.health_interval_s),
-            ("--health-timeout", self._config.health_timeout_s),
-            ("--max-failed-checks", self._config.max_failed_checks),
-            # The servers stop next, so requests in flight cannot be finished.
-            ("--grace", 0),
-        ):
-            options += [name, str(value)]
+        shared = {"request_timeout_s", "max_in_flight", "health_interval_s", "health_timeout_s", "max_failed_checks"}
+        options = ["--options", self._config.model_dump_json(include=shared)]
+        for server in self._servers:
+            if server.url:
+                options += ["--worker", server.config().model_dump_json()]
         return [sys.executable, "-m", "reward_loop.router", *options]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import LATENCY_BOUNDS_S, Backend, BackendState, BackendStats, Route
 from reward_loop.router.config import BackendConfig, Kind
 from reward_loop.router.http_client import Upstream
 
@@ -47,4 +47,15 @@ async def test_idle_is_set_when_the_last_request_before_sleep_has_ended() -> Non
 async def test_requests_that_a_backend_can_answer(
     models: tuple[str, ...], own: Kind | None, model: str | None, kind: Kind | None, can: bool
 ) -> None:
-    assert new(models=models, kind=own).can_answer(model, kind) is can
+    assert new(models=models, kind=own).can_answer(Route(model, kind)) is can
+
+
+def test_answers_are_counted_by_status_and_duration() -> None:
+    stats = BackendStats()
+    for status, seconds in ((200, 0.001), (200, LATENCY_BOUNDS_S[0]), (500, 0.3), (200, 10_000.0)):
+        stats.count(status, seconds)
+    assert stats.statuses == {200: 3, 500: 1}
+    # A bound counts as within; what is beyond the last one has a place of its own.
+    assert (stats.latencies[0], stats.latencies[LATENCY_BOUNDS_S.index(0.5)], stats.latencies[-1]) == (2, 1, 1)
+    assert sum(stats.latencies) == 4
+    assert stats.latency_sum_s == 0.001 + LATENCY_BOUNDS_S[0] + 0.3 + 10_000

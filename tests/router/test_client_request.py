@@ -9,10 +9,13 @@ from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.router_error import Refusal
 from tests.router.transport import Transport
 
+EXPECTING = [(b"expect", b"100-Continue")]
 
-def request(transport: Transport, method: str = "POST", url: bytes = b"/x", **options: Any) -> ClientRequest:
-    options = {"keep_alive": True} | options
-    return ClientRequest(Flow(transport), method, url, "1.1", [], **options)
+
+def request(
+    transport: Transport, method: str = "POST", url: bytes = b"/x", headers: list[Any] | None = None
+) -> ClientRequest:
+    return ClientRequest(Flow(transport), method, url, "1.1", headers or [], keep_alive=True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ async def test_reading_pauses_while_a_long_body_is_not_read() -> None:
 @pytest.mark.parametrize("complete", [True, False])
 async def test_a_continue_is_sent_only_if_the_body_is_read_and_incomplete(complete: bool) -> None:
     transport = Transport()
-    client = request(transport, expects_continue=True)
+    client = request(transport, headers=EXPECTING)
     if complete:
         client.end_body()
     reading = asyncio.create_task(client.read_body(1))
@@ -80,7 +83,7 @@ async def test_a_continue_is_sent_only_if_the_body_is_read_and_incomplete(comple
 
 async def test_an_answer_before_the_continue_closes_the_connection() -> None:
     transport = Transport()
-    request(transport, expects_continue=True).answer(401, [(b"content-length", b"0")], b"")
+    request(transport, headers=EXPECTING).answer(401, [(b"content-length", b"0")], b"")
     # The client may send its body or not, and its next request would be taken for the body.
     assert transport.written == b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -116,11 +119,11 @@ async def test_parts_wait_while_the_client_does_not_read() -> None:
     flow = Flow(transport)
     client = ClientRequest(flow, "POST", b"/", "1.1", [], keep_alive=True)
     client.start(200, [])
-    flow.set_writable(False)
+    flow.writable.clear()
     writing = asyncio.create_task(client.write(b"ok"))
     await asyncio.sleep(0)
     assert not writing.done()
-    flow.set_writable(True)
+    flow.writable.set()
     await writing
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.router import app, control
-from reward_loop.router.app import create_app
+from reward_loop.router.app import Router
 from tests.servers import CHAT, listed, model_server, post, routed, served_by_router, serving
 
 
@@ -153,7 +153,7 @@ async def test_the_router_refuses_itself_as_a_server(host: str, monkeypatch: pyt
 
 async def test_a_router_that_was_started_with_itself_as_a_server_gives_it_up() -> None:
     listener = listen("127.0.0.1")
-    app = create_app([url_of(listener).replace("127.0.0.1", "localhost")])
+    app = Router([url_of(listener).replace("127.0.0.1", "localhost")])
     async with (
         served_by_router(app, listener) as url,
         aiohttp.ClientSession(url) as session,

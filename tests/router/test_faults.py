@@ -17,7 +17,7 @@ import pytest
 
 from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop._util.sockets import listen, url_of
-from reward_loop.router.app import create_app
+from reward_loop.router.app import Router
 from reward_loop.router.config import RouterConfig
 from tests.servers import STUB_COMMAND, listed, served_by_router, until
 
@@ -63,7 +63,7 @@ async def routed_stubs(
             stub = Stub(stack.enter_context(listen("127.0.0.1")), delay_s, gate)
             stack.callback(stub.close)
             stubs.append(stub)
-        app = create_app([stub.url for stub in stubs], RouterConfig(**options))
+        app = Router([stub.url for stub in stubs], RouterConfig(**options))
         url = await stack.enter_async_context(served_by_router(app))
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(url, connector=connector))

@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 import pytest
 
-from reward_loop.router.app import create_app
+from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.health import AsleepError, UnhealthyError, check_health
@@ -92,7 +92,7 @@ async def test_a_sleeping_vllm_gets_no_requests() -> None:
         await send({"type": "http.response.body", "body": body})
 
     async with serving(asleep) as backend:
-        app = create_app([BackendConfig(url=backend, engine="vllm")], RouterConfig(request_timeout_s=0.3))
+        app = Router([BackendConfig(url=backend, engine="vllm")], RouterConfig(request_timeout_s=0.3))
         async with served_by_router(app) as url, aiohttp.ClientSession(url) as session, asyncio.timeout(60):
             while not (await listed(session))[0]["last_error"]:  # noqa: ASYNC110 (until it has been looked at)
                 await asyncio.sleep(0)

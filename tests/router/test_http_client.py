@@ -307,6 +307,13 @@ async def test_bytes_after_an_answer_are_not_the_answer_to_the_next_request() ->
         assert [await get(upstream) for _ in range(2)] == [(200, b"ok")] * 2
 
 
+@pytest.mark.parametrize("surplus", [b"H", OK[:20], OK[:-3]])
+async def test_a_connection_with_the_beginning_of_another_answer_is_not_used_again(surplus: bytes) -> None:
+    async with raw(saying(OK + surplus)) as upstream:
+        assert await get(upstream) == (200, b"ok")
+        assert not upstream._idle
+
+
 async def test_a_request_cancelled_while_its_connection_is_opened_leaves_nothing_behind() -> None:
     async with raw(saying(OK)) as upstream:
         request = asyncio.create_task(get(upstream))

@@ -5,10 +5,11 @@ from collections import Counter
 
 import pytest
 
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import ANY, Backend, BackendState, Route
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.health import AsleepError
-from reward_loop.router.pool import AllCoolingDownError, BackendPool, NoBackendError
+from reward_loop.router.pool import BackendPool
+from reward_loop.router.router_error import Refusal
 from tests.servers import until
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
@@ -87,7 +88,7 @@ async def test_when_all_are_retired_requests_fail_at_once_with_the_reasons() -> 
         await asyncio.sleep(0)
         pool.give_up(pool.backends[0], "out of memory")
         pool.give_up(pool.backends[1], "no such model")
-        with pytest.raises(NoBackendError, match=r"a:1 is retired \(out of memory\); http://b:1 is .*no such model"):
+        with pytest.raises(Refusal, match=r"a:1 is retired \(out of memory\); http://b:1 is .*no such model"):
             await waiting
         pool.mark_unhealthy(pool.backends[0], "connection reset")
         assert pool.backends[0].state is BackendState.GIVEN_UP
@@ -138,15 +139,15 @@ async def test_looking_for_another_backend_takes_no_turn_and_starts_no_trial() -
     async with BackendPool(BACKENDS[:2], Health(*URLS)) as pool:
         first = await on_trial(pool)
         second = next(backend for backend in pool.backends if backend is not first)
-        group, until_then = pool.group(), first.trial_until
-        assert all(pool.has_other(group, [second]) and pool.has_other(group, [first]) for _ in range(3))
-        assert not pool.has_other(group, [first, second])
+        until_then = first.trial_until
+        assert all(pool.has_other(ANY, [second]) and pool.has_other(ANY, [first]) for _ in range(3))
+        assert not pool.has_other(ANY, [first, second])
         assert first.trial_until == until_then
         pool.succeeded(first)
         urls = []
         for _ in range(4):
             urls.append((await pool.acquire()).url)
-            pool.has_other(group, [])
+            pool.has_other(ANY, [])
         assert urls[0] != urls[1]
         assert urls[:2] == urls[2:]
 
@@ -158,7 +159,7 @@ async def test_models_that_are_asked_alternately_take_turns_each() -> None:
     backends = [BackendConfig(url=f"http://h:{number}", models=(model,)) for number, model in enumerate("abab", 1)]
     async with BackendPool(backends, well) as pool:
         await until(lambda: {backend.state for backend in pool.backends} == {BackendState.UP})
-        asked = {(await pool.acquire(model)).url for model in "abab"}
+        asked = {(await pool.acquire(Route(model))).url for model in "abab"}
     assert len(asked) == 4
 
 
@@ -185,13 +186,14 @@ async def test_backends_that_cool_down_are_left_alone_and_come_back_by_themselve
         pool.cool_down(first, 600)
         assert first not in [await pool.acquire() for _ in range(4)]
         pool.cool_down(second, 900)
-        with pytest.raises(AllCoolingDownError) as raised:
+        with pytest.raises(Refusal) as raised:
             await pool.acquire()
-        assert 0 < raised.value.seconds <= 600
+        assert raised.value.status == 429
+        assert 0 < (raised.value.retry_after_s or 0) <= 600
     async with BackendPool(BACKENDS[:1], Health(*URLS)) as pool:
         backend = await pool.acquire()
         pool.cool_down(backend, 0.05)
-        await until(lambda: pool.pick(pool.group()) is backend)
+        await until(lambda: pool.pick() is backend)
 
 
 async def test_a_drained_backend_gets_nothing_until_it_is_resumed() -> None:
@@ -201,7 +203,7 @@ async def test_a_drained_backend_gets_nothing_until_it_is_resumed() -> None:
         pool.drain(first)
         assert {await pool.acquire() for _ in range(4)} == {second}
         pool.drain(second)
-        with pytest.raises(NoBackendError, match="a:1 is draining"):
+        with pytest.raises(Refusal, match="a:1 is draining"):
             await pool.acquire()
         pool.resume(first)
         assert await pool.acquire() is first
@@ -211,7 +213,7 @@ async def test_a_drained_backend_gets_nothing_until_it_is_resumed() -> None:
 
 async def test_backends_are_added_while_it_runs() -> None:
     async with BackendPool([], Health(*URLS)) as pool:
-        with pytest.raises(NoBackendError, match="no server is configured"):
+        with pytest.raises(Refusal, match="no server is configured"):
             await pool.acquire()
         backend = pool.add(BACKENDS[2])
         assert await pool.acquire() is backend
@@ -229,12 +231,12 @@ async def test_requests_go_by_model_and_kind() -> None:
         assert pool.several_models
         assert pool.models == {"judge", "scorer"}
 
-        def urls(*route: str | None) -> list[str]:
-            return [backend.url for backend in pool.group(*route).members]  # type: ignore[arg-type]
+        def urls(route: Route) -> list[str]:
+            return [backend.url for backend in pool.group(route).members]
 
-        assert urls("judge") == [URLS[0], URLS[2]]
-        assert urls(None, "discriminative") == [URLS[1], URLS[2]]
-        assert urls("judge", "discriminative") == urls("unheard of") == [URLS[2]]
+        assert urls(Route("judge")) == [URLS[0], URLS[2]]
+        assert urls(Route(kind="discriminative")) == [URLS[1], URLS[2]]
+        assert urls(Route("judge", "discriminative")) == urls(Route("unheard of")) == [URLS[2]]
 
 
 async def test_a_backend_in_use_that_falls_asleep_is_noticed() -> None:

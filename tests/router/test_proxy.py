@@ -16,11 +16,9 @@ from yarl import URL
 
 from reward_loop._util.sockets import listen, url_of
 from reward_loop.client.http import BACKEND_HEADER
-from reward_loop.router.app import create_app
+from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.config import BackendConfig, RouterConfig
-from reward_loop.router.pool import BackendPool
-from reward_loop.router.proxy import Proxy
 from tests.servers import post, refusing, resetting, served_by_router, serving, until
 
 
@@ -28,7 +26,7 @@ from tests.servers import post, refusing, resetting, served_by_router, serving, 
 async def proxied(
     *backends: str | BackendConfig, timeout_s: float = 30, probe: Callable[[str], Any] | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """A proxy in front of backends that are taken to be well."""
+    """A router in front of backends that are taken to be well."""
 
     async def well(backend: Backend) -> None:
         if probe:
@@ -36,20 +34,12 @@ async def proxied(
 
     configs = [BackendConfig(url=backend) if isinstance(backend, str) else backend for backend in backends]
     config = RouterConfig(request_timeout_s=timeout_s, **options)
-    async with BackendPool(configs, well, config) as pool, served_by_router(Proxy(pool, config)) as url:
+    async with served_by_router(Router(configs, config, well)) as url:
         yield url
 
 
-@asynccontextmanager
-async def well_pool(backend: str) -> AsyncIterator[BackendPool]:
-    """A pool of one server, which is in use."""
-
-    async def well(backend: Backend) -> None:
-        pass
-
-    async with BackendPool([BackendConfig(url=backend)], well) as pool:
-        await pool.acquire()
-        yield pool
+async def well(backend: Backend) -> None:
+    pass
 
 
 def answering(status: int = 200, headers: dict[str, str] | None = None, body: bytes = b"ok") -> Any:
@@ -261,10 +251,10 @@ async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> 
 
 
 async def test_a_request_that_waits_in_the_queue_too_long_gets_a_503() -> None:
-    async with serving(silent) as backend, well_pool(backend) as pool:
-        proxy = Proxy(pool, RouterConfig(request_timeout_s=0.1, max_in_flight=1))
-        assert proxy.gate.enter_at_once()
-        async with served_by_router(proxy) as url:
+    async with serving(silent) as backend:
+        router = Router([backend], RouterConfig(request_timeout_s=0.1, max_in_flight=1), well)
+        await router.proxy.gate.enter()
+        async with served_by_router(router) as url:
             status, body = await post(url)
     assert status == 503
     assert b"waited 0.1 s in the queue: 1 requests are in flight" in body
@@ -287,12 +277,9 @@ async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> Non
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(app)) for app in (frozen, answering())]
 
-        async def well(backend: Backend) -> None:
-            pass
-
-        pool = await stack.enter_async_context(BackendPool([BackendConfig(url=url) for url in urls], well))
-        proxy = Proxy(pool, RouterConfig(policy="content"))
-        url = await stack.enter_async_context(served_by_router(proxy))
+        router = Router(urls, RouterConfig(policy="content"), well)
+        pool = router.pool
+        url = await stack.enter_async_context(served_by_router(router))
         await until(lambda: all(backend.state is BackendState.UP for backend in pool.backends))
         stuck, other = pool.backends
         pool.drain(other)  # so that both requests go to the server that will be frozen
@@ -305,7 +292,7 @@ async def test_requests_of_a_frozen_server_move_within_the_retry_budget() -> Non
         assert stuck.in_flight == 2  # there is no other server
         pool.resume(other)
         await until(lambda: pool.has_stand_in(stuck))
-        proxy.budget.left = 1
+        router.proxy.budget.left = 1
         pool.on_frozen(stuck)
         done, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         assert [request.result() for request in done] == [(200, b"ok")]
@@ -388,10 +375,10 @@ async def test_a_request_on_a_connection_that_had_died_is_sent_again_and_its_ser
         writer.close()
 
     listener = listen("127.0.0.1")
-    async with await asyncio.start_server(serve, sock=listener), well_pool(url_of(listener)) as pool:
-        async with served_by_router(Proxy(pool)) as url:
-            assert [await post(url) for _ in range(3)] == [(200, b"ok")] * 3
-        (backend,) = pool.backends
+    router = Router([url_of(listener)], check=well)
+    async with await asyncio.start_server(serve, sock=listener), served_by_router(router) as url:
+        assert [await post(url) for _ in range(3)] == [(200, b"ok")] * 3
+        (backend,) = router.pool.backends
         assert (backend.stats.broken, backend.state) == (0, BackendState.UP)
 
 
@@ -410,27 +397,28 @@ async def test_requests_are_not_counted_after_their_end() -> None:
             case path:
                 await answering(int(path[1:]))(scope, receive, send)
 
-    async with serving(app) as backend, well_pool(backend) as pool:
-        proxy, hasty = Proxy(pool), Proxy(pool, RouterConfig(request_timeout_s=3))
-        async with served_by_router(proxy) as url, served_by_router(hasty) as hasty_url:
+    async with serving(app) as backend:
+        router, hasty = Router([backend], check=well), Router([backend], RouterConfig(request_timeout_s=3), well)
+        async with served_by_router(router) as url, served_by_router(hasty) as hasty_url:
             for status in (200, 429, 500, 204, 200):
                 assert (await post(url, f"/{status}"))[0] == status
-                await until(lambda: pool.pick(pool.group()))
+                await until(router.pool.pick)
             with pytest.raises(aiohttp.ClientPayloadError):
                 await post(url, "/broken")
             leaving = asyncio.create_task(post(url, "/slow"))
             await arrived.wait()
             leaving.cancel()
             assert (await post(hasty_url, "/slow"))[0] == 504
-            await until(lambda: not proxy.gate.inside and not hasty.gate.inside)
-        assert pool.backends[0].in_flight == 0
+            for one in (router, hasty):
+                await until(lambda: not one.proxy.gate.inside)  # noqa: B023
+                assert one.pool.backends[0].in_flight == 0
 
 
 async def test_the_router_has_a_control_plane_of_its_own() -> None:
     async with AsyncExitStack() as stack:
         backend = await stack.enter_async_context(serving(mirror))
         other = refusing()
-        url = await stack.enter_async_context(served_by_router(create_app([backend, other])))
+        url = await stack.enter_async_context(served_by_router(Router([backend, other])))
         session = await stack.enter_async_context(aiohttp.ClientSession(url))
         assert (await post(url, "/v1/models"))[0] == 200
         async with session.get("/health") as response:

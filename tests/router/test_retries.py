@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,14 +12,10 @@ from reward_loop.router.backend import Backend, BackendState
 from reward_loop.router.client_request import ClientRequest, Flow
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_connection import Answer, BrokenError, ConnectError, StaleError
-from reward_loop.router.limited_log import LimitedLog
-from reward_loop.router.limits import RetryBudget
 from reward_loop.router.pool import BackendPool
-from reward_loop.router.retries import Forwarder, Request
+from reward_loop.router.proxy import Proxy
 from reward_loop.router.router_error import Refusal
 from tests.router.transport import Transport
-
-REQUEST = Request(b"POST", b"/", b"", b"", (None, None), 0)
 
 
 def answer(status: int, **headers: str) -> Answer:
@@ -58,9 +53,7 @@ class Caller:
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
         self.pool = pool
-        self.forwarder = Forwarder(
-            pool, RetryBudget(config.retry_share), config, LimitedLog(logging.getLogger(__name__))
-        )
+        self.proxy = Proxy(pool, config)
 
     async def ask(self) -> int:
         return int((await self.answer()).split(b" ")[1])
@@ -68,7 +61,8 @@ class Caller:
     async def answer(self, version: str = "1.1") -> bytes:
         transport = Transport()
         client = ClientRequest(Flow(transport), "POST", b"/", version, [], keep_alive=version != "1.0")
-        await self.forwarder.forward(client, REQUEST)
+        client.end_body()
+        await self.proxy(client)
         return transport.written
 
 

@@ -62,11 +62,11 @@ async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
 async def test_sglang_ranks_with_generative_models_too(path: str) -> None:
     ranker = JUDGE.model_copy(update={"engine": "sglang"})
     async with BackendPool([ranker], well) as pool:
-        assert pool.group(*route(pool, path, b"{}")).members == pool.backends
+        assert pool.group(route(pool, path, b"{}")).members == pool.backends
         assert (await refusal(pool, CLASSIFY, b"{}"))[0] == 400
     async with BackendPool([ranker, SCORER], well) as pool:
         for backend, body in zip(pool.backends, (b'{"model": "judge"}', b'{"model": "scorer"}'), strict=True):
-            assert pool.group(*route(pool, path, body)).members == [backend]
+            assert pool.group(route(pool, path, body)).members == [backend]
         assert "'model' is missing" in (await refusal(pool, path, b"{}"))[1]
     async with BackendPool([JUDGE.model_copy(update={"engine": "vllm"})], well) as pool:
         assert "needs a discriminative server" in (await refusal(pool, path, b"{}"))[1]

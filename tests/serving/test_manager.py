@@ -204,9 +204,8 @@ async def test_the_router_has_ended_before_the_servers_are_stopped(
 
 def test_the_options_of_health_checks_reach_the_router(config: Any) -> None:
     models = RewardModelManager(config(health_interval_s=0.5, health_timeout_s=1.5, max_failed_checks=7))
-    options = dict(pairwise(models._router_command()))
-    names = ("--health-interval", "--health-timeout", "--max-failed-checks")
-    assert [options[name] for name in names] == ["0.5", "1.5", "7"]
+    options = json.loads(dict(pairwise(models._router_command()))["--options"])
+    assert [options[name] for name in ("health_interval_s", "health_timeout_s", "max_failed_checks")] == [0.5, 1.5, 7]
 
 
 async def test_a_model_that_is_not_there_is_named_before_anything_starts(config: Any) -> None:

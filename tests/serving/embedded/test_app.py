@@ -16,7 +16,7 @@ torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.client import Json, Judge  # noqa: E402
 from reward_loop.errors import ConfigError, RequestError  # noqa: E402
-from reward_loop.router.app import create_app as create_router  # noqa: E402
+from reward_loop.router.app import Router  # noqa: E402
 from reward_loop.serving.embedded.app import EmbeddedModel, create_app, load_model  # noqa: E402
 from tests.servers import served_by_router, serving  # noqa: E402
 
@@ -259,7 +259,7 @@ async def test_a_lone_surrogate_in_a_classification_is_a_400(scorer: Client, fie
 
 async def test_samples_with_lone_surrogates_do_not_make_the_router_mark_the_server_unhealthy(scorer: Client) -> None:
     url = str(scorer.session._base_url).rstrip("/")
-    async with served_by_router(create_router([url])) as router, aiohttp.ClientSession(router) as session:
+    async with served_by_router(Router([url])) as router, aiohttp.ClientSession(router) as session:
         asked = Client(session, scorer.model)
         await asyncio.wait_for(_until_usable(session), 60)
         for _ in range(16):
