@@ -14,7 +14,7 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
-from reward_loop.limits.permit import Limits, Permit, live
+from reward_loop.limits.permit import DEFAULT, RETRY, Limits, Permit, live
 from reward_loop.records import answers
 
 __all__ = ["LocalLimits"]
@@ -42,36 +42,31 @@ class LocalLimits(Limits):
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def open(
-        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
-    ) -> Permit:
-        """Request a permit; see `Limits.open`."""
+    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
         self.check_loop()
         limiter = self._limiters.get(name)
         if limiter is None:
+            known = self._limiters.keys() - {DEFAULT, RETRY}
             raise LimitError(
-                f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
-                f"reward_loop.limits: {listing(self._limiters) or 'none'}"
+                f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
+                f"reward_loop.limits: {listing(known) or 'none'}"
             )
         tokens = tokens or limiter.config.estimated_tokens_per_request
-        permit = Permit(self, name, tokens, traffic_class, settled)
+        permit = Permit(self, name, tokens, traffic_class)
         limiter.enter(time.monotonic(), permit)
         self._advance(name)
         permit.expire_after(limiter.config.max_wait)
         return permit
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the token estimate of a permit."""
         self._limiters[permit.name].used(time.monotonic(), permit, tokens)
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit."""
         self._limiters[permit.name].leave(time.monotonic(), permit, accepted, retry_after)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Add a call's usage to the budget."""
         self.cost += cost
         self.tokens += tokens
         budget = self.options.budget
@@ -86,7 +81,6 @@ class LocalLimits(Limits):
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
 
     async def status(self) -> dict[str, Any]:
-        """Return the limits and their current usage."""
         return self.snapshot()
 
     def snapshot(self) -> dict[str, Any]:
@@ -96,7 +90,6 @@ class LocalLimits(Limits):
         return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change options of a limit, or add a limit."""
         self.change(name, changes)
 
     def change(self, name: str, changes: dict[str, Any]) -> None:
@@ -111,11 +104,6 @@ class LocalLimits(Limits):
             self._advance(name)
         self.max_waits = {**self.max_waits, name: config.max_wait}
         logger.info("limit %r was changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
-
-    def close(self) -> None:
-        """Remove these limits from the output of ``reward-loop limits``."""
-        live.discard(self)
-        self.loop = None
 
     def _advance(self, name: str) -> None:
         limiter = self._limiters[name]

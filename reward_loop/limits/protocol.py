@@ -38,11 +38,9 @@ from typing import Any
 import orjson
 
 from reward_loop._util.framing import frame, read_frame
+from reward_loop.errors import JobServiceError, LimitError
 
-__all__ = ["CONNECT_TIMEOUT_S", "MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive"]
-
-CONNECT_TIMEOUT_S = 30.0
-"""Seconds for a client to connect to the service, or to get a response. After that, the run stops."""
+__all__ = ["MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
 
 MAX_LENGTH = 2**24
 """Maximum length of a frame in bytes."""
@@ -50,6 +48,8 @@ MAX_LENGTH = 2**24
 PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 """TCP keepalive: seconds of silence before the first probe, seconds between probes, and failed probes until the
 connection is closed."""
+
+_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
 
 
 class Messages:
@@ -110,6 +110,11 @@ async def receive(reader: asyncio.StreamReader) -> list[list[Any]]:
         ValueError: the frame is too long, or is not JSON.
     """
     return decode(await read_frame(reader, MAX_LENGTH))
+
+
+def refusal(kind: str, why: str) -> Exception:
+    """Return the error of a permit from the message ``refuse``."""
+    return _ERRORS.get(kind, LimitError)(why)
 
 
 def proof(token: str, nonce: bytes) -> bytes:
