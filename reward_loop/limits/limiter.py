@@ -39,8 +39,8 @@ between a grant and the arrival of the request varies; with the margin, the limi
 period of one minute it costs 1 % of the rate."""
 
 GRAINS = 64
-"""Time steps per second. Requests within one step share one charge, which keeps the log small at thousands of calls
-per second. A power of two, so that times are exact floats."""
+"""Time steps per second. Calls within one step share one charge, which keeps the log small at thousands of calls per
+second. A power of two, so that times are exact floats."""
 
 INITIAL = 20
 """Initial limit of adaptive concurrency, as in inspect_ai."""
@@ -59,7 +59,7 @@ COOL_DOWN_S = 15.0
 
 
 class Charge:
-    """The amount charged for one call, or for the requests within one time step."""
+    """The amount charged for the calls within one time step."""
 
     __slots__ = ("amount", "time")
 
@@ -113,31 +113,20 @@ class Rate:
         return self._total
 
     def add(self, now: float, amount: float) -> Charge:
-        """Charge ``amount``; return the charge, which `correct` can change."""
-        self._forget(now)
-        charge = Charge(now, amount)
-        self._charges.append(charge)
-        self._take(now, amount)
-        return charge
-
-    def count(self, now: float, amount: float) -> None:
-        """Add ``amount`` to the charge of the current time step."""
+        """Add ``amount`` to the charge of the current time step; return the charge, which `change` can change."""
         self._forget(now)
         time = math.ceil(now * GRAINS) / GRAINS
-        if self._charges and self._charges[-1].time >= time:
-            self._charges[-1].amount += amount
-        else:
-            self._charges.append(Charge(time, amount))
-        self._take(now, amount)
+        if not self._charges or self._charges[-1].time < time:
+            self._charges.append(Charge(time, 0.0))
+        self.change(now, self._charges[-1], amount)
+        return self._charges[-1]
 
-    def correct(self, now: float, charge: Charge, amount: float) -> None:
-        """Change the amount of a charge, if it is still in the window."""
+    def change(self, now: float, charge: Charge, amount: float) -> None:
+        """Add ``amount``, which may be negative, to a charge, if it is still in the window."""
         self._forget(now)
-        if now < charge.time + self._lifetime:
-            self._take(now, amount - charge.amount)
-            charge.amount = amount
-
-    def _take(self, now: float, amount: float) -> None:
+        if now >= charge.time + self._lifetime:
+            return
+        charge.amount += amount
         self._total += amount
         self._fill(now)
         self._level = min(self.burst, self._level - amount)
@@ -330,7 +319,7 @@ class Limiter:
 
     def _grant(self, now: float, permit: Permit) -> None:
         self.in_flight += 1
-        self._requests.count(now, 1)
+        self._requests.add(now, 1)
         if permit.tokens:
             permit.charge = self._tokens.add(now, permit.tokens)
         permit.grant()
@@ -355,7 +344,8 @@ class Limiter:
         if permit.charge is None:
             permit.charge = self._tokens.add(now, tokens)
         else:
-            self._tokens.correct(now, permit.charge, tokens)
+            self._tokens.change(now, permit.charge, tokens - permit.tokens)
+        permit.tokens = tokens
 
     def leave(self, now: float, permit: Permit, accepted: bool | None = None, retry_after: float | None = None) -> None:
         """End a call that holds a permit, with the arguments of `Permit.leave`. Call `advance` afterwards."""
