@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -121,18 +121,13 @@ class LocalLimits(Limits):
 
 def _on_loops(
     make: Callable[[Limits], Coroutine[Any, Any, Any]], name: str | None = None
-) -> list[tuple[str, Any, Any]]:
-    """Run a coroutine for each job on the event loop of its limits. Callable from any thread.
+) -> Iterator[tuple[str, Any, str | None]]:
+    """Run a coroutine for each job, or only for the job ``name``, on the event loop of its limits.
 
-    Args:
-        make: returns the coroutine for the limits of a job.
-        name: the name of a job; by default all jobs.
-
-    Returns:
+    Yields:
         For each job ``(name, result, error)``; ``error`` is the message if there is no result.
     """
     until = time.monotonic() + LOOP_TIMEOUT_S
-    found: list[tuple[str, Any, Any]] = []
     services: set[str] = set()
     for limits in list(live):
         loop = limits.loop
@@ -147,15 +142,14 @@ def _on_loops(
             coroutine.close()
             continue
         try:
-            found.append((limits.name, done.result(max(0.0, until - time.monotonic())), None))
+            yield limits.name, done.result(max(0.0, until - time.monotonic())), None
         except TimeoutError:
             done.cancel()
-            found.append((limits.name, None, "the event loop of this job is blocked"))
+            yield limits.name, None, "the event loop of this job is blocked"
         except CancelledError:  # the loop is shutting down
             continue
         except (ConfigError, JobServiceError) as error:
-            found.append((limits.name, None, str(error)))
-    return found
+            yield limits.name, None, str(error)
 
 
 def _limits() -> list[dict[str, Any]]:
@@ -170,7 +164,7 @@ def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
     Raises:
         ConfigError: an option is invalid, or the job has ended or does not respond.
     """
-    jobs = _on_loops(lambda limits: limits.configure(limit, changes), name)
+    jobs = list(_on_loops(lambda limits: limits.configure(limit, changes), name))
     if not jobs:
         raise ConfigError(f"the job {name} has ended")
     for _, _, error in jobs:
@@ -178,5 +172,4 @@ def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
             raise ConfigError(error)
 
 
-answers["limits"] = _limits
-answers["configure"] = _configure
+answers |= {"limits": _limits, "configure": _configure}

@@ -31,29 +31,29 @@ class LimitServer:
     """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop.
 
     Args:
-        limits: the limits of the job, or the options to create them from.
+        options: the limits, the budget and the failure bound.
+        period: seconds over which requests and tokens are counted.
     """
 
-    def __init__(self, limits: LocalLimits | RewardLoopConfig) -> None:
-        self.limits = limits if isinstance(limits, LocalLimits) else LocalLimits(limits)
+    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
+        self.limits = LocalLimits(options, period)
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
         self._server: asyncio.Server | None = None
-        self._connections: dict[_WorkerConnection, asyncio.Task[Any]] = {}
+        self._connections: dict[Messages, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Start listening; return the address for clients, ``host:port:token``.
-
-        Args:
-            host: the address to listen on.
-            port: the port; 0 for any free port.
+        """Start listening, by default on any free port; return the address for clients, ``host:port:token``.
 
         Raises:
-            OSError: the address cannot be bound.
+            RewardLoopError: the address cannot be bound.
         """
-        self._server = await asyncio.start_server(self._serve, host, port)
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port)
+        except OSError as error:
+            raise RewardLoopError(f"the limiter service cannot listen on {host}: {error}") from error
         port = self._server.sockets[0].getsockname()[1]
         self.limits.name = f"{host}:{port}"
         return f"{host}:{port}:{self.token}"
@@ -73,34 +73,30 @@ class LimitServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def send_to_all(self, *message: Any) -> None:
-        """Send a message to all clients."""
-        for connection in self._connections:
-            connection.messages.send(*message)
-
-    def count(self, failed: bool, error: str | None, of: str) -> None:
-        """Count one sample, with the arguments of `RemoteLimits.count`."""
-        if of not in self._failures:
-            self._failures[of] = FailureBound.of_options(self.limits.options, of)
-        try:
-            self._failures[of].add(failed, error)
-        except TooManyFailuresError as stop:
-            self.stopped = str(stop)
-            self.send_to_all("stop", self.stopped)
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer):
             if not await self._authenticate(reader, writer):
                 return
-            connection = _WorkerConnection(self, writer)
+            connection = Connection(self.limits, writer)
+            messages = connection.messages
+            connection.handlers |= {
+                "spend": self._spend,
+                "count": self._count,
+                "configure": partial(self._configure, messages),
+                "status": lambda request: messages.send("answer", request, self.limits.snapshot()),
+            }
             task = asyncio.current_task()
             assert task is not None
-            self._connections[connection] = task
+            self._connections[messages] = task
             try:
-                connection.greet()
+                messages.send("limits", self.limits.max_waits)
+                if self.limits.spent:
+                    messages.send("spent", self.limits.spent)
+                if self.stopped:
+                    messages.send("stop", self.stopped)
                 await connection.run(reader)
             finally:
-                del self._connections[connection]
+                del self._connections[messages]
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)
@@ -113,6 +109,35 @@ class LimitServer:
         if not valid:
             writer.write(frame())
         return valid
+
+    def _send_to_all(self, *message: Any) -> None:
+        for messages in self._connections:
+            messages.send(*message)
+
+    def _spend(self, cost: float, tokens: float) -> None:
+        before = self.limits.spent
+        self.limits.spend(cost, tokens)
+        if self.limits.spent != before:
+            self._send_to_all("spent", self.limits.spent)
+
+    def _count(self, failed: bool, error: str | None, of: str) -> None:
+        if of not in self._failures:
+            self._failures[of] = FailureBound.of_options(self.limits.options, of)
+        try:
+            self._failures[of].add(failed, error)
+        except TooManyFailuresError as stop:
+            self.stopped = str(stop)
+            self._send_to_all("stop", self.stopped)
+
+    def _configure(self, messages: Messages, request: int, name: str, changes: dict[str, Any]) -> None:
+        error = None
+        try:
+            self.limits.change(name, changes)
+        except ConfigError as invalid:
+            error = str(invalid)
+        else:
+            self._send_to_all("limits", self.limits.max_waits)
+        messages.send("answer", request, error)
 
 
 @contextlib.contextmanager
@@ -127,7 +152,7 @@ def closing(writer: asyncio.StreamWriter) -> Iterator[None]:
 
 
 class Connection:
-    """One client connection. Its permits end when the connection ends."""
+    """One client connection: calls the handler of each message. Its permits end when the connection ends."""
 
     def __init__(self, owner: LocalLimits | CallScope, writer: asyncio.StreamWriter) -> None:
         self.messages = Messages(writer)
@@ -180,48 +205,6 @@ class Connection:
             permit.leave(accepted, retry_after)
 
 
-class _WorkerConnection(Connection):
-    """The connection of a worker of the job."""
-
-    def __init__(self, server: LimitServer, writer: asyncio.StreamWriter) -> None:
-        super().__init__(server.limits, writer)
-        self._server = server
-        self._limits = server.limits
-        self.handlers |= {
-            "spend": self._spend,
-            "count": server.count,
-            "configure": self._configure,
-            "status": self._status,
-        }
-
-    def greet(self) -> None:
-        """Send the state that a client needs before its first call."""
-        self.messages.send("limits", self._limits.max_waits)
-        if self._limits.spent:
-            self.messages.send("spent", self._limits.spent)
-        if self._server.stopped:
-            self.messages.send("stop", self._server.stopped)
-
-    def _spend(self, cost: float, tokens: float) -> None:
-        before = self._limits.spent
-        self._limits.spend(cost, tokens)
-        if self._limits.spent != before:
-            self._server.send_to_all("spent", self._limits.spent)
-
-    def _configure(self, request: int, name: str, changes: dict[str, Any]) -> None:
-        error = None
-        try:
-            self._limits.change(name, changes)
-        except ConfigError as invalid:
-            error = str(invalid)
-        else:
-            self._server.send_to_all("limits", self._limits.max_waits)
-        self.messages.send("answer", request, error)
-
-    def _status(self, request: int) -> None:
-        self.messages.send("answer", request, self._limits.snapshot())
-
-
 @contextlib.contextmanager
 def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: float = PERIOD_S) -> Iterator[str]:
     """Run a limiter service for a job in a thread of this process, for the duration of the context.
@@ -245,11 +228,8 @@ def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: flo
 
     @contextlib.asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        server = LimitServer(LocalLimits(options, period))
-        try:
-            address = await server.start(host)
-        except OSError as error:
-            raise RewardLoopError(f"the limiter service cannot listen on {host}: {error}") from error
+        server = LimitServer(options, period)
+        address = await server.start(host)
         try:
             yield address
         finally:
