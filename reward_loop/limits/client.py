@@ -33,7 +33,7 @@ class RemoteLimits(Limits):
 
     Args:
         address: ``host:port:token``, as returned by `LimitServer.start`.
-        options: the limits assumed until the service has sent its own.
+        options: the options of the worker. The limits are those of the service.
 
     Raises:
         ConfigError: ``address`` has another form.
@@ -47,7 +47,8 @@ class RemoteLimits(Limits):
             raise ConfigError("reward_loop.job: expected host:port:token, the address of a limiter service") from None
         self.name = f"{host}:{port}"
         self.options = options or RewardLoopConfig(job=address)
-        self.max_waits = {name: limit.max_wait for name, limit in self.options.limits.items()}
+        self.max_waits = {}
+        self.is_known = False
         self.stopped: str | None = None
         """Why the run must stop, once too many samples of the job have failed."""
         self._messages: Messages | None = None
@@ -190,7 +191,7 @@ class RemoteLimits(Limits):
                 if (permit := self._permits.pop(number, None)) is not None:
                     permit.refuse(refusal(*why))
             elif what == "limits":
-                self.max_waits = rest[0]
+                self.max_waits, self.is_known = rest[0], True
             elif what == "spent":
                 self.spent = rest[0]
             elif what == "stop":

@@ -185,6 +185,8 @@ class Limits(Holder, ABC):
     """The event loop that uses the limits now. Another one may use them after it has ended."""
     max_waits: dict[str, float | None]
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
+    is_known: bool = True
+    """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 

@@ -305,13 +305,17 @@ class ScoringFunction:
         self.limits.bind()
         scope = CallScope(self.limits, traffic_class, attempt)
         # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
-        if self.limits.spent is None and self._limit not in self.limits.max_waits:
+        if self.limits.is_known and self.limits.spent is None and self._limit not in self.limits.max_waits:
             return self._run(arguments, scope)
         return self._call_with_permit(arguments, scope)
 
     async def _call_with_permit(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
+        if not self.limits.is_known:
+            await self.limits.status()
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
+        if self._limit not in self.limits.max_waits:
+            return await self._run(arguments, scope)
         asked = time.monotonic()
         try:
             permit = scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
