@@ -80,12 +80,7 @@ class RemoteLimits(Limits):
         self._connect().send("spend", cost, tokens)
 
     def count(self, failed: bool, error: str | None, of: str = "") -> None:
-        """Count one sample, or one component of a sample, for the failure bound of the job.
-
-        Args:
-            failed: whether the sample failed.
-            error: the error message of a failed sample.
-            of: the name of the component; ``""`` for whole samples.
+        """Count one sample for the failure bound of the job, or its component ``of``; ``error`` is that of a failure.
 
         Raises:
             TooManyFailuresError: the service has counted too many failures; raised at one of the next samples.
@@ -101,9 +96,8 @@ class RemoteLimits(Limits):
         messages.send("count", failed, error and error.encode("utf-8", "backslashreplace").decode(), of)
 
     async def why_stopped(self) -> str | None:
-        """Return why the run must stop, or ``None``. Takes all samples into account that were counted here before."""
         try:
-            await self.status()
+            await self.status()  # the service has then counted all samples that were sent before
         except JobServiceError as error:
             return str(error)
         return None if self.stopped is None else f"TooManyFailuresError: {self.stopped}"

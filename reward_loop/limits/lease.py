@@ -6,8 +6,6 @@ import asyncio
 import contextvars
 import math
 import os
-from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from reward_loop._util.text import shorten
@@ -24,13 +22,9 @@ class Lease:
     Outside of a reward function call, reports have no effect.
     """
 
-    def __init__(
-        self, call: CallScope | ProcessCall | None, permit: Permit, opened_by: limit, outer: Lease | None
-    ) -> None:
+    def __init__(self, call: CallScope | ProcessCall | None, permit: Permit) -> None:
         self.call = call
         self.permit = permit
-        self.opened_by = opened_by
-        self.outer = outer
         self._cost = 0.0
 
     def used(self, tokens: float | None = None, cost: float | None = None) -> None:
@@ -47,12 +41,7 @@ class Lease:
             self.call.run(self._used, amount("tokens", tokens), amount("cost", cost))
 
     def add(self, tokens: float, to_budget: bool = True) -> None:
-        """Add the tokens of one more request. `reward_loop.client` calls this automatically.
-
-        Args:
-            tokens: the tokens of the request.
-            to_budget: whether the tokens also count towards the run's budget.
-        """
+        """Add the tokens of one more request, by default also to the run's budget."""
         if self.call is not None:
             self.call.run(self._add, amount("tokens", tokens), to_budget)
 
@@ -74,11 +63,6 @@ class Lease:
         """
         self.permit.answer(None, None)
 
-    def end(self, error: BaseException | None) -> None:
-        """End the permit. ``error`` is the exception that left the ``with`` block, if any."""
-        if self.call is not None:
-            self.call.run(self.permit.leave, *answer_of(error))
-
     def _used(self, tokens: float | None, cost: float | None, to_budget: bool = True) -> None:
         assert self.call is not None
         tokens_before, cost_before = self.permit.reported, self._cost
@@ -93,14 +77,14 @@ class Lease:
         self._used(self.permit.reported + tokens, None, to_budget)
 
 
-_current_lease: contextvars.ContextVar[Lease | None] = contextvars.ContextVar("reward_lease", default=None)
-"""The innermost lease that the current code holds."""
+_leases: contextvars.ContextVar[tuple[Lease, ...]] = contextvars.ContextVar("reward_leases", default=())
+"""The leases that the current code holds, the innermost first."""
 
 
 def _forget_call() -> None:
     """Detach a forked copy of this process from the limits: its copies of the permits are not valid."""
     current_scope.set(None)
-    _current_lease.set(None)
+    _leases.set(())
 
 
 os.register_at_fork(after_in_child=_forget_call)
@@ -135,18 +119,14 @@ class limit:
     def __init__(self, name: str, *, tokens: float = 0) -> None:
         self._name = name
         self._tokens = amount("tokens", tokens) or 0.0
-        self._leases: dict[Lease, None] = {}
+        self._open: dict[Lease, None] = {}
 
     async def __aenter__(self) -> Lease:
         call = current_call()
         return self._hold(call, None if call is None else await call.enter(self._name, self._tokens))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        call = self._leave(error)
-        if isinstance(call, ProcessCall):
-            await call.close_async()
+    async def __aexit__(self, *raised: Any) -> None:
+        self.__exit__(*raised)
 
     def __enter__(self) -> Lease:
         if asyncio._get_running_loop() is not None:
@@ -154,39 +134,29 @@ class limit:
         call = current_call()
         return self._hold(call, None if call is None else call.enter_in_thread(self._name, self._tokens))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        call = self._leave(error)
-        if isinstance(call, ProcessCall):
-            call.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        held = _leases.get()
+        # If exited in another context than entered, as in a generator: any lease of this object.
+        lease = next((lease for lease in held if lease in self._open), None) or next(reversed(self._open))
+        _leases.set(tuple(other for other in held if other is not lease))
+        del self._open[lease]
+        if lease.call is not None:
+            lease.call.run(lease.permit.leave, *answer_of(error))
+        if isinstance(lease.call, ProcessCall):
+            lease.call.close()
 
     def _hold(self, call: CallScope | ProcessCall | None, permit: Permit | None) -> Lease:
-        lease = Lease(call, permit or Permit(None, self._name), self, _current_lease.get())
-        _current_lease.set(lease)
-        self._leases[lease] = None
+        lease = Lease(call, permit or Permit(None, self._name))
+        _leases.set((lease, *_leases.get()))
+        self._open[lease] = None
         return lease
-
-    def _leave(self, error: BaseException | None) -> CallScope | ProcessCall | None:
-        """End a lease of this object, and return its call."""
-        lease = innermost = _current_lease.get()
-        while lease is not None and lease.opened_by is not self:
-            lease = lease.outer
-        if lease is None or lease not in self._leases:
-            # Exited in another context than entered, as in a generator: use any lease of this object.
-            lease = next(reversed(self._leases))
-        elif lease is innermost:
-            _current_lease.set(lease.outer)
-        del self._leases[lease]
-        lease.end(error)
-        return lease.call
 
 
 def book_tokens(tokens: float) -> None:
     """Count the tokens of one request of the current code, once in each limit that it holds and in the budget."""
     counted: set[str] = set()
-    for lease in _leases():
-        if lease.permit.name not in counted:  # a limit may be held twice
+    for lease in _leases.get():
+        if lease.call is not None and lease.permit.name not in counted:  # a limit may be held twice
             lease.add(tokens, to_budget=not counted)
             counted.add(lease.permit.name)
     if not counted and tokens and (call := current_call()) is not None:
@@ -196,19 +166,10 @@ def book_tokens(tokens: float) -> None:
 def report_failure(error: BaseException) -> None:
     """Report a failed request of the current code to the adaptive limits that it holds."""
     answer = answer_of(error)
-    for lease in _leases():
+    for lease in _leases.get():
         lease.permit.answer(*answer)
     if (call := current_call()) is not None:
         call.answer(*answer)
-
-
-def _leases() -> Iterator[Lease]:
-    """Yield the leases that the current code holds within a call, the innermost first."""
-    lease = _current_lease.get()
-    while lease is not None:
-        if lease.call is not None:
-            yield lease
-        lease = lease.outer
 
 
 def amount(name: str, value: Any) -> float | None:

@@ -73,11 +73,7 @@ class Rate:
 
     Combines two bounds. A token bucket paces the calls; a call larger than the bucket starts when the bucket is full,
     and later calls wait until the debt is refilled. A bucket alone would allow ``limit + burst`` in a window, so a
-    sliding-window log of charges enforces the limit.
-
-    Args:
-        period: the window in seconds.
-        unit: the minimum burst: 1 for requests, 0 for tokens.
+    sliding-window log of charges enforces the limit. ``unit`` is the minimum burst: 1 for requests, 0 for tokens.
     """
 
     def __init__(self, period: float, unit: float = 0.0) -> None:
@@ -91,12 +87,7 @@ class Rate:
         self._filled_at = 0.0
 
     def configure(self, limit: float | None, burst_seconds: float) -> None:
-        """Change the limit; earlier charges and debts remain.
-
-        Args:
-            limit: the amount per period; ``None`` for no limit.
-            burst_seconds: the bucket size, as seconds of the rate.
-        """
+        """Change the limit, with the bucket size as seconds of its rate; earlier charges and debts remain."""
         self.limit = math.inf if limit is None else limit
         self.burst = max(self._unit, self.limit / self._period * burst_seconds)
         self._level = min(self._level, self.burst) if limit is not None else math.inf
@@ -216,13 +207,7 @@ class AdaptiveConcurrency:
 
 
 class Limiter:
-    """Grants permits for calls to one service.
-
-    Args:
-        name: the name of the limit, for messages.
-        config: the limits.
-        period: seconds over which requests and tokens are counted.
-    """
+    """Grants permits for calls to one service; requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, name: str, config: LimitConfig, period: float = PERIOD_S) -> None:
         self.name = name
@@ -301,9 +286,7 @@ class Limiter:
     def advance(self, now: float) -> float | None:
         """Grant all permits that are possible now.
 
-        Returns:
-            The time at which the next permit becomes possible, or ``None`` if none waits or it depends on the end of
-            another call.
+        Return the time of the next one, or ``None`` if none waits or it depends on the end of another call.
         """
         while permit := self._next():
             at = self._free_at(now, permit)

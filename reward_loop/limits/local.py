@@ -26,12 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalLimits(Limits):
-    """Keeps limits and budget in this process, for one event loop at a time.
-
-    Args:
-        options: the limits and the budget.
-        period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
-    """
+    """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
         self.options = options

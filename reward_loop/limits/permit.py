@@ -248,14 +248,7 @@ class Limits(Holder, ABC):
     async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
         """Wait for a permit; end it with `Permit.leave`. The current sample is shown as waiting for the limit.
 
-        Args:
-            name: the name of the limit.
-            tokens: the estimated tokens of the call.
-            traffic_class: ``train`` or ``validate``.
-
-        Raises:
-            LimitError: the permit was refused.
-            JobServiceError: the limiter service is unreachable.
+        See `open` for the arguments, and `Permit.wait` for the errors.
         """
         permit = self.open(name, tokens, traffic_class)
         if permit.state == WAITING:

@@ -48,12 +48,7 @@ class ProcessCall:
         self._socket: socket.socket | None = None
 
     async def enter(self, name: str, tokens: float) -> Permit:
-        """Wait for a permit, on the function's own event loop.
-
-        Raises:
-            LimitError: the permit was refused.
-            JobServiceError: the limiter service is unreachable.
-        """
+        """Wait for a permit, on the function's own event loop; raises as `Permit.wait` does."""
         with self._connected(name, ("enter", 0, name, tokens, "")) as connection:
             await _readable(connection)
             return self._granted(name, connection)
@@ -140,13 +135,6 @@ class ProcessCall:
         """Wait until the peer has processed all messages, and close the connection of the permit."""
         assert self._socket is not None
         _close(self._socket)
-
-    async def close_async(self) -> None:
-        """Close the connection, as `close` does, on the function's own event loop."""
-        assert self._socket is not None
-        with self._socket:
-            await _readable(self._socket)
-            _close(self._socket)
 
 
 async def _readable(connection: socket.socket) -> None:

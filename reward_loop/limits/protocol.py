@@ -53,17 +53,14 @@ _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitErr
 
 
 class Messages:
-    """The queue of messages to a peer. Messages of one event loop iteration are sent together.
-
-    Without a `writer`, messages are queued until `connect`.
-    """
+    """The queue of messages to a peer: holds them until `connect`, then sends those of one loop iteration together."""
 
     def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:
         self.writer = writer
         self._messages: list[bytes] = []
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
-        """Set the writer, and send all queued messages."""
+        """Set the connection, and send all queued messages."""
         self.writer = writer
         if self._messages:
             self._flush()
@@ -87,16 +84,12 @@ class Messages:
 
 
 def encode(*messages: tuple[Any, ...]) -> bytes:
-    """Return messages serialised as one frame."""
+    """Return the frame of the messages."""
     return frame(orjson.dumps(messages))
 
 
 def decode(content: bytes) -> list[list[Any]]:
-    """Return the messages in a frame.
-
-    Raises:
-        ValueError: the content is not JSON.
-    """
+    """Return the messages in the content of a frame; raises `ValueError` if it is not JSON."""
     messages: list[list[Any]] = orjson.loads(content)
     return messages
 

@@ -77,12 +77,7 @@ class CallScope:
             self._total += time.monotonic() - self._since
 
     async def enter(self, name: str, tokens: float) -> Permit:
-        """Wait for a permit, on any event loop.
-
-        Raises:
-            LimitError: the permit was refused.
-            JobServiceError: the limiter service is unreachable.
-        """
+        """Wait for a permit, on any event loop; raises as `Permit.wait` does."""
         if asyncio.get_running_loop() is self.loop:
             return await self._enter(name, tokens)
         return await asyncio.wrap_future(self._enter_threadsafe(name, tokens))
@@ -127,8 +122,7 @@ class CallScope:
     def end(self, abandoned: bool) -> None:
         """End all permits that the call holds or waits for within the function.
 
-        Args:
-            abandoned: whether the function may still be running, as in a thread; further permits are then refused.
+        ``abandoned``: the function may still be running, as in a thread; further permits are then refused.
         """
         self.abandoned = self.abandoned or abandoned
         for permit in self._permits:

@@ -28,12 +28,7 @@ AUTHENTICATION_TIMEOUT_S = 10.0
 
 
 class LimitServer:
-    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop.
-
-    Args:
-        options: the limits, the budget and the failure bound.
-        period: seconds over which requests and tokens are counted.
-    """
+    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop."""
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
         self.limits = LocalLimits(options, period)

@@ -106,6 +106,13 @@ async def test_tokens_of_the_client_count_once_in_each_limit_and_in_the_budget(f
     await asyncio.to_thread(scoring.close)
 
 
+async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_call():
+    scoring = ScoringFunction(ask)
+    async with FakeJudge("0.5") as judge, JUDGE:
+        assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
+    assert scoring.limits.tokens > 0
+
+
 @pytest.mark.parametrize("remote", [False, True])
 async def test_the_budget_counts_tokens_of_the_client(remote):
     given = {"budget": {"max_tokens": 1, "at_cap": "mask"}}
