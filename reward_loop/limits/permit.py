@@ -166,9 +166,8 @@ class Permit:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
 
     def _expire(self, seconds: float) -> None:
-        if self.state == WAITING:
-            self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
-            self.leave()
+        self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
+        self.leave()
 
 
 class Limits(Holder, ABC):
