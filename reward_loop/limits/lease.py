@@ -126,7 +126,7 @@ class limit:
         return self._hold(call, None if call is None else await call.enter(self._name, self._tokens))
 
     async def __aexit__(self, *raised: Any) -> None:
-        self.__exit__(*raised)
+        self.__exit__(*raised)  # in a worker process, blocks for one round trip to the process that made the call
 
     def __enter__(self) -> Lease:
         if asyncio._get_running_loop() is not None:
