@@ -1,8 +1,7 @@
 """Limits inside functions that run in worker processes: `ProcessCall` there, `serve_call` in the calling process.
 
-A worker process connects over a local socket to the process that called its function, once for each permit and for each
-report outside of permits. So a permit ends when the process dies, and an alarm that interrupts one wait does not affect
-other permits. `protocol` has the messages.
+Each permit has its own connection, and so has each report outside of permits; `protocol` has the messages. So a permit
+ends when the process dies, and an alarm that interrupts one wait does not affect other permits.
 """
 
 from __future__ import annotations
