@@ -11,7 +11,7 @@ from reward_loop.client.bounds import MAX_REPLY_BYTES
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.http import post
 from reward_loop.errors import ConfigError
-from reward_loop.limits.usage import book_tokens
+from reward_loop.limits.lease import book_tokens
 from reward_loop.records import current
 
 __all__ = ["Reply", "Usage", "book_usage", "chat_complete", "complete", "messages_of"]

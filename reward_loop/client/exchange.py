@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reward_loop.errors import RequestError
-from reward_loop.limits.client import ProcessCall
-from reward_loop.limits.lease import current_call, current_scope
+from reward_loop.limits.process_call import ProcessCall, current_call
+from reward_loop.limits.scope import current_scope
 from reward_loop.records import current
 
 __all__ = ["Exchange"]

@@ -22,7 +22,7 @@ from reward_loop.client.bounds import MAX_REPLY_BYTES, ReplyTooLongError, max_co
 from reward_loop.client.exchange import Exchange
 from reward_loop.client.plan import active_plan
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.usage import report_answer
+from reward_loop.limits.lease import report_failure
 from reward_loop.records import current, hide, waiting_for
 
 __all__ = ["BACKEND_HEADER", "post", "shared_session", "url_of"]
@@ -84,7 +84,7 @@ async def post(
     except BaseException as error:
         exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
         if isinstance(error, RequestError):
-            report_answer(error)
+            report_failure(error)
         raise
     exchange.update(seconds=time.perf_counter() - started)
     return answer, exchange

@@ -33,7 +33,6 @@ class FailureBound:
         self.max_share = max_share
         self.min_samples = min_samples
         self._failed: deque[bool] = deque(maxlen=max(window, min_samples))
-        self._failures = 0
         self._causes: dict[str, str] = {}
 
     @classmethod
@@ -51,23 +50,21 @@ class FailureBound:
 
     def add(self, failed: bool, error: str | None) -> None:
         """Count one sample, with its error message if it failed; raises as `count` does."""
-        if len(self._failed) == self._failed.maxlen:
-            self._failures -= self._failed[0]
         self._failed.append(failed)
-        self._failures += failed
-        seen = len(self._failed)
         if not failed:
             return
         error = error or "(no error message)"
-        self._causes.pop(cause_of(error), None)
-        self._causes[cause_of(error)] = error
+        cause = cause_of(error)
+        self._causes.pop(cause, None)
+        self._causes[cause] = error
         if len(self._causes) > _SHOWN:
             del self._causes[next(iter(self._causes))]
-        if seen >= self.min_samples and self._failures > self.max_share * seen:
+        failures, seen = sum(self._failed), len(self._failed)
+        if seen >= self.min_samples and failures > self.max_share * seen:
             of = f"{self.of}: " if self.of else ""
             latest = "\n".join(f"- {error}" for error in reversed(self._causes.values()))
             raise TooManyFailuresError(
-                f"{of}{self._failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
+                f"{of}{failures} of the last {seen} samples failed, more than the share of {self.max_share:g} "
                 f"that max_failed_share allows. The latest failure of each cause:\n{latest}\n"
                 "Try the function on a few rows with `reward-loop check`. If this many failures are expected, raise "
                 "reward_loop.max_failed_share."
@@ -75,35 +72,19 @@ class FailureBound:
 
 
 class SharedFailureBound:
-    """The failure bound over all workers of a job, counted by the limiter service; otherwise as `FailureBound`.
-
-    Args:
-        limits: the client of the limiter service.
-        of: the name of the counted component; ``""`` for whole samples.
-    """
+    """The failure bound over all workers of a job, counted by the limiter service; otherwise as `FailureBound`."""
 
     def __init__(self, limits: RemoteLimits, of: str = "") -> None:
         self._limits = limits
         self._of = of
 
     def count(self, result: RewardResult) -> None:
-        """Count one sample.
-
-        Raises:
-            TooManyFailuresError: the share of failed samples among the recent samples of the job is too large.
-            JobServiceError: the limiter service is unreachable.
-        """
+        """Count one sample; raises as `RemoteLimits.count` does."""
         self._limits.count(result.outcome is Outcome.FAILED, result.error, self._of)
 
 
 def failure_bound(options: RewardLoopConfig, limits: Limits, of: str = "") -> FailureBound | SharedFailureBound:
-    """Return the failure bound of the whole job if it has a limiter service, otherwise of one manager.
-
-    Args:
-        options: the bound, and the address of the limiter service.
-        limits: the job's limits.
-        of: the name of the counted component; ``""`` for whole samples.
-    """
+    """Return the failure bound of the whole job if it has a limiter service, otherwise of one manager."""
     if options.job and isinstance(limits, RemoteLimits):
         return SharedFailureBound(limits, of)
     return FailureBound.of_options(options, of)

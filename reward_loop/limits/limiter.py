@@ -39,8 +39,8 @@ between a grant and the arrival of the request varies; with the margin, the limi
 period of one minute it costs 1 % of the rate."""
 
 GRAINS = 64
-"""Time steps per second. Requests within one step share one charge, which keeps the log small at thousands of calls
-per second. A power of two, so that times are exact floats."""
+"""Time steps per second. Calls within one step share one charge, which keeps the log small at thousands of calls per
+second. A power of two, so that times are exact floats."""
 
 INITIAL = 20
 """Initial limit of adaptive concurrency, as in inspect_ai."""
@@ -59,7 +59,7 @@ COOL_DOWN_S = 15.0
 
 
 class Charge:
-    """The amount charged for one call, or for the requests within one time step."""
+    """The amount charged for the calls within one time step."""
 
     __slots__ = ("amount", "time")
 
@@ -73,11 +73,7 @@ class Rate:
 
     Combines two bounds. A token bucket paces the calls; a call larger than the bucket starts when the bucket is full,
     and later calls wait until the debt is refilled. A bucket alone would allow ``limit + burst`` in a window, so a
-    sliding-window log of charges enforces the limit.
-
-    Args:
-        period: the window in seconds.
-        unit: the minimum burst: 1 for requests, 0 for tokens.
+    sliding-window log of charges enforces the limit. ``unit`` is the minimum burst: 1 for requests, 0 for tokens.
     """
 
     def __init__(self, period: float, unit: float = 0.0) -> None:
@@ -91,12 +87,7 @@ class Rate:
         self._filled_at = 0.0
 
     def configure(self, limit: float | None, burst_seconds: float) -> None:
-        """Change the limit; earlier charges and debts remain.
-
-        Args:
-            limit: the amount per period; ``None`` for no limit.
-            burst_seconds: the bucket size, as seconds of the rate.
-        """
+        """Change the limit, with the bucket size as seconds of its rate; earlier charges and debts remain."""
         self.limit = math.inf if limit is None else limit
         self.burst = max(self._unit, self.limit / self._period * burst_seconds)
         self._level = min(self._level, self.burst) if limit is not None else math.inf
@@ -113,31 +104,20 @@ class Rate:
         return self._total
 
     def add(self, now: float, amount: float) -> Charge:
-        """Charge ``amount``; return the charge, which `correct` can change."""
-        self._forget(now)
-        charge = Charge(now, amount)
-        self._charges.append(charge)
-        self._take(now, amount)
-        return charge
-
-    def count(self, now: float, amount: float) -> None:
-        """Add ``amount`` to the charge of the current time step."""
+        """Add ``amount`` to the charge of the current time step; return the charge, which `change` can change."""
         self._forget(now)
         time = math.ceil(now * GRAINS) / GRAINS
-        if self._charges and self._charges[-1].time >= time:
-            self._charges[-1].amount += amount
-        else:
-            self._charges.append(Charge(time, amount))
-        self._take(now, amount)
+        if not self._charges or self._charges[-1].time < time:
+            self._charges.append(Charge(time, 0.0))
+        self.change(now, self._charges[-1], amount)
+        return self._charges[-1]
 
-    def correct(self, now: float, charge: Charge, amount: float) -> None:
-        """Change the amount of a charge, if it is still in the window."""
+    def change(self, now: float, charge: Charge, amount: float) -> None:
+        """Add ``amount``, which may be negative, to a charge, if it is still in the window."""
         self._forget(now)
-        if now < charge.time + self._lifetime:
-            self._take(now, amount - charge.amount)
-            charge.amount = amount
-
-    def _take(self, now: float, amount: float) -> None:
+        if now >= charge.time + self._lifetime:
+            return
+        charge.amount += amount
         self._total += amount
         self._fill(now)
         self._level = min(self.burst, self._level - amount)
@@ -227,13 +207,7 @@ class AdaptiveConcurrency:
 
 
 class Limiter:
-    """Grants permits for calls to one service.
-
-    Args:
-        name: the name of the limit, for messages.
-        config: the limits.
-        period: seconds over which requests and tokens are counted.
-    """
+    """Grants permits for calls to one service; requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, name: str, config: LimitConfig, period: float = PERIOD_S) -> None:
         self.name = name
@@ -312,9 +286,7 @@ class Limiter:
     def advance(self, now: float) -> float | None:
         """Grant all permits that are possible now.
 
-        Returns:
-            The time at which the next permit becomes possible, or ``None`` if none waits or it depends on the end of
-            another call.
+        Return the time of the next one, or ``None`` if none waits or it depends on the end of another call.
         """
         while permit := self._next():
             at = self._free_at(now, permit)
@@ -330,7 +302,7 @@ class Limiter:
 
     def _grant(self, now: float, permit: Permit) -> None:
         self.in_flight += 1
-        self._requests.count(now, 1)
+        self._requests.add(now, 1)
         if permit.tokens:
             permit.charge = self._tokens.add(now, permit.tokens)
         permit.grant()
@@ -355,7 +327,8 @@ class Limiter:
         if permit.charge is None:
             permit.charge = self._tokens.add(now, tokens)
         else:
-            self._tokens.correct(now, permit.charge, tokens)
+            self._tokens.change(now, permit.charge, tokens - permit.tokens)
+        permit.tokens = tokens
 
     def leave(self, now: float, permit: Permit, accepted: bool | None = None, retry_after: float | None = None) -> None:
         """End a call that holds a permit, with the arguments of `Permit.leave`. Call `advance` afterwards."""

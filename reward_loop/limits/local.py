@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -14,7 +14,7 @@ from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import LimitConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, JobServiceError, LimitError
 from reward_loop.limits.limiter import PERIOD_S, Limiter
-from reward_loop.limits.permit import Limits, Permit, live
+from reward_loop.limits.permit import DEFAULT, RETRY, Limits, Permit, live
 from reward_loop.records import answers
 
 __all__ = ["LocalLimits"]
@@ -26,12 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalLimits(Limits):
-    """Keeps limits and budget in this process, for one event loop at a time.
-
-    Args:
-        options: the limits and the budget.
-        period: seconds over which requests and tokens are counted; shorter than a minute only in tests.
-    """
+    """Keeps limits and budget in this process. Requests and tokens are counted over ``period`` seconds."""
 
     def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
         self.options = options
@@ -42,36 +37,31 @@ class LocalLimits(Limits):
         self._limiters = {name: Limiter(name, config, period) for name, config in options.limits.items()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def open(
-        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
-    ) -> Permit:
-        """Request a permit; see `Limits.open`."""
+    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
         self.check_loop()
         limiter = self._limiters.get(name)
         if limiter is None:
+            known = self._limiters.keys() - {DEFAULT, RETRY}
             raise LimitError(
-                f"there is no limit {name!r}{did_you_mean(name, self._limiters) or '.'} Configured in "
-                f"reward_loop.limits: {listing(self._limiters) or 'none'}"
+                f"there is no limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
+                f"reward_loop.limits: {listing(known) or 'none'}"
             )
         tokens = tokens or limiter.config.estimated_tokens_per_request
-        permit = Permit(self, name, tokens, traffic_class, settled)
+        permit = Permit(self, name, tokens, traffic_class)
         limiter.enter(time.monotonic(), permit)
         self._advance(name)
         permit.expire_after(limiter.config.max_wait)
         return permit
 
     def correct(self, permit: Permit, tokens: float) -> None:
-        """Replace the token estimate of a permit."""
         self._limiters[permit.name].used(time.monotonic(), permit, tokens)
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit."""
         self._limiters[permit.name].leave(time.monotonic(), permit, accepted, retry_after)
         self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
-        """Add a call's usage to the budget."""
         self.cost += cost
         self.tokens += tokens
         budget = self.options.budget
@@ -86,7 +76,6 @@ class LocalLimits(Limits):
                     logger.warning("%s: no more calls are made (at_cap=%s)", self.spent, budget.at_cap)
 
     async def status(self) -> dict[str, Any]:
-        """Return the limits and their current usage."""
         return self.snapshot()
 
     def snapshot(self) -> dict[str, Any]:
@@ -96,7 +85,6 @@ class LocalLimits(Limits):
         return {"limits": limits, "cost": self.cost, "tokens": self.tokens, "spent": self.spent}
 
     async def configure(self, name: str, changes: dict[str, Any]) -> None:
-        """Change options of a limit, or add a limit."""
         self.change(name, changes)
 
     def change(self, name: str, changes: dict[str, Any]) -> None:
@@ -111,11 +99,6 @@ class LocalLimits(Limits):
             self._advance(name)
         self.max_waits = {**self.max_waits, name: config.max_wait}
         logger.info("limit %r was changed: %s", name, ", ".join(f"{key}={value}" for key, value in changes.items()))
-
-    def close(self) -> None:
-        """Remove these limits from the output of ``reward-loop limits``."""
-        live.discard(self)
-        self.loop = None
 
     def _advance(self, name: str) -> None:
         limiter = self._limiters[name]
@@ -133,18 +116,13 @@ class LocalLimits(Limits):
 
 def _on_loops(
     make: Callable[[Limits], Coroutine[Any, Any, Any]], name: str | None = None
-) -> list[tuple[str, Any, Any]]:
-    """Run a coroutine for each job on the event loop of its limits. Callable from any thread.
+) -> Iterator[tuple[str, Any, str | None]]:
+    """Run a coroutine for each job, or only for the job ``name``, on the event loop of its limits.
 
-    Args:
-        make: returns the coroutine for the limits of a job.
-        name: the name of a job; by default all jobs.
-
-    Returns:
+    Yields:
         For each job ``(name, result, error)``; ``error`` is the message if there is no result.
     """
     until = time.monotonic() + LOOP_TIMEOUT_S
-    found: list[tuple[str, Any, Any]] = []
     services: set[str] = set()
     for limits in list(live):
         loop = limits.loop
@@ -159,15 +137,14 @@ def _on_loops(
             coroutine.close()
             continue
         try:
-            found.append((limits.name, done.result(max(0.0, until - time.monotonic())), None))
+            yield limits.name, done.result(max(0.0, until - time.monotonic())), None
         except TimeoutError:
             done.cancel()
-            found.append((limits.name, None, "the event loop of this job is blocked"))
+            yield limits.name, None, "the event loop of this job is blocked"
         except CancelledError:  # the loop is shutting down
             continue
         except (ConfigError, JobServiceError) as error:
-            found.append((limits.name, None, str(error)))
-    return found
+            yield limits.name, None, str(error)
 
 
 def _limits() -> list[dict[str, Any]]:
@@ -182,7 +159,7 @@ def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
     Raises:
         ConfigError: an option is invalid, or the job has ended or does not respond.
     """
-    jobs = _on_loops(lambda limits: limits.configure(limit, changes), name)
+    jobs = list(_on_loops(lambda limits: limits.configure(limit, changes), name))
     if not jobs:
         raise ConfigError(f"the job {name} has ended")
     for _, _, error in jobs:
@@ -190,5 +167,4 @@ def _configure(name: str, limit: str, changes: dict[str, Any]) -> None:
             raise ConfigError(error)
 
 
-answers["limits"] = _limits
-answers["configure"] = _configure
+answers |= {"limits": _limits, "configure": _configure}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from reward_loop._util.transient import is_refusal, retry_after
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import LimitError
-from reward_loop.records import ActiveSample, current, waiting_for
+from reward_loop.records import current, waiting_for
 
 __all__ = [
     "ABANDONED",
@@ -24,7 +24,6 @@ __all__ = [
     "Limits",
     "Permit",
     "answer_of",
-    "granted",
     "live",
 ]
 
@@ -38,7 +37,6 @@ WAITING, GRANTED, ENDED = "waiting", "granted", "ended"
 
 ABANDONED = "no permit was granted, because the call was cancelled or is past its deadline"
 
-
 live: weakref.WeakSet[Limits] = weakref.WeakSet()
 """The limits in use in this process, for the command ``reward-loop limits``. No code shares limits through this set."""
 
@@ -50,7 +48,7 @@ class Holder(Protocol):
         """Replace the token estimate of a permit."""
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        """End a permit; called by `Permit.leave` with its arguments."""
+        """End a permit; called by `Permit.leave`."""
 
 
 class Permit:
@@ -61,32 +59,58 @@ class Permit:
         name: the name of the limit.
         tokens: the estimated tokens of the call.
         traffic_class: ``train`` or ``validate``; each has its own queue.
-        settled: called once when the permit stops waiting: granted, refused or abandoned.
     """
 
-    __slots__ = ("charge", "error", "id", "limits", "name", "settled", "state", "timer", "tokens", "traffic_class")
+    __slots__ = ("_answer", "_callbacks", "_timer", "charge", "error", "id", "limits", "name", "reported", "state",
+                 "tokens", "traffic_class")  # fmt: skip
 
-    def __init__(
-        self,
-        limits: Holder | None,
-        name: str,
-        tokens: float = 0,
-        traffic_class: str = "train",
-        settled: Callable[[Permit], None] | None = None,
-    ) -> None:
+    def __init__(self, limits: Holder | None, name: str, tokens: float = 0, traffic_class: str = "train") -> None:
         self.limits = limits
         self.name = name
         self.tokens = tokens
         self.traffic_class = traffic_class
-        self.settled = settled
         self.state = WAITING
         self.error: Exception | None = None
         """Why the permit was refused."""
+        self.reported = 0.0
+        """The tokens used so far."""
         self.charge: Any = None
         """The limiter's record of the tokens."""
         self.id: Any = None
         """The id of the permit on a connection."""
-        self.timer: asyncio.TimerHandle | None = None
+        self._answer: tuple[bool | None, float | None] = (True, None)
+        self._callbacks: tuple[Callable[[Permit], None], ...] = ()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def when_settled(self, callback: Callable[[Permit], None]) -> None:
+        """Call ``callback`` once when the permit no longer waits: granted, refused or abandoned; maybe at once."""
+        if self.state == WAITING:
+            self._callbacks += (callback,)
+        else:
+            callback(self)
+
+    async def wait(self) -> None:
+        """Wait until the permit is granted. If the wait is cancelled, the permit ends.
+
+        Raises:
+            LimitError: the permit was refused.
+            JobServiceError: the limiter service is unreachable.
+        """
+        if self.state == WAITING:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def settled(_: Permit) -> None:
+                if not turn.done():
+                    turn.set_result(None)
+
+            self.when_settled(settled)
+            try:
+                await turn
+            except BaseException:
+                self.leave()
+                raise
+        if self.error is not None:
+            raise self.error
 
     def grant(self) -> None:
         """Grant the permit: the call may start."""
@@ -99,23 +123,28 @@ class Permit:
 
     def used(self, tokens: float) -> None:
         """Replace the token estimate with the tokens used so far."""
+        self.reported = tokens
         if self.limits is not None:
             self.limits.correct(self, tokens)
 
-    def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
-        """End the permit; later calls have no effect.
+    def answer(self, accepted: bool | None, retry_after: float | None) -> None:
+        """Record how the service responded to a request. The worst response counts: a refusal, then no answer.
 
         Args:
             accepted: True: the service answered. False: the service refused the call (HTTP 429). None: the service
                 did not answer, so its capacity is unknown.
             retry_after: the seconds that the service asked to wait.
         """
+        if accepted is False or (accepted is None and self._answer[0] is not False):
+            self._answer = accepted, retry_after
+
+    def leave(self, accepted: bool | None = None, retry_after: float | None = None) -> None:
+        """End the permit, with the last response as for `answer`; later calls have no effect."""
         if self.state == ENDED:
             return
-        if self.limits is None:
-            self.state = ENDED
-        else:
-            self.limits.release(self, accepted, retry_after)
+        self.answer(accepted, retry_after)
+        if self.limits is not None:
+            self.limits.release(self, *self._answer)
         if self.state == WAITING:
             self.error = self.error or LimitError(ABANDONED)
             self._settle(ENDED)
@@ -125,20 +154,20 @@ class Permit:
         if self.state != WAITING:
             return
         self.state = state
-        if self.timer is not None:
-            self.timer.cancel()
-        if self.settled is not None:
-            self.settled(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        callbacks, self._callbacks = self._callbacks, ()
+        for callback in callbacks:
+            callback(self)
 
     def expire_after(self, seconds: float | None) -> None:
         """Refuse the permit if it is still waiting after ``seconds``; ``None`` for no timeout."""
         if seconds is not None and self.state == WAITING:
-            self.timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
 
     def _expire(self, seconds: float) -> None:
-        if self.state == WAITING:
-            self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
-            self.leave()
+        self.error = LimitError(f"limit {self.name!r}: no permit within max_wait={seconds:g} s")
+        self.leave()
 
 
 class Limits(Holder, ABC):
@@ -155,6 +184,8 @@ class Limits(Holder, ABC):
     """The event loop that uses the limits now. Another one may use them after it has ended."""
     max_waits: dict[str, float | None]
     """Name of the limit -> maximum seconds that a call may wait; ``None`` for no maximum."""
+    is_known: bool = True
+    """Whether `max_waits` has the limits of the job; if not, `status` gets them."""
     spent: str | None = None
     """Why no more calls are made, once the budget is used up."""
 
@@ -165,22 +196,22 @@ class Limits(Holder, ABC):
             live.add(self)
         return self.loop
 
-    def check_loop(self) -> None:
-        """Check that the running event loop is the one that uses the limits.
+    def check_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the running event loop, which is the one that uses the limits.
 
         Raises:
             LimitError: another event loop that still runs uses the limits.
         """
-        if self.bind() is not asyncio.get_running_loop():
+        loop = self.bind()
+        if loop is not asyncio.get_running_loop():
             raise LimitError(
                 "these limits are in use by another event loop: create limits for each event loop, or share a "
                 "service by its address (reward_loop.serve_limits, reward_loop.job)"
             )
+        return loop
 
     @abstractmethod
-    def open(
-        self, name: str, tokens: float, traffic_class: str, settled: Callable[[Permit], None] | None = None
-    ) -> Permit:
+    def open(self, name: str, tokens: float, traffic_class: str) -> Permit:
         """Request a permit, on the running event loop; see `Permit` for the arguments.
 
         Raises:
@@ -208,56 +239,21 @@ class Limits(Holder, ABC):
         """Return why the limiter service stops the run, or ``None``."""
         return None
 
-    @abstractmethod
     def close(self) -> None:
         """Release all resources; callable from any thread. A later use reopens the limits."""
+        live.discard(self)
+        self.loop = None
 
     async def enter(self, name: str, tokens: float = 0, traffic_class: str = "train") -> Permit:
         """Wait for a permit; end it with `Permit.leave`. The current sample is shown as waiting for the limit.
 
-        Args:
-            name: the name of the limit.
-            tokens: the estimated tokens of the call.
-            traffic_class: ``train`` or ``validate``.
-
-        Raises:
-            LimitError: the permit was refused.
-            JobServiceError: the limiter service is unreachable.
+        See `open` for the arguments, and `Permit.wait` for the errors.
         """
-        return await granted(lambda settled: self.open(name, tokens, traffic_class, settled), current())
-
-
-async def granted(
-    open_permit: Callable[[Callable[[Permit], None]], Permit], sample: ActiveSample | None = None
-) -> Permit:
-    """Wait for the permit that ``open_permit(settled)`` requests, and return it.
-
-    Args:
-        open_permit: requests the permit.
-        sample: the sample that waits, if ``open_permit`` does not record this itself.
-
-    Raises:
-        LimitError: the permit was refused.
-        JobServiceError: the limiter service is unreachable.
-    """
-    turn: asyncio.Future[None] | None = None
-
-    def settled(permit: Permit) -> None:
-        if turn is not None and not turn.done():
-            turn.set_result(None)
-
-    permit = open_permit(settled)
-    if permit.state == WAITING:
-        turn = asyncio.get_running_loop().create_future()
-        try:
-            with waiting_for(sample, f"limit {permit.name!r}"):
-                await turn
-        except BaseException:
-            permit.leave()
-            raise
-    if permit.error is not None:
-        raise permit.error
-    return permit
+        permit = self.open(name, tokens, traffic_class)
+        if permit.state == WAITING:
+            with waiting_for(current(), f"limit {name!r}"):
+                await permit.wait()
+        return permit
 
 
 def answer_of(error: BaseException | None) -> tuple[bool | None, float | None]:

@@ -38,11 +38,9 @@ from typing import Any
 import orjson
 
 from reward_loop._util.framing import frame, read_frame
+from reward_loop.errors import JobServiceError, LimitError
 
-__all__ = ["CONNECT_TIMEOUT_S", "MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive"]
-
-CONNECT_TIMEOUT_S = 30.0
-"""Seconds for a client to connect to the service, or to get a response. After that, the run stops."""
+__all__ = ["MAX_LENGTH", "Messages", "decode", "enable_keepalive", "encode", "proof", "receive", "refusal"]
 
 MAX_LENGTH = 2**24
 """Maximum length of a frame in bytes."""
@@ -51,19 +49,18 @@ PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 """TCP keepalive: seconds of silence before the first probe, seconds between probes, and failed probes until the
 connection is closed."""
 
+_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (LimitError, JobServiceError)}
+
 
 class Messages:
-    """The queue of messages to a peer. Messages of one event loop iteration are sent together.
-
-    Without a `writer`, messages are queued until `connect`.
-    """
+    """The queue of messages to a peer: holds them until `connect`, then sends those of one loop iteration together."""
 
     def __init__(self, writer: asyncio.StreamWriter | None = None) -> None:
         self.writer = writer
         self._messages: list[bytes] = []
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
-        """Set the writer, and send all queued messages."""
+        """Set the connection, and send all queued messages."""
         self.writer = writer
         if self._messages:
             self._flush()
@@ -87,16 +84,12 @@ class Messages:
 
 
 def encode(*messages: tuple[Any, ...]) -> bytes:
-    """Return messages serialised as one frame."""
+    """Return the frame of the messages."""
     return frame(orjson.dumps(messages))
 
 
 def decode(content: bytes) -> list[list[Any]]:
-    """Return the messages in a frame.
-
-    Raises:
-        ValueError: the content is not JSON.
-    """
+    """Return the messages in the content of a frame; raises `ValueError` if it is not JSON."""
     messages: list[list[Any]] = orjson.loads(content)
     return messages
 
@@ -110,6 +103,11 @@ async def receive(reader: asyncio.StreamReader) -> list[list[Any]]:
         ValueError: the frame is too long, or is not JSON.
     """
     return decode(await read_frame(reader, MAX_LENGTH))
+
+
+def refusal(kind: str, why: str) -> Exception:
+    """Return the error of a permit from the message ``refuse``."""
+    return _ERRORS.get(kind, LimitError)(why)
 
 
 def proof(token: str, nonce: bytes) -> bytes:

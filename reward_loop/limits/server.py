@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reward_loop._util.background_loop import in_background
 from reward_loop._util.framing import frame, read_frame
@@ -18,46 +17,38 @@ from reward_loop.errors import ConfigError, LimitError, RewardLoopError, TooMany
 from reward_loop.limits.failures import FailureBound
 from reward_loop.limits.limiter import PERIOD_S
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.permit import ENDED, GRANTED, Permit
+from reward_loop.limits.permit import GRANTED, Permit
 from reward_loop.limits.protocol import Messages, enable_keepalive, proof, receive
-from reward_loop.records import hide
+from reward_loop.limits.scope import CallScope
 
-if TYPE_CHECKING:
-    from reward_loop.limits.lease import CallScope
-
-__all__ = ["CallServer", "LimitServer", "serve_limits"]
+__all__ = ["AUTHENTICATION_TIMEOUT_S", "Connection", "LimitServer", "closing", "serve_limits"]
 
 AUTHENTICATION_TIMEOUT_S = 10.0
 """Seconds for a client to authenticate."""
 
 
 class LimitServer:
-    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop.
+    """Serves the limits of a job over TCP, and counts its failed samples. Call `start` and `stop` on one event loop."""
 
-    Args:
-        limits: the limits of the job, or the options to create them from.
-    """
-
-    def __init__(self, limits: LocalLimits | RewardLoopConfig) -> None:
-        self.limits = limits if isinstance(limits, LocalLimits) else LocalLimits(limits)
+    def __init__(self, options: RewardLoopConfig, period: float = PERIOD_S) -> None:
+        self.limits = LocalLimits(options, period)
         self.token = secrets.token_urlsafe(24)
         self.stopped: str | None = None
         """Why the run must stop, once too many samples have failed."""
         self._failures: dict[str, FailureBound] = {}
         self._server: asyncio.Server | None = None
-        self._connections: dict[_JobConnection, asyncio.Task[Any]] = {}
+        self._connections: dict[Messages, asyncio.Task[Any]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Start listening; return the address for clients, ``host:port:token``.
-
-        Args:
-            host: the address to listen on.
-            port: the port; 0 for any free port.
+        """Start listening, by default on any free port; return the address for clients, ``host:port:token``.
 
         Raises:
-            OSError: the address cannot be bound.
+            RewardLoopError: the address cannot be bound.
         """
-        self._server = await asyncio.start_server(self._serve, host, port)
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port)
+        except OSError as error:
+            raise RewardLoopError(f"the limiter service cannot listen on {host}: {error}") from error
         port = self._server.sockets[0].getsockname()[1]
         self.limits.name = f"{host}:{port}"
         return f"{host}:{port}:{self.token}"
@@ -77,34 +68,30 @@ class LimitServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def send_to_all(self, *message: Any) -> None:
-        """Send a message to all clients."""
-        for connection in self._connections:
-            connection.messages.send(*message)
-
-    def count(self, failed: bool, error: str | None, of: str) -> None:
-        """Count one sample, with the arguments of `RemoteLimits.count`."""
-        if of not in self._failures:
-            self._failures[of] = FailureBound.of_options(self.limits.options, of)
-        try:
-            self._failures[of].add(failed, error)
-        except TooManyFailuresError as stop:
-            self.stopped = str(stop)
-            self.send_to_all("stop", self.stopped)
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with _closing(writer):
+        with closing(writer):
             if not await self._authenticate(reader, writer):
                 return
-            connection = _JobConnection(self, writer)
+            connection = Connection(self.limits, writer)
+            messages = connection.messages
+            connection.handlers |= {
+                "spend": self._spend,
+                "count": self._count,
+                "configure": partial(self._configure, messages),
+                "status": lambda request: messages.send("answer", request, self.limits.snapshot()),
+            }
             task = asyncio.current_task()
             assert task is not None
-            self._connections[connection] = task
+            self._connections[messages] = task
             try:
-                connection.greet()
+                messages.send("limits", self.limits.max_waits)
+                if self.limits.spent:
+                    messages.send("spent", self.limits.spent)
+                if self.stopped:
+                    messages.send("stop", self.stopped)
                 await connection.run(reader)
             finally:
-                del self._connections[connection]
+                del self._connections[messages]
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         enable_keepalive(writer)
@@ -118,9 +105,38 @@ class LimitServer:
             writer.write(frame())
         return valid
 
+    def _send_to_all(self, *message: Any) -> None:
+        for messages in self._connections:
+            messages.send(*message)
+
+    def _spend(self, cost: float, tokens: float) -> None:
+        before = self.limits.spent
+        self.limits.spend(cost, tokens)
+        if self.limits.spent != before:
+            self._send_to_all("spent", self.limits.spent)
+
+    def _count(self, failed: bool, error: str | None, of: str) -> None:
+        if of not in self._failures:
+            self._failures[of] = FailureBound.of_options(self.limits.options, of)
+        try:
+            self._failures[of].add(failed, error)
+        except TooManyFailuresError as stop:
+            self.stopped = str(stop)
+            self._send_to_all("stop", self.stopped)
+
+    def _configure(self, messages: Messages, request: int, name: str, changes: dict[str, Any]) -> None:
+        error = None
+        try:
+            self.limits.change(name, changes)
+        except ConfigError as invalid:
+            error = str(invalid)
+        else:
+            self._send_to_all("limits", self.limits.max_waits)
+        messages.send("answer", request, error)
+
 
 @contextlib.contextmanager
-def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
+def closing(writer: asyncio.StreamWriter) -> Iterator[None]:
     """Close the connection on exit, and suppress connection errors, protocol errors and cancellation."""
     try:
         yield
@@ -130,8 +146,8 @@ def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
         writer.close()
 
 
-class _Connection:
-    """One client connection. Its permits end when the connection ends."""
+class Connection:
+    """One client connection: calls the handler of each message. Its permits end when the connection ends."""
 
     def __init__(self, owner: LocalLimits | CallScope, writer: asyncio.StreamWriter) -> None:
         self.messages = Messages(writer)
@@ -160,18 +176,20 @@ class _Connection:
 
     def _enter(self, number: int, name: str, tokens: float, traffic_class: str) -> None:
         try:
-            permit = self._owner.open(name, tokens, traffic_class, partial(self._settled, number))
+            permit = self._permits[number] = self._owner.open(name, tokens, traffic_class)
         except LimitError as error:
-            self.messages.send("refuse", number, type(error).__name__, str(error))
-            return
-        if permit.state != ENDED:
-            self._permits[number] = permit
+            self._refuse(number, error)
+        else:
+            permit.when_settled(partial(self._settled, number))
 
     def _settled(self, number: int, permit: Permit) -> None:
         if permit.state == GRANTED:
             self.messages.send("grant", number)
         elif self._permits.pop(number, None) is not None:  # otherwise the client ended the permit itself
-            self.messages.send("refuse", number, type(permit.error).__name__, str(permit.error))
+            self._refuse(number, permit.error)
+
+    def _refuse(self, number: int, error: Exception | None) -> None:
+        self.messages.send("refuse", number, type(error).__name__, str(error))
 
     def _used(self, number: int, tokens: float) -> None:
         if (permit := self._permits.get(number)) is not None:
@@ -180,124 +198,6 @@ class _Connection:
     def _leave(self, number: int, accepted: bool | None, retry_after: float | None) -> None:
         if (permit := self._permits.pop(number, None)) is not None:
             permit.leave(accepted, retry_after)
-
-
-class _JobConnection(_Connection):
-    """The connection of a worker of the job."""
-
-    def __init__(self, server: LimitServer, writer: asyncio.StreamWriter) -> None:
-        super().__init__(server.limits, writer)
-        self._server = server
-        self._limits = server.limits
-        self.handlers |= {
-            "spend": self._spend,
-            "count": server.count,
-            "configure": self._configure,
-            "status": self._status,
-        }
-
-    def greet(self) -> None:
-        """Send the state that a client needs before its first call."""
-        self.messages.send("limits", self._limits.max_waits)
-        if self._limits.spent:
-            self.messages.send("spent", self._limits.spent)
-        if self._server.stopped:
-            self.messages.send("stop", self._server.stopped)
-
-    def _spend(self, cost: float, tokens: float) -> None:
-        before = self._limits.spent
-        self._limits.spend(cost, tokens)
-        if self._limits.spent != before:
-            self._server.send_to_all("spent", self._limits.spent)
-
-    def _configure(self, request: int, name: str, changes: dict[str, Any]) -> None:
-        error = None
-        try:
-            self._limits.change(name, changes)
-        except ConfigError as invalid:
-            error = str(invalid)
-        else:
-            self._server.send_to_all("limits", self._limits.max_waits)
-        self.messages.send("answer", request, error)
-
-    def _status(self, request: int) -> None:
-        self.messages.send("answer", request, self._limits.snapshot())
-
-
-def _record_exchange(call: CallScope, fields: dict[str, Any]) -> None:
-    """Add an exchange of a function in a worker process, or further fields of it, to the record of its sample."""
-    if call.sample is None:
-        return
-    if (variable := fields.get("api_key_env")) and (key := os.environ.get(variable)):
-        hide(key.strip())
-    call.sample.prompt_tokens += fields.get("prompt_tokens", 0)
-    call.sample.completion_tokens += fields.get("completion_tokens", 0)
-    call.sample.exchange({**fields, "attempt": call.attempt})
-
-
-_open_servers: dict[asyncio.Server, asyncio.AbstractEventLoop] = {}
-"""The sockets of all `CallServer`, each with its event loop. An event loop of uvloop does not reference its servers:
-without this reference, the garbage collector closes the socket while the event loop still uses the descriptor."""
-
-
-class CallServer:
-    """Serves the limits to functions in worker processes, over a local socket, and receives their exchanges.
-
-    Listens from the first call on an event loop until that event loop shuts down.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[str, CallScope] = {}
-        self._listener: tuple[asyncio.AbstractEventLoop, AsyncGenerator[str, None], str] | None = None
-
-    @contextlib.asynccontextmanager
-    async def serve(self, call: CallScope) -> AsyncIterator[tuple[str, str, bool]]:
-        """Serve a call during the context; yield the arguments of `ProcessCall` in its worker process."""
-        address, token = await self._address(), secrets.token_hex(16)
-        self._calls[token] = call
-        try:
-            yield address, token, call.sample is not None and call.sample.is_recorded
-        finally:
-            del self._calls[token]
-
-    async def _address(self) -> str:
-        loop = asyncio.get_running_loop()
-        if self._listener is None or self._listener[0] is not loop:
-            # An event loop closes its async generators when it shuts down, and this one then closes its socket.
-            listener = self._listen()
-            address = await anext(listener)
-            if self._listener is None or self._listener[0] is not loop:
-                self._listener = loop, listener, address
-            else:  # a concurrent call has opened a socket first
-                await listener.aclose()
-        return self._listener[2]
-
-    async def _listen(self) -> AsyncGenerator[str, None]:
-        # A Linux abstract socket: a killed process leaves no file behind.
-        address = f"\0reward-loop/limits/{secrets.token_hex(16)}"
-        server = await asyncio.start_unix_server(self._serve, address)
-        for ended in [other for other, loop in _open_servers.items() if loop.is_closed()]:
-            del _open_servers[ended]
-        _open_servers[server] = asyncio.get_running_loop()
-        try:
-            yield address
-        finally:
-            server.close()
-            _open_servers.pop(server, None)
-            if self._listener is not None and self._listener[2] == address:
-                self._listener = None
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with _closing(writer):
-            async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
-                first = await receive(reader)
-            match first:
-                case [["call", str(token)], *messages] if token in self._calls:
-                    call = self._calls[token]
-                    connection = _Connection(call, writer)
-                    connection.handlers["answer"] = call.answer
-                    connection.handlers["exchange"] = partial(_record_exchange, call)
-                    await connection.run(reader, messages)
 
 
 @contextlib.contextmanager
@@ -323,11 +223,8 @@ def serve_limits(options: RewardLoopConfig, host: str = "127.0.0.1", period: flo
 
     @contextlib.asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        server = LimitServer(LocalLimits(options, period))
-        try:
-            address = await server.start(host)
-        except OSError as error:
-            raise RewardLoopError(f"the limiter service cannot listen on {host}: {error}") from error
+        server = LimitServer(options, period)
+        address = await server.start(host)
         try:
             yield address
         finally:

@@ -15,7 +15,6 @@ repeat the lines that start retries: a coroutine of their own would take 0.3 KB 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import itertools
@@ -33,9 +32,9 @@ from reward_loop.errors import (
     RewardTimeoutError,
 )
 from reward_loop.limits.client import open_limits
-from reward_loop.limits.lease import CallScope, current_scope
-from reward_loop.limits.permit import DEFAULT, RETRY, Limits
-from reward_loop.limits.server import CallServer
+from reward_loop.limits.permit import DEFAULT, RETRY, Limits, answer_of
+from reward_loop.limits.process_call import serve_call
+from reward_loop.limits.scope import CallScope, current_scope
 from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.records import current
@@ -149,7 +148,6 @@ class ScoringFunction:
         self._hooks = Hooks(self._target, self._threads, self._loop_calls)
         self._owns_limits = limits is None
         self.limits = open_limits(options) if limits is None else limits
-        self._processes = CallServer()
         self.timeout = options.timeout
 
     @property
@@ -305,29 +303,31 @@ class ScoringFunction:
     ) -> Coroutine[Any, Any, CallOutcome]:
         """Return the coroutine of one call, under the function's limit if one is configured."""
         self.limits.bind()
-        scope = CallScope(self.limits, traffic_class, asyncio.get_running_loop(), attempt=attempt)
+        scope = CallScope(self.limits, traffic_class, attempt)
         # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
-        if self.limits.spent is None and self._limit not in self.limits.max_waits:
+        if self.limits.is_known and self.limits.spent is None and self._limit not in self.limits.max_waits:
             return self._run(arguments, scope)
         return self._call_with_permit(arguments, scope)
 
     async def _call_with_permit(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
+        if not self.limits.is_known:
+            await self.limits.status()
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
+        if self._limit not in self.limits.max_waits:
+            return await self._run(arguments, scope)
         asked = time.monotonic()
         try:
-            scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
+            permit = scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
         except LimitError as error:
             return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
         queued = time.monotonic() - asked
-        outcome: CallOutcome | None = None
         try:
             outcome = await self._run(arguments, scope)
+            if outcome.error is None:
+                permit.leave(*answer_of(outcome.exception))
         finally:
-            if outcome is None:
-                scope.leave(None, ended=False)
-            else:
-                scope.leave(outcome.exception, ended=outcome.error is None)
+            permit.leave()  # if not done above: it is unknown whether the service answered
         outcome.waited += queued
         return outcome
 
@@ -387,7 +387,7 @@ class ScoringFunction:
         if isinstance(self._executor, DaemonThreads):
             outcome = await self._executor.run(invocation, self.timeout, scope.waited)
         else:
-            async with self._processes.serve(scope) as context:
+            async with serve_call(scope) as context:
                 outcome = await self._executor.run(invocation, self.timeout, scope.waited, context)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds = outcome.seconds

@@ -20,7 +20,9 @@ CALLS = st.lists(
 
 def asking(tokens, traffic_class, granted):
     """A permit that calls ``granted`` when it is granted."""
-    return Permit(None, "judge", tokens, traffic_class, lambda permit: granted() if permit.state == "granted" else None)
+    permit = Permit(None, "judge", tokens, traffic_class)
+    permit.when_settled(lambda permit: granted() if permit.state == "granted" else None)
+    return permit
 
 
 def drive(limiter, calls):

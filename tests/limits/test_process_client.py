@@ -14,9 +14,10 @@ import pytest
 import reward_loop
 from reward_loop import Outcome, RewardLoopConfig, RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop._util.framing import frame
-from reward_loop.limits.lease import CallScope
 from reward_loop.limits.local import LocalLimits
-from reward_loop.limits.server import CallServer, LimitServer
+from reward_loop.limits.process_call import serve_call
+from reward_loop.limits.scope import CallScope
+from reward_loop.limits.server import LimitServer
 from tests.clock import advance
 from tests.descriptors import left_open
 
@@ -275,10 +276,9 @@ def test_the_client_works_in_a_second_event_loop():
     "first", [5, [], ["call"], [["call", "another token"], ["enter", 0, "judge", 0, ""]], [["call", []]]]
 )
 async def test_a_connection_without_the_token_of_a_call_is_closed(first):
-    server = CallServer()
     limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
     limits.bind()
-    async with server.serve(CallScope(limits, "train", asyncio.get_running_loop())) as (address, *_):
+    async with serve_call(CallScope(limits, "train")) as (address, *_):
         reader, writer = await asyncio.open_unix_connection(address)
         writer.write(frame(json.dumps(first).encode()))
         assert await asyncio.wait_for(reader.read(), 60) == b""

@@ -1,6 +1,7 @@
 """Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -105,6 +106,13 @@ async def test_tokens_of_the_client_count_once_in_each_limit_and_in_the_budget(f
     await asyncio.to_thread(scoring.close)
 
 
+async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_call():
+    scoring = ScoringFunction(ask)
+    async with FakeJudge("0.5") as judge, JUDGE:
+        assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
+    assert scoring.limits.tokens > 0
+
+
 @pytest.mark.parametrize("remote", [False, True])
 async def test_the_budget_counts_tokens_of_the_client(remote):
     given = {"budget": {"max_tokens": 1, "at_cap": "mask"}}
@@ -206,6 +214,28 @@ async def test_a_second_manager_has_a_budget_of_its_own_unless_limits_are_shared
     assert (await second.run_single(SAMPLE))["reward_score"] == 1.0
     shares = NaiveRewardLoopManager(options, compute_score=judge, limits=first.limits)
     assert (await shares.run_single(SAMPLE))["reward_extra_info"]["reward_masked"]
+
+
+@pytest.mark.parametrize("name", ["default", "judge"])
+async def test_a_function_that_has_only_the_address_of_the_service_keeps_its_limits(name):
+    running = peak = 0
+
+    async def judge():
+        nonlocal running, peak
+        async with reward_loop.limit("judge") if name == "judge" else contextlib.nullcontext():
+            running += 1
+            peak = max(peak, running)
+            await asyncio.sleep(0.001)
+            running -= 1
+        return 1.0
+
+    server = LimitServer(RewardLoopConfig(limits={name: {"max_concurrent": 2}}))
+    scoring = ScoringFunction(judge, options=RewardLoopConfig(job=await server.start()))
+    results = await asyncio.gather(*(scoring(SAMPLE) for _ in range(10)))
+    assert [result.error for result in results] == [None] * 10
+    assert peak == 2
+    scoring.close()
+    await server.stop()
 
 
 async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():

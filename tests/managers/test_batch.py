@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from reward_loop import FunctionLoadError, RewardAgent, RewardLoopConfig, RewardSample, ScoringError
-from reward_loop.limits.lease import current_scope
+from reward_loop.limits.scope import current_scope
 from reward_loop.managers import BatchRewardLoopManager, scoring_function
 
 

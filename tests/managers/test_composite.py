@@ -342,7 +342,7 @@ async def test_components_after_one_without_a_score_are_counted_and_logged(make)
     info = (await run(manager, "down 4"))["reward_extra_info"]
     assert (info["Judge/outcome"], info["accuracy/outcome"], info["again/outcome"]) == ("failed", "scored", "failed")
     assert (info["accuracy"], info["reward_masked"]) == (1.0, True)
-    counted = [component.failures._failures for component in manager._components.values()]
+    counted = [sum(component.failures._failed) for component in manager._components.values()]
     assert counted == [1, 0, 1]
 
 
