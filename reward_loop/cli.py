@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
 from reward_loop._util import cli_options, garbage_collector, signals
+from reward_loop._util.console import console
 from reward_loop._util.output import open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
@@ -33,8 +33,7 @@ from reward_loop.view.trace_command import trace
 
 __all__ = ["app", "main"]
 
-_out = Console(soft_wrap=True, emoji=False)
-_err = Console(stderr=True, soft_wrap=True, emoji=False)
+_out, _err = console(), console(stderr=True)
 
 
 class _Commands(TyperGroup):
@@ -78,7 +77,7 @@ class _Commands(TyperGroup):
 
 def _report(text: str, error: BaseException) -> None:
     for line in (text, *map(escape, getattr(error, "__notes__", ()))):
-        _err.print(line, highlight=False)
+        _err.print(line)
 
 
 def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
@@ -92,9 +91,9 @@ def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
         if options and error.message:
             command = None if context is None else context.command
             message = f"{_as_typed(options, command, arguments)}: {error.message.removeprefix('Value error, ')}"
-        _err.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+        _err.print(f"[bold red]error:[/] {escape(message)}")
         if context is not None:
-            _err.print(f"Help: {escape(context.command_path)} --help", highlight=False)
+            _err.print(f"Help: {escape(context.command_path)} --help")
     sys.exit(error.exit_code)
 
 

@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
@@ -95,14 +96,14 @@ def command(
     given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
-    err = Console(stderr=True, soft_wrap=True, emoji=False)
+    err = console(stderr=True)
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
         if fn is not None:
             load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
         try:
             scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
         except FunctionLoadError as error:
-            err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
+            err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         with Inputs.open(files) as inputs:
@@ -125,7 +126,7 @@ def command(
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:
-            _show(report, Console(file=stdout, soft_wrap=True, emoji=False))
+            _show(report, console(stdout))
     if report.problems:
         raise typer.Exit(1)
 
@@ -145,14 +146,14 @@ def _show(report: Report, out: Console) -> None:
         kind = "async, awaited on the event loop" if function.is_async else kind
         if report.of_lists:
             kind += f", with lists of {len(report.rows)} samples"
-        out.print(f"{escape(function.name)}: {kind}", highlight=False)
+        out.print(f"{escape(function.name)}: {kind}")
     out.print()
-    out.print(table, highlight=False)
+    out.print(table)
     out.print()
     checks = Table.grid(padding=(0, 2))
     for finding in report.findings:
         style = _STYLES[finding.status]
         checks.add_row(f"[{style}]{finding.status}[/]", finding.check, escape(finding.text))
-    out.print(checks, highlight=False)
+    out.print(checks)
     count = len(report.problems)
-    out.print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found", highlight=False)
+    out.print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found")

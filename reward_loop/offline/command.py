@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration, rounded
@@ -36,7 +37,7 @@ _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_
 
 _STDOUT = Path("-")
 
-_err = Console(stderr=True, soft_wrap=True, emoji=False)
+_err = console(stderr=True)
 
 
 def score(
@@ -180,7 +181,7 @@ def score(
             if as_json:
                 stdout.write(encode(estimate_as_json(found, prices)).decode() + "\n")
             else:
-                show_estimate(found, prices, Console(file=stdout, soft_wrap=True, emoji=False))
+                show_estimate(found, prices, console(stdout))
             return
         _note_unused(context, scorer)
         if scorer.has_post_process:
@@ -221,15 +222,15 @@ def score(
         if as_json:
             stdout.write(encode(_summary(summary, usage, target, config.log_dir, prices)).decode() + "\n")
         else:
-            out = _err if target is None else Console(file=stdout, soft_wrap=True, emoji=False)
+            out = _err if target is None else console(stdout)
             _show(summary, usage, target, config.log_dir, prices, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:
-        _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
+        _err.print(f"note: {escape(source.name)} has no rows")
     elif not summary.outcomes["scored"]:
-        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}", highlight=False)
+        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}")
     if failed and target is not None:
-        _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
+        _err.print("To score the failed rows again, run the same command with --retry-failed.")
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
 
@@ -317,4 +318,4 @@ def _show(
     table.add_row("output", "stdout" if output is None else escape(str(output)))
     if log_dir is not None:
         table.add_row("records", f"{escape(str(log_dir))}; summary: reward-loop report {escape(str(log_dir))}")
-    out.print(table, highlight=False)
+    out.print(table)

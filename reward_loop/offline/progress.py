@@ -80,7 +80,7 @@ class ScoringProgress:
             self._bar.update(self._task, completed=rows, description=self.detail())
         elif self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
-            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}", highlight=False)
+            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}")
 
     def detail(self) -> str:
         """Return failures, mean score, tokens and cost, as far as they are known."""

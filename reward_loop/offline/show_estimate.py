@@ -46,18 +46,17 @@ def show_estimate(found: Estimate, prices: Prices, out: Console) -> None:
         text = "unknown: requests have no max_tokens" if longest is None else f"at most {rounded(longest)} (max_tokens)"
         table.add_row("reply tokens", text)
         table.add_row("cost", _cost(found, prices))
-    out.print(table, highlight=False)
+    out.print(table)
     if found.requests:
-        out.print("Not counted: requests that depend on a reply, and retries.", highlight=False)
+        out.print("Not counted: requests that depend on a reply, and retries.")
     if found.refused:
         out.print(
             f"{found.refused:,} connections of other clients than reward_loop.client were refused: what they would "
-            "have sent is not in the estimate.",
-            highlight=False,
+            "have sent is not in the estimate."
         )
     for count, example in found.causes.most_common(5):
         failed = f"{count} of the {found.tried} rows failed before a request, first"
-        out.print(f"{failed}: {escape(example)}", highlight=False)
+        out.print(f"{failed}: {escape(example)}")
 
 
 def _cost(found: Estimate, prices: Prices) -> str:

@@ -1,0 +1,19 @@
+"""The consoles of commands."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from rich.console import Console
+
+__all__ = ["console"]
+
+
+def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
+    """Return a console that changes nothing in texts but markup: no emoji codes, no colours for numbers, no wrapping.
+
+    Args:
+        file: where it prints; ``None`` for stdout.
+        stderr: whether it prints to stderr instead of stdout.
+    """
+    return Console(file=file, stderr=stderr, soft_wrap=True, emoji=False, highlight=False)
