@@ -39,19 +39,11 @@ def score(folder, manager, console, clock):
     source = write(folder / "in.jsonl", 5)
     with ScoringProgress(5, manager, console, clock) as progress:
 
-        def completed(rows):
+        def completed(rows, record):
             clock.now += LINE_S / 2
-            progress.completed(rows)
+            progress.completed(rows, record)
 
-        score_file(
-            source,
-            folder / "out.jsonl",
-            manager,
-            fields=Fields(),
-            concurrency=1,
-            on_row=completed,
-            on_record=progress.add,
-        )
+        score_file(source, folder / "out.jsonl", manager, fields=Fields(), concurrency=1, on_row=completed)
     return progress
 
 

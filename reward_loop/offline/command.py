@@ -157,9 +157,8 @@ def score(
     from reward_loop.config import RewardLoopConfig, parse
     from reward_loop.managers.base import RewardLoopManagerBase
     from reward_loop.managers.scorer import load_scorer
-    from reward_loop.offline.estimate import dry_run_options, estimate
+    from reward_loop.offline.estimate import dry_run_options, estimate, show_estimate
     from reward_loop.offline.rows import check_fields
-    from reward_loop.offline.show_estimate import estimate_as_json, show_estimate
 
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:
@@ -179,7 +178,7 @@ def score(
             check_fields(source.rows(), source.name, mapping)
             found = estimate(source, scorer.manager, mapping, concurrency)
             if as_json:
-                stdout.write(encode(estimate_as_json(found, prices)).decode() + "\n")
+                stdout.write(encode(found.to_dict(prices)).decode() + "\n")
             else:
                 show_estimate(found, prices, console(stdout))
             return
@@ -205,7 +204,6 @@ def score(
                     restart=restart,
                     retry_failed=retry_failed,
                     on_row=progress.completed,
-                    on_record=progress.add,
                 )
             except (KeyboardInterrupt, RewardLoopError, OSError) as error:
                 partial = partial_of(source, destination)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
+from reward_loop.records.lines import parse_line
 from reward_loop.types import RESERVED_KEYS, Outcome
 
 __all__ = ["PartialResults", "differences"]
@@ -118,7 +119,7 @@ class PartialResults:
                     raise ConfigError(
                         f"{self.path} was not written by this command: rename it, or discard it with --restart"
                     )
-                record = _parse(line)
+                record = parse_line(line)
                 if record is None:
                     break
                 if good == 0:
@@ -144,14 +145,3 @@ def differences(header: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     header = json.loads(to_json(header))  # converts tuples to lists, for example, as in the header read from the file
     changed = [key for key in header.keys() | found.keys() if header.get(key) != found.get(key)]
     return " and another ".join(sorted(changed))
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, ``None`` if the line is incomplete."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
