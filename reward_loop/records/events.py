@@ -16,7 +16,7 @@ from typing import Any, Literal
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS
 from reward_loop.records.lines import has_step, is_readable, read_lines
-from reward_loop.records.rows import MAX_TEXT, VERSION
+from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
 
 __all__ = [
     "ADVANTAGE",
@@ -106,14 +106,7 @@ def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
         step: the training step that trained on the sample.
         advantage: the mean over the tokens of the response that are trained on.
     """
-    return {
-        "version": VERSION,
-        "kind": ADVANTAGE,
-        "time": time.time(),
-        "uid": uid,
-        "step": step,
-        "advantage": advantage,
-    }
+    return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
 
 
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
