@@ -20,7 +20,8 @@ from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline import Fields, Inputs
+from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.rows import Fields
 
 if TYPE_CHECKING:
     from reward_loop.check.report import Report

@@ -17,9 +17,10 @@ from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration, rounded
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.offline import Fields, Inputs, Summary, score_file
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
-from reward_loop.offline.run import partial_of
+from reward_loop.offline.rows import Fields, check_fields
+from reward_loop.offline.run import Summary, partial_of, score_file
 from reward_loop.records import records
 from reward_loop.records.judges import Judges
 from reward_loop.records.prices import Prices
@@ -158,7 +159,6 @@ def score(
     from reward_loop.managers.base import RewardLoopManagerBase
     from reward_loop.managers.scorer import load_scorer
     from reward_loop.offline.estimate import dry_run_options, estimate, show_estimate
-    from reward_loop.offline.rows import check_fields
 
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:

@@ -29,7 +29,7 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
-from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet
+from reward_loop.offline.rows import Fields, Row, check_fields, check_format, is_parquet
 from reward_loop.records.report import Report
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward, finite_number
 
@@ -93,7 +93,7 @@ def partial_of(source: Inputs, output: Path | IO[bytes]) -> Path:
 
 
 def score_file(
-    source: Path | Inputs,
+    source: Inputs,
     output: Path | IO[bytes],
     manager: Any,
     *,
@@ -111,8 +111,7 @@ def score_file(
     ``retry_failed``.
 
     Args:
-        source: the input: JSONL or a JSON array, also compressed, parquet if it has a parquet suffix, or a folder of
-            records or of verl's rollout dumps. Or several inputs.
+        source: the input.
         output: the output file: JSONL, compressed if it ends in ``.gz`` or ``.zst``, or parquet by its suffix. Or a
             binary stream, to which JSONL is written when all rows are scored. The partial results of a stream are in
             ``<source without suffix>.stdout.partial``.
@@ -129,13 +128,10 @@ def score_file(
         The summary of the run.
 
     Raises:
-        ConfigError: a file does not exist, has an unsupported format, would be overwritten, or belongs to a different
-            run; or ``fields`` fits no row.
+        ConfigError: the output has an unsupported format, would be overwritten, or belongs to a different run; or
+            ``fields`` fits no row.
         RewardLoopError: a policy or the bound on failures stopped the run. The completed rows are kept.
     """
-    source = Inputs.of(source)
-    for path in source.paths:
-        check_input(path)
     partial = partial_of(source, output)
     header = {"journal": 1, "input": source.identity(), **(identity or {})}
     finished = None
