@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,12 +19,14 @@ from reward_loop._util.json import encode
 from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
+from reward_loop.check.dry_run import check
+from reward_loop.check.report import Report
+from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
+from reward_loop.managers.scorer import load_scorer
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.rows import Fields
-
-if TYPE_CHECKING:
-    from reward_loop.check.report import Report
+from reward_loop.scoring import load_function
 
 __all__ = ["command"]
 
@@ -88,12 +90,6 @@ def command(
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    # Imported here to keep the start of the other commands fast.
-    from reward_loop.check.dry_run import check
-    from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.managers.scorer import load_scorer
-    from reward_loop.scoring import load_function
-
     given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,7 +16,11 @@ from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration, rounded
+from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.offline.estimate import dry_run_options, estimate, show_estimate
 from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
 from reward_loop.offline.rows import Fields, check_fields
@@ -25,11 +29,8 @@ from reward_loop.records import records
 from reward_loop.records.judges import Judges
 from reward_loop.records.prices import Prices
 from reward_loop.records.show import outcomes_of, show_report
+from reward_loop.scoring.load import load_function, source_hash
 from reward_loop.types import Policy
-
-if TYPE_CHECKING:
-    from reward_loop.config import RewardLoopConfig
-    from reward_loop.managers.scorer import Scorer
 
 __all__ = ["score"]
 
@@ -154,12 +155,6 @@ def score(
         "log_dir": None if log_dir is None else str(log_dir),
         **cli_options.more_options(context, option),
     }
-    # Imported here to keep the start of the other commands fast.
-    from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.managers.base import RewardLoopManagerBase
-    from reward_loop.managers.scorer import load_scorer
-    from reward_loop.offline.estimate import dry_run_options, estimate, show_estimate
-
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:
         config = dry_run_options(config)
@@ -235,8 +230,6 @@ def score(
 
 def _note_unused(context: typer.Context, scorer: Scorer) -> None:
     """Print a note if options of processes are given, and no function runs in a process."""
-    from reward_loop.managers.scorer import functions_of
-
     names, why = ["max_memory_mb", "max_processes"], "add --isolation process"
     if context.params["isolation"] == "process":
         names, why = ["isolation", *names], "only sync functions do"
@@ -258,9 +251,6 @@ def _identity(
 
     Options that affect only the speed are left out, so that they may change when a run is resumed.
     """
-    from reward_loop.scoring import load_function
-    from reward_loop.scoring.load import source_hash
-
     identity = {
         "function": {
             "name": spec,
