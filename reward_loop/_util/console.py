@@ -10,10 +10,5 @@ __all__ = ["console"]
 
 
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """Return a console that changes nothing in texts but markup: no emoji codes, no colours for numbers, no wrapping.
-
-    Args:
-        file: where it prints; ``None`` for stdout.
-        stderr: whether it prints to stderr instead of stdout.
-    """
+    """Return a console that only interprets markup: no emoji codes, no colours for numbers, no wrapping."""
     return Console(file=file, stderr=stderr, soft_wrap=True, emoji=False, highlight=False)

@@ -110,11 +110,11 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
 
 
 def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> Comparison:
-    """Compare two scorings.
+    """Compare two scorings of the same samples.
 
     Args:
         a: a scoring.
-        b: another scoring of the same samples.
+        b: the other scoring.
         threshold: for the agreement, see `agreement`.
         largest: how many samples `Comparison.largest` and `Comparison.moved` have.
 

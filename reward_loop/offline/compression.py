@@ -62,12 +62,7 @@ def open_binary(path: Path) -> Iterator[io.BufferedReader]:
 
 @contextlib.contextmanager
 def create(path: Path, suffix: str) -> Iterator[IO[bytes]]:
-    """Create a file for writing, within ``with``; at the end it is on the disk.
-
-    Args:
-        path: the file.
-        suffix: ``.gz`` and ``.zst`` compress the content; others do not.
-    """
+    """Create a file for writing, within ``with``; at the end it is on the disk. ``.gz`` and ``.zst`` are compressed."""
     with path.open("wb") as file:
         if suffix.lower() == ".gz":
             with gzip.GzipFile(fileobj=file, mode="wb", filename="") as zipped:

@@ -87,13 +87,8 @@ def dry_run_options(config: RewardLoopConfig) -> RewardLoopConfig:
 def estimate(source: Inputs, manager: Any, fields: Fields, concurrency: int) -> Estimate:
     """Call the function for at most `SAMPLED` rows, and estimate the requests for all rows; runs its own event loop.
 
-    A function fails at its first request, so requests that depend on a reply are not counted.
-
-    Args:
-        source: the input.
-        manager: the manager, with the options of `dry_run_options`.
-        fields: the field mapping.
-        concurrency: maximum number of rows in flight.
+    The manager has the options of `dry_run_options`. A function fails at its first request, so requests that depend on
+    a reply are not counted.
 
     Raises:
         ConfigError: a function runs in processes, where its requests cannot be stopped.

@@ -27,11 +27,7 @@ def import_parquet() -> tuple[ModuleType, ModuleType]:
 
 
 def parquet_rows(path: Path) -> int:
-    """Return the number of rows of a file.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or cannot read the file.
-    """
+    """Return the number of rows of a file. Raises the errors of `read_batches`."""
     pa, pq = import_parquet()
     try:
         return int(pq.read_metadata(path).num_rows)

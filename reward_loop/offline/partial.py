@@ -37,7 +37,7 @@ class PartialResults:
         Args:
             path: the file.
             header: the run's input file, function and options; its first key is ``journal``.
-            restart: discard the content of an existing file.
+            restart: whether to discard the content of an existing file.
 
         Raises:
             ConfigError: the file contains results of a different run or other data, or another process has it open.
@@ -50,6 +50,8 @@ class PartialResults:
             if restart:  # only with the lock: another process may be writing the file
                 self._file.truncate(0)
             self._recover(header)
+            # Reads of the unbuffered file would read lines byte by byte.
+            self._lines = path.open("rb")
         except BaseException:
             self._file.close()
             raise
@@ -58,6 +60,7 @@ class PartialResults:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.close()
         self._file.close()
 
     def __len__(self) -> int:
@@ -67,12 +70,8 @@ class PartialResults:
         return row in self._offsets
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        self._file.seek(self._offsets[row])
-        # The file is unbuffered, and readline on an unbuffered file reads byte by byte.
-        data = self._file.read(4096)
-        while b"\n" not in data:
-            data += self._file.read(max(4096, len(data)))
-        record: dict[str, Any] = json.loads(data[: data.index(b"\n")])
+        self._lines.seek(self._offsets[row])
+        record: dict[str, Any] = json.loads(self._lines.readline())
         return record
 
     def append(self, row: int, record: Mapping[str, Any]) -> None:

@@ -52,12 +52,7 @@ class Judges:
         return bool(self._by_name)
 
     def add(self, exchanges: Sequence[Mapping[str, Any]], batch: str | None = None) -> None:
-        """Add the requests of a sample.
-
-        Args:
-            exchanges: the requests with their replies.
-            batch: the ID of the sample's batch call, all of whose samples have the same requests; they count once.
-        """
+        """Add the requests of a sample. Those of a batch call, which all of its samples have, count once."""
         for exchange in exchanges:
             if batch is not None:
                 if (name := str(exchange.get("id"))) in self._of_batches:

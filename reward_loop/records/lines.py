@@ -35,9 +35,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def read_lines(path: Path, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any] | None]:
     """Yield the objects in the lines of a file; ``None`` for an incomplete line.
 
-    Args:
-        path: the file.
-        is_wanted: returns whether a line is parsed; ``None`` for all lines.
+    With ``is_wanted``, only the lines for which it returns true are parsed.
     """
     with path.open("rb") as lines:
         for line in lines:
@@ -59,12 +57,9 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
-    """Return whether a line has a field ``step`` with one of some steps.
+    """Return whether a line, which is not parsed, has a field ``step`` with one of some steps in its first bytes.
 
-    Args:
-        line: the line, which is not parsed.
-        steps: the steps.
-        head: the number of bytes that are searched; ``None`` for all.
+    ``head`` is the number of these bytes; ``None`` searches the whole line.
     """
     return any(int(step) in steps for step in _STEP.findall(line, 0, len(line) if head is None else head))
 

@@ -94,8 +94,7 @@ class RecordsReader:
     def _changes(self, needle: bytes) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, str]]:
         """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids.
 
-        Args:
-            needle: lines that do not contain it are not read.
+        Lines that do not contain ``needle`` are not read.
         """
         revisions: dict[str, dict[str, Any]] = {}
         advantages: dict[str, float] = {}
