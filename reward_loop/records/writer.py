@@ -192,13 +192,17 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
 def _row_line(record: _Record, name: str, text: Place | None, exchange: Place | None) -> bytes:
     if not record.has_id:
         return _line(record.row)
-    judges = b",".join([encode_record(_small(exchange)) for exchange in record.exchanges])
-    places = _place(b"text", text), _place(b"exchange", exchange)
-    return b'%b,"judges":[%b],%b,%b}\n' % (_with_id(record.row, name), judges, *places)
+    judges = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in record.exchanges]
+    return _line({**record.row, "id": name, "judges": judges, **_place("text", text), **_place("exchange", exchange)})
+
+
+def _place(kind: str, place: Place | None) -> dict[str, Any]:
+    file, offset, size = place or (None, None, None)
+    return {f"{kind}_file": file, f"{kind}_offset": offset, f"{kind}_bytes": size}
 
 
 def _text_line(record: _Record, name: str) -> bytes:
-    return b"" if record.text is None else _with_id(record.text, name) + b"}\n"
+    return b"" if record.text is None else _line({**record.text, "id": name})
 
 
 def _exchange_lines(record: _Record, name: str) -> bytes:
@@ -206,22 +210,6 @@ def _exchange_lines(record: _Record, name: str) -> bytes:
         return b""
     shared = {"version": VERSION, "sample": name, "uid": record.row.get("uid")}
     return b"".join([_line({**shared, **exchange}) for exchange in record.exchanges])
-
-
-def _with_id(record: Mapping[str, Any], name: str) -> bytes:
-    # Joined as JSON, because a copy of the record with one more field would take longer. The last brace is missing.
-    return b'%b,"id":"%b"' % (encode_record(record)[:-1], name.encode())
-
-
-def _small(exchange: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in exchange.items() if name not in TEXT_FIELDS}
-
-
-def _place(kind: bytes, place: Place | None) -> bytes:
-    if place is None:
-        return b'"%b_file":null,"%b_offset":null,"%b_bytes":null' % (kind, kind, kind)
-    file, offset, size = place
-    return b'"%b_file":"%b","%b_offset":%d,"%b_bytes":%d' % (kind, file.encode(), kind, offset, kind, size)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
