@@ -19,7 +19,7 @@ from reward_loop._util.console import console
 from reward_loop._util.output import open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
-from reward_loop.check.command import command as check
+from reward_loop.check.command import check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.managers import registry
@@ -157,14 +157,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-app.command("check")(check)
-app.command()(score)
-app.command()(route)
-app.command()(serve)
-app.command()(report)
-app.command()(compare)
-app.command()(view)
-app.command()(trace)
-app.command()(stuck)
-app.command()(limits)
-app.command()(simulate)
+for command in (check, score, route, serve, report, compare, view, trace, stuck, limits, simulate):
+    app.command()(command)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 __all__ = [
     "DataSource",
     "FieldPaths",
+    "Function",
+    "Isolation",
     "Manager",
     "MoreOptions",
     "Price",
@@ -36,6 +38,7 @@ def _complete_manager(incomplete: str) -> list[str]:
     return [name for name in manager_names() if name.startswith(incomplete)]
 
 
+Function = Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)]
 FieldPaths = Annotated[
     list[str] | None,
     typer.Option(
@@ -68,6 +71,10 @@ RouterAddress = Annotated[
 ]
 Timeout = Annotated[
     float, typer.Option(min=0, help="Time limit of the function for a row, in seconds; 0 for no limit.")
+]
+Isolation = Annotated[
+    Literal["thread", "process"],
+    typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
 ]
 MoreOptions = Annotated[
     list[str] | None,

@@ -19,7 +19,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
-from reward_loop.check.dry_run import check
+from reward_loop.check import dry_run
 from reward_loop.check.report import Report
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
@@ -28,14 +28,14 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.rows import Fields
 from reward_loop.scoring import load_function
 
-__all__ = ["command"]
+__all__ = ["check"]
 
 _MAX_PRINTED_BYTES = 8192
 """Maximum number of bytes of the function's own output that are shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
-def command(
+def check(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
@@ -47,7 +47,7 @@ def command(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="The rollouts.", show_default=False)] = None,
-    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
+    fn: cli_options.Function = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
@@ -109,7 +109,7 @@ def command(
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
             report = run(
-                check(
+                dry_run.check(
                     scorer.loaded,
                     samples,
                     reward_kwargs=reward_kwargs,

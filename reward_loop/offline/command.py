@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -55,7 +55,7 @@ def score(
             show_default=False,
         ),
     ],
-    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
+    fn: cli_options.Function = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -73,10 +73,7 @@ def score(
     router_address: cli_options.RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
-    isolation: Annotated[
-        Literal["thread", "process"],
-        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
-    ] = "thread",
+    isolation: cli_options.Isolation = "thread",
     max_processes: Annotated[
         int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
     ] = None,
