@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -293,13 +292,10 @@ class _Checks:
         return self.samples if self.calls.of_lists else self.samples[:1]
 
     async def _round(self) -> list[Row]:
-        """Score all samples, and measure the lag of the event loop. Pauses separate the lags of single async calls."""
-        async with self._watched_loop():
-            return await self.calls.run(self.samples, pause_s=_TICK_S if self.calls.is_async else 0.0)
+        """Score all samples, and append the maximum lag of the event loop to ``lags``.
 
-    @contextlib.asynccontextmanager
-    async def _watched_loop(self) -> AsyncIterator[None]:
-        """Measure the maximum lag of the event loop within ``with``, and append it to ``lags``."""
+        Pauses separate the lags of single async calls.
+        """
         worst = 0.0
 
         async def tick() -> None:
@@ -312,12 +308,13 @@ class _Checks:
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0)
         try:
-            yield
+            rows = await self.calls.run(self.samples, pause_s=_TICK_S if self.calls.is_async else 0.0)
             await asyncio.sleep(2 * _TICK_S)
         finally:
             ticking.cancel()
             await asyncio.wait([ticking])
-            self.lags.append(worst)
+        self.lags.append(worst)
+        return rows
 
 
 def _explained(error: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -36,15 +36,15 @@ class Estimate:
     rows: int
     tried: int
     """The number of rows for which the function was called, chosen at random."""
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
+    requests: float
+    prompt_tokens: float
     """Characters of the requests / `CHARACTERS_PER_TOKEN`."""
-    max_reply_tokens: float | None = 0.0
+    max_reply_tokens: float | None
     """The sum of the requests' ``max_tokens``; ``None`` if a request has none."""
-    models: list[str] = field(default_factory=list)
-    refused: int = 0
+    models: list[str]
+    refused: int
     """Connections of other clients that were refused, for the tried rows: their requests are not in the estimate."""
-    causes: Causes = field(default_factory=Causes)
+    causes: Causes
     """Why tried rows failed, other than for a request that was not sent."""
 
     def costs(self, prices: Prices) -> tuple[float | None, float | None]:
@@ -101,7 +101,7 @@ def estimate(source: Inputs, manager: Any, fields: Fields, concurrency: int) -> 
     # At random, because groups of responses make every fourth or eighth row alike.
     chosen = set(random.Random(0).sample(range(rows), min(rows, SAMPLED)))
     tried = [row for row in source.rows() if row.index in chosen]
-    found = Estimate(rows, len(tried))
+    causes = Causes()
 
     async def try_row(row: Row) -> None:
         try:
@@ -110,18 +110,22 @@ def estimate(source: Inputs, manager: Any, fields: Fields, concurrency: int) -> 
         except RewardLoopError as stopped:  # for example, the policy raise of a component
             error = str(stopped)
         if error and NOT_SENT not in error:
-            found.causes.add(error)
+            causes.add(error)
 
     with RequestPlan() as plan:
         run(for_each(iter(tried), concurrency, try_row))
     scale = rows / len(tried) if tried else 0.0
     limits = [request.max_tokens for request in plan.requests]
-    found.requests = scale * len(plan.requests)
-    found.prompt_tokens = scale * sum(request.characters for request in plan.requests) / CHARACTERS_PER_TOKEN
-    found.max_reply_tokens = None if None in limits else scale * sum(limit or 0 for limit in limits)
-    found.models = sorted({request.model or request.url for request in plan.requests})
-    found.refused = plan.refused
-    return found
+    return Estimate(
+        rows=rows,
+        tried=len(tried),
+        requests=scale * len(plan.requests),
+        prompt_tokens=scale * sum(request.characters for request in plan.requests) / CHARACTERS_PER_TOKEN,
+        max_reply_tokens=None if None in limits else scale * sum(limit or 0 for limit in limits),
+        models=sorted({request.model or request.url for request in plan.requests}),
+        refused=plan.refused,
+        causes=causes,
+    )
 
 
 def show_estimate(found: Estimate, prices: Prices, out: Console) -> None:
