@@ -70,9 +70,6 @@ async def check(
         max_lag_s: maximum time in seconds for which an async function may block the event loop.
         on_step: called with a description of each step before it starts.
 
-    Returns:
-        The report. It has problems if something should be changed before a run.
-
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
         ConfigError: there are no samples, a sample is broken, or the manager does not exist.

@@ -96,11 +96,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield _stored(index, content, error)
         return
     if is_parquet(path):
-        index = 0
-        for batch in read_batches(path):
-            for columns in rows_of(path, batch):
-                yield Row(index, f"row {index}", columns)
-                index += 1
+        found = (columns for batch in read_batches(path) for columns in rows_of(path, batch))
+        yield from (Row(index, f"row {index}", columns) for index, columns in enumerate(found))
         return
     for index, (name, content) in enumerate(read_contents(path)):
         yield _parse(index, name, content)

@@ -112,20 +112,15 @@ def score_file(
 
     Args:
         source: the input.
-        output: the output file: JSONL, compressed if it ends in ``.gz`` or ``.zst``, or parquet by its suffix. Or a
-            binary stream, to which JSONL is written when all rows are scored. The partial results of a stream are in
-            ``<source without suffix>.stdout.partial``.
+        output: the file, or a binary stream, to which JSONL is written when all rows are scored.
         manager: a reward manager; its ``run_single`` receives a `RewardSample` for each row.
         fields: the field mapping.
-        identity: what identifies the run in addition to the input file: the function and its options.
+        identity: what identifies the run in addition to the input: the function and its options.
         concurrency: maximum number of rows in flight.
         restart: discard an interrupted run, and overwrite an existing output.
         retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
         on_row: called with the number of completed rows and the result of the latest one: after each row, and at the
             start, without a result.
-
-    Returns:
-        The summary of the run.
 
     Raises:
         ConfigError: the output has an unsupported format, would be overwritten, or belongs to a different run; or

@@ -110,14 +110,10 @@ def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
 
 
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events in a records folder, in the order of each file.
+    """Yield the events in a records folder, of some steps or of all, in the order of each file.
 
-    Incomplete lines are left out, and events that a newer version has written. Each event gets a field
-    ``process``, which names the process that wrote it.
-
-    Args:
-        folder: the records folder.
-        steps: yield only the events of these steps; ``None`` for all.
+    Incomplete lines are left out, and events that a newer version has written. Each event gets a field ``process``,
+    which names the process that wrote it.
     """
     for path in sorted((folder / EVENTS).glob("*.jsonl")):
         for event in read_lines(path, None if steps is None else lambda line: has_step(line, steps)):
