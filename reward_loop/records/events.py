@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import has_step, is_readable, read_lines
+from reward_loop.records.lines import has_step, is_readable, read_files
 from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
 
 __all__ = [
@@ -115,7 +115,6 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
     Incomplete lines are left out, and events that a newer version has written. Each event gets a field ``process``,
     which names the process that wrote it.
     """
-    for path in sorted((folder / EVENTS).glob("*.jsonl")):
-        for event in read_lines(path, None if steps is None else lambda line: has_step(line, steps)):
-            if event is not None and is_readable(event):
-                yield {**event, "process": path.stem}
+    for path, event in read_files(folder / EVENTS, None if steps is None else lambda line: has_step(line, steps)):
+        if event is not None and is_readable(event):
+            yield {**event, "process": path.stem}
