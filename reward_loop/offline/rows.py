@@ -48,7 +48,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def check_format(path: Path) -> None:
-    """Check that the suffix is not that of an unsupported format, such as CSV, which is a `ConfigError`."""
+    """Refuse the suffix of an unsupported format, such as CSV, with a `ConfigError`."""
     suffix = path.suffix.lower()
     if suffix in SUFFIXES:
         plain = path.with_suffix("")
