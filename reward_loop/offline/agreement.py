@@ -34,10 +34,8 @@ class Agreement:
 def agreement(pairs: Sequence[Pair], threshold: float | None = None) -> Agreement:
     """Return how the two scores of each pair agree.
 
-    Args:
-        pairs: the scores.
-        threshold: for `Agreement.equal` and `Agreement.kappa`, scores of at least this number are one category, and all
-            others are the other one.
+    With a threshold, scores of at least this number are one category for `Agreement.equal` and `Agreement.kappa`, and
+    all others are the other one.
     """
     categories = pairs if threshold is None else [(float(x >= threshold), float(y >= threshold)) for x, y in pairs]
     equal = sum(x == y for x, y in categories) / len(pairs) if pairs else None

@@ -110,13 +110,9 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
 
 
 def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> Comparison:
-    """Compare two scorings of the same samples.
+    """Compare two scorings of the same samples; see `agreement` for the threshold.
 
-    Args:
-        a: a scoring.
-        b: the other scoring.
-        threshold: for the agreement, see `agreement`.
-        largest: how many samples `Comparison.largest` and `Comparison.moved` have.
+    `Comparison.largest` and `Comparison.moved` have at most ``largest`` samples.
 
     Raises:
         ConfigError: no sample is in both.

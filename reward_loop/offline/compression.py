@@ -26,11 +26,7 @@ _READ_BYTES = 1 << 16
 
 
 def import_zstandard() -> ModuleType:
-    """Return the module ``zstandard``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module ``zstandard``; a `ConfigError` says that it is not installed."""
     try:
         import zstandard
     except ImportError as error:

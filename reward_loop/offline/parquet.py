@@ -13,11 +13,7 @@ __all__ = ["import_parquet", "parquet_rows", "read_batches", "rows_of"]
 
 
 def import_parquet() -> tuple[ModuleType, ModuleType]:
-    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Return the modules ``pyarrow`` and ``pyarrow.parquet``; a `ConfigError` says that they are not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

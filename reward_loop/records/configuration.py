@@ -64,11 +64,9 @@ def open_configuration(folder: str | Path) -> Records:
 
 
 def config_row(config: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return the row of a configuration.
+    """Return the row of a configuration, which is of nested mappings, lists and scalars.
 
-    Args:
-        config: the configuration: nested mappings, lists and scalars.
-        step: the first training step of the process.
+    ``step`` is the first training step of the process.
 
     Example::
 

@@ -99,12 +99,9 @@ def rollout_event(
 
 
 def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
-    """Return a row that adds the advantage to the last earlier row of a sample.
+    """Return a row that adds the advantage to the last earlier row of the sample with this ``uid``.
 
-    Args:
-        uid: the sample.
-        step: the training step that trained on the sample.
-        advantage: the mean over the tokens of the response that are trained on.
+    ``step`` trained on the sample. The advantage is the mean over the tokens of the response that are trained on.
     """
     return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
 
