@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 from reward_loop.types import RewardSample
@@ -57,10 +58,14 @@ class ActiveSample:
     """
 
     # Class attributes as defaults, so that a sample without requests takes little memory.
+    asking: Sequence[str] = ()
+    """What the sample waits for: requests to servers, limits, or the pause before a retry."""
     queued: Sequence[tuple[str, Queued]] = ()
     """The calls that an executor has accepted, each with what it waits for until it starts."""
     batching: str = ""
     """What the sample waits for until its batch call starts; empty if it is not part of one."""
+    exchanges: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """The requests to model servers with their replies, by the ID of the exchange."""
     calls: Sequence[Call] = ()
     """The calls of the function, in the order of their ends."""
     prompt_tokens: int = 0
@@ -82,10 +87,6 @@ class ActiveSample:
         self.watchdog_s = watchdog_s
         self.is_recorded = is_recorded
         self.started = time.perf_counter()
-        self.asking: list[str] = []
-        """What the sample waits for: requests to servers, limits, or the pause before a retry."""
-        self.exchanges: dict[str, dict[str, Any]] = {}
-        """The requests to model servers with their replies, by the ID of the exchange."""
 
     def __enter__(self) -> Self:
         _active[self] = None
@@ -110,15 +111,18 @@ class ActiveSample:
 
     def ask(self, request: str) -> None:
         """Add an open request. Thread-safe, as `answered` is: a function may make requests in several threads."""
-        self.asking.append(request)
+        asking: list[str] = self.__dict__.setdefault("asking", [])
+        asking.append(request)
 
     def answered(self, request: str) -> None:
         """Remove a request that has ended, with or without a response."""
-        self.asking.remove(request)
+        asking: list[str] = self.__dict__["asking"]
+        asking.remove(request)
 
     def exchange(self, fields: Mapping[str, Any]) -> None:
         """Add an exchange with a model server, or further fields of the exchange with the same ``id``."""
-        self.exchanges.setdefault(fields["id"], {}).update(fields)
+        exchanges: dict[str, dict[str, Any]] = self.__dict__.setdefault("exchanges", {})
+        exchanges.setdefault(fields["id"], {}).update(fields)
 
     def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
         """Add a call of the function that has just ended; see `Call`.
