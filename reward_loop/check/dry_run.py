@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from reward_loop._util.text import cut, duration, listing
-from reward_loop.check.arguments import watch_arguments
 from reward_loop.check.calls import Calls
 from reward_loop.check.report import Finding, Report, Row
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers import NaiveRewardLoopManager
 from reward_loop.scoring.batched import CONTEXT, FIELDS
-from reward_loop.scoring.signature import PROVIDED, resolve
+from reward_loop.scoring.signature import PROVIDED, Target, resolve
 from reward_loop.types import RewardSample
 
 __all__ = ["check"]
@@ -234,7 +235,7 @@ class _Checks:
         if self.calls.is_composite:
             return [Finding("arguments", "skipped", _NOT_A_COMPOSITE)]
         provided = (*FIELDS, *CONTEXT) if self.calls.of_lists else PROVIDED
-        watched, changed = watch_arguments(resolve(self.calls.loaded, self.calls.reward_kwargs, provided))
+        watched, changed = _watch_arguments(resolve(self.calls.loaded, self.calls.reward_kwargs, provided))
         # Runs in this process: changes made in a worker process would not be visible here.
         here = self.calls.options.model_copy(update={"isolation": "thread"})
         function = type(self.calls.function)(watched, options=here)
@@ -319,3 +320,30 @@ def _explained(error: str) -> str:
     advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
     text = cut(error, _ERROR_CHARACTERS)
     return f"{text}\nFix: {advice}" if advice else text
+
+
+def _watch_arguments(target: Target) -> tuple[Callable[..., Any], set[str]]:
+    """Return a function that calls the target, and the names of the arguments that the target has changed so far."""
+    changed: set[str] = set()
+
+    @contextlib.contextmanager
+    def watched(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        passed = {name: value for name, value in given.items() if name in target.passes} | dict(target.reward_kwargs)
+        copies = {}
+        for name, value in passed.items():
+            with contextlib.suppress(Exception):  # values that cannot be copied (a lock, a model) are not compared
+                copies[name] = copy.deepcopy(value)
+        try:
+            yield passed
+        finally:
+            changed.update(name for name, value in copies.items() if repr(value) != repr(passed[name]))
+
+    async def call_async(**arguments: Any) -> Any:
+        with watched(arguments) as passed:
+            return await target.call(**passed)
+
+    def call(**arguments: Any) -> Any:
+        with watched(arguments) as passed:
+            return target.call(**passed)
+
+    return (call_async if target.is_async else call), changed
