@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
 from reward_loop import __version__
 from reward_loop._util import cli_options, garbage_collector, signals
+from reward_loop._util.console import console
 from reward_loop._util.output import open_standard_streams
 from reward_loop.adapters.service.command import serve
 from reward_loop.agent.command import simulate
-from reward_loop.check.command import command as check
+from reward_loop.check.command import check
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
 from reward_loop.limits.command import limits
 from reward_loop.managers import registry
@@ -33,8 +33,7 @@ from reward_loop.view.trace_command import trace
 
 __all__ = ["app", "main"]
 
-_out = Console(soft_wrap=True, emoji=False)
-_err = Console(stderr=True, soft_wrap=True, emoji=False)
+_out, _err = console(), console(stderr=True)
 
 
 class _Commands(TyperGroup):
@@ -78,7 +77,7 @@ class _Commands(TyperGroup):
 
 def _report(text: str, error: BaseException) -> None:
     for line in (text, *map(escape, getattr(error, "__notes__", ()))):
-        _err.print(line, highlight=False)
+        _err.print(line)
 
 
 def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
@@ -92,9 +91,9 @@ def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
         if options and error.message:
             command = None if context is None else context.command
             message = f"{_as_typed(options, command, arguments)}: {error.message.removeprefix('Value error, ')}"
-        _err.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+        _err.print(f"[bold red]error:[/] {escape(message)}")
         if context is not None:
-            _err.print(f"Help: {escape(context.command_path)} --help", highlight=False)
+            _err.print(f"Help: {escape(context.command_path)} --help")
     sys.exit(error.exit_code)
 
 
@@ -158,14 +157,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-app.command("check")(check)
-app.command()(score)
-app.command()(route)
-app.command()(serve)
-app.command()(report)
-app.command()(compare)
-app.command()(view)
-app.command()(trace)
-app.command()(stuck)
-app.command()(limits)
-app.command()(simulate)
+for command in (check, score, route, serve, report, compare, view, trace, stuck, limits, simulate):
+    app.command()(command)

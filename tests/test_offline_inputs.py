@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from reward_loop import ConfigError, NaiveRewardLoopManager
-from reward_loop.offline import Fields, Inputs, count_rows, read_rows, score_file
 from reward_loop.offline.compression import create
+from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.rows import Fields, count_rows, read_rows
+from reward_loop.offline.run import score_file
 
 ROWS = [{"solution_str": str(i)} for i in range(12)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -22,7 +24,8 @@ def one(solution_str):
 
 
 def score(source, output, **options):
-    return score_file(source, output, NaiveRewardLoopManager(compute_score=one), fields=Fields(), **options)
+    inputs = source if isinstance(source, Inputs) else Inputs((source,))
+    return score_file(inputs, output, NaiveRewardLoopManager(compute_score=one), fields=Fields(), **options)
 
 
 def texts(rows):
@@ -103,7 +106,7 @@ def test_a_json_array_is_read(tmp_path, compress):
     assert rows[7].name == "row 7"
     assert rows[-1].error == "expected a JSON object with named fields, got 3"
     assert count_rows(path) == 13
-    assert Inputs.of(path).default_output() == tmp_path / "rollouts.scored.jsonl"
+    assert Inputs((path,)).default_output() == tmp_path / "rollouts.scored.jsonl"
 
 
 def test_a_broken_json_array_is_an_error_that_names_the_place(tmp_path):

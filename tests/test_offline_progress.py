@@ -8,8 +8,10 @@ from rich.console import Console
 import reward_loop
 from reward_loop import NaiveRewardLoopManager
 from reward_loop.managers import CompositeRewardLoopManager
-from reward_loop.offline import Fields, score_file
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.progress import LINE_S, ScoringProgress, Usage, usage_of
+from reward_loop.offline.rows import Fields
+from reward_loop.offline.run import score_file
 
 
 class Clock:
@@ -39,19 +41,11 @@ def score(folder, manager, console, clock):
     source = write(folder / "in.jsonl", 5)
     with ScoringProgress(5, manager, console, clock) as progress:
 
-        def completed(rows):
+        def completed(rows, record):
             clock.now += LINE_S / 2
-            progress.completed(rows)
+            progress.completed(rows, record)
 
-        score_file(
-            source,
-            folder / "out.jsonl",
-            manager,
-            fields=Fields(),
-            concurrency=1,
-            on_row=completed,
-            on_record=progress.add,
-        )
+        score_file(Inputs((source,)), folder / "out.jsonl", manager, fields=Fields(), concurrency=1, on_row=completed)
     return progress
 
 

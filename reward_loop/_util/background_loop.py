@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 @contextmanager
 def in_background(new: Callable[[], AbstractAsyncContextManager[T]], *, name: str) -> Iterator[T]:
-    """Enters an async context manager on an event loop in a background thread, and exits it when the block ends.
+    """Enter an async context manager on an event loop in a background thread, and exit it when the block ends.
 
-    If the interpreter exits inside the block, the context manager is exited then.
+    If the interpreter exits inside the block, the context manager is exited then. Exceptions of its entry and exit are
+    raised here.
 
         with in_background(lambda: RewardModelManager(config), name="reward-model-manager") as manager:
             ...
@@ -31,9 +32,6 @@ def in_background(new: Callable[[], AbstractAsyncContextManager[T]], *, name: st
 
     Yields:
         the value that the context manager returned on entry.
-
-    Raises:
-        Exception: any exception that the context manager raised on entry or exit.
     """
     background = _Background(new, name)
     # Not an anyio portal: at exit, the interpreter joins the portal's thread before any handler could stop it.
@@ -48,9 +46,8 @@ def in_background(new: Callable[[], AbstractAsyncContextManager[T]], *, name: st
 class _Background(Generic[T]):
     def __init__(self, new: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
         self._new = new
-        self._runner = asyncio.Runner()
-        self._loop = self._runner.get_loop()
-        self._stopping = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
         self._entered: Future[T] = Future()
         self._left: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -62,22 +59,14 @@ class _Background(Generic[T]):
     def stop(self) -> None:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the thread has just ended and closed the loop
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
         if self._left.done():
             self._left.result()
 
     def _run(self) -> None:
-        with self._runner:
-            self._runner.run(self._main())
-
-    async def _main(self) -> None:
-        serving = asyncio.create_task(self._serve())
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        serving.cancel()
-        stopping.cancel()
-        await asyncio.wait([serving])
+        with asyncio.Runner(loop_factory=lambda: self._loop), contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
         try:

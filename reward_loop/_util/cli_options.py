@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 __all__ = [
     "DataSource",
     "FieldPaths",
+    "Function",
+    "Isolation",
     "Manager",
     "MoreOptions",
     "Price",
@@ -36,6 +38,7 @@ def _complete_manager(incomplete: str) -> list[str]:
     return [name for name in manager_names() if name.startswith(incomplete)]
 
 
+Function = Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)]
 FieldPaths = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,6 +72,10 @@ RouterAddress = Annotated[
 Timeout = Annotated[
     float, typer.Option(min=0, help="Time limit of the function for a row, in seconds; 0 for no limit.")
 ]
+Isolation = Annotated[
+    Literal["thread", "process"],
+    typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
+]
 MoreOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,12 +100,8 @@ Price = Annotated[
 def function_and_files(arguments: Sequence[str], fn: str | None, option: str) -> tuple[str | None, list[str]]:
     """Separate the reward function from the files in the arguments of a command; their order does not matter.
 
-    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL.
-
-    Args:
-        arguments: the arguments.
-        fn: the value of the option that also names the function.
-        option: that option's name, for error messages.
+    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL. It may also be ``fn``, the
+    value of ``option``.
 
     Raises:
         typer.BadParameter: several functions are given.
@@ -119,14 +122,10 @@ def _is_function(argument: str) -> bool:
 
 
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
-    """Parses the values of a repeatable option of the form ``NAME=VALUE``.
-
-    Args:
-        items: the values of the option.
-        option: the option's name, for error messages.
+    """Parse the values of a repeatable option of the form ``NAME=VALUE``.
 
     Raises:
-        typer.BadParameter: an item is not of the form ``NAME=VALUE``, or a name is repeated.
+        typer.BadParameter: an item is not of this form, or a name is repeated; the message names ``option``.
     """
     found: dict[str, str] = {}
     for item in items or ():
@@ -140,19 +139,12 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
 
 
 def values(items: Sequence[str] | None, option: str) -> dict[str, Any]:
-    """Parses the values of a repeatable option of the form ``NAME=VALUE``, where a value is JSON or plain text.
-
-    Arguments and errors are those of `pairs`.
-    """
+    """Parse the values of an option as `pairs` does, where a value is JSON or plain text."""
     return {name: json_or_text(value) for name, value in pairs(items, option).items()}
 
 
 def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the options of the reward loop that ``--option`` sets, as nested dicts.
-
-    Args:
-        context: the context of the command.
-        items: the values of ``--option``.
+    """Return the options of the reward loop that ``--option`` sets, as nested dicts.
 
     Raises:
         typer.BadParameter: an item is malformed, names contradict each other, or an option of the command with the same
@@ -192,7 +184,7 @@ def _flag(name: str) -> str:
 
 
 def json_or_text(value: str) -> Any:
-    """Returns the value of a JSON text, or the text itself if it is not JSON."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:
@@ -200,13 +192,9 @@ def json_or_text(value: str) -> Any:
 
 
 def nested(options: dict[str, str], option: str) -> dict[str, Any]:
-    """Converts dotted option names to nested dicts, and parses each value as JSON if possible.
+    """Convert dotted names to nested dicts, and parse each value as JSON if possible.
 
     ``limits.judge.max_concurrent=8`` becomes ``{"limits": {"judge": {"max_concurrent": 8}}}``.
-
-    Args:
-        options: values by dotted name.
-        option: the name of the command-line option, for error messages.
 
     Raises:
         typer.BadParameter: one name is the prefix of another, such as ``limits`` and ``limits.judge``.

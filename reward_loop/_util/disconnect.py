@@ -13,17 +13,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 async def stop_on_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> bool:
-    """Runs ``work`` and cancels it if the client disconnects first.
+    """Run ``work``, and cancel it if the client disconnects first; return whether it finished.
 
-    Args:
-        receive: the ASGI `receive` of a request whose body has been read.
-        work: the coroutine function to run.
-
-    Returns:
-        whether ``work`` finished.
-
-    Raises:
-        whatever ``work`` raises.
+    ``receive`` is that of ASGI, for a request whose body has been read. Errors of ``work`` are raised.
     """
     done = False
 

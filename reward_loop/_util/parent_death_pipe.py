@@ -15,10 +15,7 @@ __all__ = ["ParentDeathPipe", "exit_with_parent"]
 
 
 class ParentDeathPipe:
-    """The parent's side of the pipe.
-
-    Pass ``child_fd`` to the child, and call :meth:`close_child_fd` after the child has started.
-    """
+    """The parent's side. Pass ``child_fd`` to the child, and call `close_child_fd` after the child has started."""
 
     def __init__(self) -> None:
         self.child_fd, self._fd = os.pipe()
@@ -52,11 +49,9 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def exit_with_parent(fd: int, before_exit: Callable[[], None] = lambda: None) -> None:
-    """Starts a thread that exits this process, without clean-up, when the parent closes the pipe or dies.
+    """Start a thread that exits this process, without clean-up, when the parent closes the pipe or dies.
 
-    Args:
-        fd: the read end of the pipe, inherited from the parent.
-        before_exit: called in that thread before the process exits.
+    ``fd`` is the inherited read end of the pipe; ``before_exit`` is called in that thread.
     """
 
     def wait() -> None:

@@ -10,13 +10,9 @@ __all__ = ["retry_after_seconds"]
 
 
 def retry_after_seconds(value: str | None) -> float | None:
-    """Returns the seconds to wait that a ``Retry-After`` header asks for (RFC 9110, 10.2.3).
+    """Return the seconds from now that a ``Retry-After`` header asks to wait (RFC 9110, 10.2.3).
 
-    Args:
-        value: the header, a number of seconds or a date; ``None`` if the response has no such header.
-
-    Returns:
-        seconds from now, 0 for a time in the past; ``None`` if the header is missing or not valid.
+    The header is a number or a date. A time in the past is 0, a header that is missing or not valid ``None``.
     """
     if value is None:
         return None

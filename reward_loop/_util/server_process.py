@@ -10,7 +10,7 @@ from reward_loop._util.output import print_line
 from reward_loop._util.sockets import listen, url_of
 from reward_loop._util.uvicorn_config import uvicorn_config
 
-__all__ = ["add_arguments", "open_listener", "run", "serve"]
+__all__ = ["add_arguments", "open_listener", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(app: Any, args: argparse.Namespace, name: str) -> None:
-    """Serves an ASGI app until SIGTERM or SIGINT.
-
-    Raises:
-        SystemExit: the address cannot be bound; the message names it.
-    """
-    serve(app, open_listener(args), name)
-
-
 def open_listener(args: argparse.Namespace) -> socket.socket:
     """Returns the listening socket that the options describe.
 
@@ -47,19 +38,20 @@ def open_listener(args: argparse.Namespace) -> socket.socket:
         raise SystemExit(f"error: --host {args.host} --port {args.port}: {error.strerror or error}") from None
 
 
-def serve(app: Any, listener: socket.socket, name: str) -> None:
+def run(app: Any, args: argparse.Namespace, name: str) -> None:
     """Serves an ASGI app until SIGTERM or SIGINT, then finishes the requests in flight.
 
     Args:
         app: the app.
-        listener: the listening socket.
+        args: the options.
         name: the name of the server in the line that announces its address.
 
     Raises:
-        SystemExit: the app failed to start; the log shows the cause.
+        SystemExit: the address cannot be bound, or the app failed to start; the log shows the cause.
     """
     import uvicorn  # takes 0.2 s, and the router, which has its own server, must start fast
 
+    listener = open_listener(args)
     print_line(f"{name} listens on {url_of(listener)}")
     # The router forwards the header `Date` of the backends.
     server = uvicorn.Server(uvicorn_config(app, grace_s=5, date_header=False, backlog=4096))

@@ -77,11 +77,10 @@ def name_of(number: int) -> str:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs ``main`` like `asyncio.run`, in an event loop that every signal wakes.
+    """Run ``main`` like `asyncio.run`, in an event loop that every signal wakes.
 
-    `asyncio.run` handles Ctrl-C only when its event loop wakes up. If another thread received the signal, or if the
-    signal arrived just before the loop began to wait, the loop wakes up when the next sample ends, and never if the
-    function hangs.
+    `asyncio.run` handles Ctrl-C only when its event loop wakes up: never, if the function hangs and another thread
+    received the signal, or if it arrived just before the loop began to wait.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; ``main`` was cancelled and has ended.

@@ -19,11 +19,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """Returns a socket that reserves a free port of ``host`` for a program that binds the port itself.
+    """Return a socket that reserves a free port of ``host`` for a program that binds the port itself.
 
-    The socket never listens. While it is open, the kernel does not assign its port to programs that ask for any free
-    port. A program that binds this port by number, with ``SO_REUSEADDR`` or ``SO_REUSEPORT`` as servers do, can listen
-    on it, repeatedly.
+    While the socket, which never listens, is open, the kernel does not assign its port to programs that ask for any
+    free port. A program that binds it by number, with ``SO_REUSEADDR`` or ``SO_REUSEPORT`` as servers do, can listen.
 
     Raises:
         OSError: no port of the host can be bound.

@@ -18,17 +18,14 @@ _PIPE_BYTES = 1 << 16
 
 @contextlib.contextmanager
 def reserve_stdout(max_bytes: int | None = None) -> Iterator[TextIO]:
-    """Reserves stdout for the caller inside the ``with`` block, and redirects what functions print to stderr.
+    """Yield a stream for the command's own stdout, and redirect what functions print to stderr, within ``with``.
 
     File descriptor 1 is redirected: this also covers C code, child processes and modules that hold the old
     `sys.stdout`. If `sys.stdout` was the process's own stdout, descriptor 1 leads to the null device after the block,
-    because a function that timed out may still print from its thread. For commands only.
+    because a function that timed out may still print from its thread.
 
     Args:
         max_bytes: maximum number of redirected bytes that are shown; the rest is only counted. ``None`` for no limit.
-
-    Yields:
-        The stream for the caller's own output.
     """
     before = sys.stdout
     if before is None:  # closed by the shell: >&-

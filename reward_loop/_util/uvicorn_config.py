@@ -11,12 +11,9 @@ __all__ = ["uvicorn_config"]
 
 
 def uvicorn_config(app: Any, *, grace_s: int, **options: Any) -> uvicorn.Config:
-    """Return the configuration of a server.
+    """Return the configuration of a server for an ASGI app that supports the lifespan protocol.
 
-    Args:
-        app: the ASGI app; it must support the lifespan protocol.
-        grace_s: seconds that requests in flight have to end when the server stops. Then they are cancelled.
-        options: further options of `uvicorn.Config`.
+    When the server stops, requests in flight have ``grace_s`` seconds to end; then they are cancelled.
     """
     import uvicorn  # takes 0.2 s
 

@@ -53,14 +53,10 @@ def open_listener(host: str, port: int, key: str | None) -> socket.socket:
 
 
 def serve_until_signal(app: Any, listener: socket.socket, *, on_signal: Callable[[], None], grace_s: int) -> None:
-    """Serve an ASGI app until Ctrl-C or SIGTERM.
+    """Serve an ASGI app until Ctrl-C or SIGTERM; see `uvicorn_config` for ``grace_s``.
 
-    Args:
-        app: the app; it must support the lifespan protocol.
-        listener: the listening socket.
-        on_signal: called by the signal handler for each signal; repeated signals within a second count once. The first
-            signal stops the server, the third ends it without waiting for the app.
-        grace_s: seconds that requests have after the first signal to end. Then they are cancelled.
+    The signal handler calls ``on_signal`` for each signal; repeated signals within a second count once. The first
+    signal stops the server, the third ends it without waiting for the app.
     """
     import uvicorn
 

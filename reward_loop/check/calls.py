@@ -15,7 +15,7 @@ from reward_loop.managers import CompositeRewardLoopManager, scoring_function
 from reward_loop.managers import get as get_manager
 from reward_loop.managers.scorer import reward_of
 from reward_loop.scoring import ListScoringFunction, ScoringFunction
-from reward_loop.types import RewardSample
+from reward_loop.types import RewardSample, is_returned
 
 __all__ = ["Calls"]
 
@@ -23,14 +23,7 @@ __all__ = ["Calls"]
 class Calls:
     """Calls the function, or the functions of all components of a composite.
 
-    Args:
-        function: the function; ``None`` if each component of a composite has its own.
-        samples: number of samples. A function of lists receives all of them in one call.
-        manager: the reward manager, by name or import path.
-        options: options of the run. Policies, bounds on failures and the cache are ignored.
-        reward_kwargs: configured arguments of the function.
-        router_address: ``host:port`` that the function receives as ``reward_router_address``.
-        concurrency: number of threads.
+    Args are those of `check`, with the number of samples: a function of lists receives all of them in one call.
     """
 
     def __init__(
@@ -114,14 +107,12 @@ class Calls:
     async def _run_one(self, sample: RewardSample, manager: Any) -> Row:
         reward = await reward_of(manager or self._manager, sample, str(sample.uid))
         info = dict(reward.get("reward_extra_info") or {})
-        outcome = info.pop("reward_outcome", "scored")
-        masked = info.pop("reward_masked", False)
-        for key in ("reward_attempts", "reward_wait_seconds", "reward_queue_seconds"):
-            info.pop(key, None)
-        for name in self.functions if self.is_composite else ():
-            for key in ("seconds", "attempts", "wait_seconds", "queue_seconds"):
-                info.pop(f"{name}/{key}", None)
-            if info.get(f"{name}/outcome") == "scored":
-                del info[f"{name}/outcome"]
-        seconds, error = info.pop("reward_seconds", 0.0), info.pop("reward_error", "")
-        return Row(sample.uid or "", outcome, None if masked else reward["reward_score"], seconds, info, error)
+        scored = {f"{name}/outcome" for name in self.functions if info.get(f"{name}/outcome") == "scored"}
+        return Row(
+            sample.uid or "",
+            info.get("reward_outcome", "scored"),
+            None if info.get("reward_masked", False) else reward["reward_score"],
+            info.get("reward_seconds", 0.0),
+            {name: value for name, value in info.items() if is_returned(name) and name not in scored},
+            info.get("reward_error", ""),
+        )

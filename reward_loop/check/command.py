@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,24 +14,28 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.signals import run
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import cut, duration, shorten
+from reward_loop.check import dry_run
+from reward_loop.check.report import Report
+from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, FunctionLoadError
-from reward_loop.offline import Fields, Inputs
+from reward_loop.managers.scorer import load_scorer
+from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.rows import Fields
+from reward_loop.scoring import load_function
 
-if TYPE_CHECKING:
-    from reward_loop.check.report import Report
-
-__all__ = ["command"]
+__all__ = ["check"]
 
 _MAX_PRINTED_BYTES = 8192
 """Maximum number of bytes of the function's own output that are shown."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
-def command(
+def check(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
@@ -43,7 +47,7 @@ def command(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="The rollouts.", show_default=False)] = None,
-    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
+    fn: cli_options.Function = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to use, from the first.")] = 8,
     field: cli_options.FieldPaths = None,
     data_source: cli_options.DataSource = None,
@@ -86,23 +90,17 @@ def command(
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    # Imported here to keep the start of the other commands fast.
-    from reward_loop.check.dry_run import check
-    from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.managers.scorer import load_scorer
-    from reward_loop.scoring import load_function
-
     given = {"timeout": timeout or None, **cli_options.more_options(context, option)}
     options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
-    err = Console(stderr=True, soft_wrap=True, emoji=False)
+    err = console(stderr=True)
     with reserve_stdout(_MAX_PRINTED_BYTES) as stdout:
         if fn is not None:
             load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
         try:
             scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
         except FunctionLoadError as error:
-            err.print(f"[bold red]problem:[/] {escape(str(error))}", highlight=False)
+            err.print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         with Inputs.open(files) as inputs:
@@ -111,7 +109,7 @@ def command(
         # stdout is already redirected to stderr. Live must not redirect it again.
         with Live(spinner, console=err, transient=True, redirect_stdout=False):
             report = run(
-                check(
+                dry_run.check(
                     scorer.loaded,
                     samples,
                     reward_kwargs=reward_kwargs,
@@ -125,7 +123,7 @@ def command(
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:
-            _show(report, Console(file=stdout, soft_wrap=True, emoji=False))
+            _show(report, console(stdout))
     if report.problems:
         raise typer.Exit(1)
 
@@ -145,14 +143,14 @@ def _show(report: Report, out: Console) -> None:
         kind = "async, awaited on the event loop" if function.is_async else kind
         if report.of_lists:
             kind += f", with lists of {len(report.rows)} samples"
-        out.print(f"{escape(function.name)}: {kind}", highlight=False)
+        out.print(f"{escape(function.name)}: {kind}")
     out.print()
-    out.print(table, highlight=False)
+    out.print(table)
     out.print()
     checks = Table.grid(padding=(0, 2))
     for finding in report.findings:
         style = _STYLES[finding.status]
         checks.add_row(f"[{style}]{finding.status}[/]", finding.check, escape(finding.text))
-    out.print(checks, highlight=False)
+    out.print(checks)
     count = len(report.problems)
-    out.print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found", highlight=False)
+    out.print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from reward_loop._util.text import cut, duration, listing
-from reward_loop.check.arguments import watch_arguments
 from reward_loop.check.calls import Calls
 from reward_loop.check.report import Finding, Report, Row
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, FunctionLoadError
 from reward_loop.managers import NaiveRewardLoopManager
 from reward_loop.scoring.batched import CONTEXT, FIELDS
-from reward_loop.scoring.signature import PROVIDED, resolve
+from reward_loop.scoring.signature import PROVIDED, Target, resolve
 from reward_loop.types import RewardSample
 
 __all__ = ["check"]
@@ -70,9 +70,6 @@ async def check(
         concurrency: maximum number of calls in flight when concurrent calls are tested.
         max_lag_s: maximum time in seconds for which an async function may block the event loop.
         on_step: called with a description of each step before it starts.
-
-    Returns:
-        The report. It has problems if something should be changed before a run.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
@@ -238,7 +235,7 @@ class _Checks:
         if self.calls.is_composite:
             return [Finding("arguments", "skipped", _NOT_A_COMPOSITE)]
         provided = (*FIELDS, *CONTEXT) if self.calls.of_lists else PROVIDED
-        watched, changed = watch_arguments(resolve(self.calls.loaded, self.calls.reward_kwargs, provided))
+        watched, changed = _watch_arguments(resolve(self.calls.loaded, self.calls.reward_kwargs, provided))
         # Runs in this process: changes made in a worker process would not be visible here.
         here = self.calls.options.model_copy(update={"isolation": "thread"})
         function = type(self.calls.function)(watched, options=here)
@@ -293,13 +290,10 @@ class _Checks:
         return self.samples if self.calls.of_lists else self.samples[:1]
 
     async def _round(self) -> list[Row]:
-        """Score all samples, and measure the lag of the event loop. Pauses separate the lags of single async calls."""
-        async with self._watched_loop():
-            return await self.calls.run(self.samples, pause_s=_TICK_S if self.calls.is_async else 0.0)
+        """Score all samples, and append the maximum lag of the event loop to ``lags``.
 
-    @contextlib.asynccontextmanager
-    async def _watched_loop(self) -> AsyncIterator[None]:
-        """Measure the maximum lag of the event loop within ``with``, and append it to ``lags``."""
+        Pauses separate the lags of single async calls.
+        """
         worst = 0.0
 
         async def tick() -> None:
@@ -312,12 +306,13 @@ class _Checks:
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0)
         try:
-            yield
+            rows = await self.calls.run(self.samples, pause_s=_TICK_S if self.calls.is_async else 0.0)
             await asyncio.sleep(2 * _TICK_S)
         finally:
             ticking.cancel()
             await asyncio.wait([ticking])
-            self.lags.append(worst)
+        self.lags.append(worst)
+        return rows
 
 
 def _explained(error: str) -> str:
@@ -325,3 +320,30 @@ def _explained(error: str) -> str:
     advice = next((advice for sign, advice in _ADVICE.items() if sign in error), None)
     text = cut(error, _ERROR_CHARACTERS)
     return f"{text}\nFix: {advice}" if advice else text
+
+
+def _watch_arguments(target: Target) -> tuple[Callable[..., Any], set[str]]:
+    """Return a function that calls the target, and the names of the arguments that the target has changed so far."""
+    changed: set[str] = set()
+
+    @contextlib.contextmanager
+    def watched(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        passed = {name: value for name, value in given.items() if name in target.passes} | dict(target.reward_kwargs)
+        copies = {}
+        for name, value in passed.items():
+            with contextlib.suppress(Exception):  # values that cannot be copied (a lock, a model) are not compared
+                copies[name] = copy.deepcopy(value)
+        try:
+            yield passed
+        finally:
+            changed.update(name for name, value in copies.items() if repr(value) != repr(passed[name]))
+
+    async def call_async(**arguments: Any) -> Any:
+        with watched(arguments) as passed:
+            return await target.call(**passed)
+
+    def call(**arguments: Any) -> Any:
+        with watched(arguments) as passed:
+            return target.call(**passed)
+
+    return (call_async if target.is_async else call), changed

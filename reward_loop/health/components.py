@@ -19,13 +19,9 @@ TOP = 0.01
 
 
 def weights(scores: np.ndarray, components: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the weight of each component in the score, estimated by least squares.
+    """Return the weight of each component in the score, estimated by least squares. All values must be finite.
 
     Empty if the score is not a weighted sum of the components, or if fewer than two components vary.
-
-    Args:
-        scores: the score of each sample.
-        components: the values of each component for the same samples, all finite.
     """
     if not len(scores):
         return {}
@@ -65,12 +61,9 @@ def component_share(scores: np.ndarray, components: Mapping[str, np.ndarray]) ->
 def component_saturation(
     components: Mapping[str, np.ndarray], ranges: Mapping[str, tuple[float, float]]
 ) -> dict[str, float]:
-    """Return the share of samples for which each component is at the top of its range.
+    """Return the share of samples for which each component is at the top of its range in the run.
 
-    Args:
-        components: the values of each component; NaN where there is none.
-        ranges: the smallest and the largest value of each component in the run. A component that never varied is left
-            out.
+    Values may be NaN. A component that never varied is left out.
     """
     found = {}
     for name, values in components.items():

@@ -13,13 +13,7 @@ MIN_CALLS = 20
 
 
 def unparsable_verdicts(samples: int, unscored: int, judges: JudgeCalls | None) -> float | None:
-    """Return the share of samples without a score, or of judge replies without a verdict if that is larger.
-
-    Args:
-        samples: the number of samples of the step.
-        unscored: those for which the function returned no score.
-        judges: the requests to judges.
-    """
+    """Return the share of samples without a score, or of judge replies without a verdict if that is larger."""
     if not samples:
         return None
     replies = judges.without_verdict / judges.calls if judges is not None and judges.calls else 0.0

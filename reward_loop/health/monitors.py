@@ -37,15 +37,10 @@ class Reading(NamedTuple):
 
 
 class History:
-    """The values of earlier steps that the monitors need.
-
-    Args:
-        steps: the number of steps whose rewards are kept.
-    """
+    """The values of earlier steps that the monitors need, with the rewards of the latest ``steps`` steps."""
 
     def __init__(self, steps: int) -> None:
         self.pools: deque[Pool] = deque(maxlen=steps)
-        """The rewards of the latest steps."""
         self.ranges: dict[str, tuple[float, float]] = {}
         """The smallest and the largest value of each component in the run."""
 

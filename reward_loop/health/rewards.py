@@ -71,11 +71,6 @@ def length_correlation(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndar
 def score_jump(rewards: np.ndarray, groups: np.ndarray, earlier: Sequence[Pool]) -> tuple[float, float] | None:
     """Compare the distribution of a step's rewards with that of earlier steps.
 
-    Args:
-        rewards: the rewards of the step.
-        groups: the groups of its samples.
-        earlier: the rewards of the earlier steps.
-
     Returns:
         The Kolmogorov-Smirnov distance, which is the largest difference between the two cumulative distributions; and
         its critical value, which chance exceeds in 0.1 % of comparisons. The samples of a group are not independent, so

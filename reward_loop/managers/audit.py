@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.records import ActiveSample, Records, exchanges_of, records
 from reward_loop.records.files import AUDIT
-from reward_loop.records.rows import VERSION
+from reward_loop.records.rows import new_row
 from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["Audit"]
@@ -131,19 +130,17 @@ def _open(options: RewardLoopConfig) -> Records | None:
 def _row(
     sample: RewardSample, first: float, second: RewardResult, agrees: bool | None, active: ActiveSample
 ) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "kind": AUDIT,
-        "time": time.time(),
-        "uid": sample.uid,
-        "group": sample.group,
-        "step": sample.step,
-        "function": active.function,
-        "score": first,
-        "second_score": second.score,
-        "agrees": agrees,
-        "outcome": second.outcome,
-        "error": second.error,
-        "seconds": active.seconds,
-        "exchanges": exchanges_of(active),
-    }
+    return new_row(
+        AUDIT,
+        uid=sample.uid,
+        group=sample.group,
+        step=sample.step,
+        function=active.function,
+        score=first,
+        second_score=second.score,
+        agrees=agrees,
+        outcome=second.outcome,
+        error=second.error,
+        seconds=active.seconds,
+        exchanges=exchanges_of(active),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +34,8 @@ class Agreement:
 def agreement(pairs: Sequence[Pair], threshold: float | None = None) -> Agreement:
     """Return how the two scores of each pair agree.
 
-    Args:
-        pairs: the scores.
-        threshold: for `Agreement.equal` and `Agreement.kappa`, scores of at least this number are one category, and all
-            others are the other one.
+    With a threshold, scores of at least this number are one category for `Agreement.equal` and `Agreement.kappa`, and
+    all others are the other one.
     """
     categories = pairs if threshold is None else [(float(x >= threshold), float(y >= threshold)) for x, y in pairs]
     equal = sum(x == y for x, y in categories) / len(pairs) if pairs else None
@@ -71,14 +70,5 @@ def spearman(pairs: Sequence[Pair]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for position in order[start:end]:
-            ranks[position] = (start + end - 1) / 2
-        start = end
-    return ranks
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]

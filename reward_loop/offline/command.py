@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,22 +12,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.stdout import reserve_stdout
 from reward_loop._util.text import duration, rounded
+from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.offline import Fields, Inputs, Summary, score_file
+from reward_loop.managers.base import RewardLoopManagerBase
+from reward_loop.managers.scorer import Scorer, functions_of, load_scorer
+from reward_loop.offline.estimate import dry_run_options, estimate, show_estimate
+from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.progress import ScoringProgress, Usage, usage_of
-from reward_loop.offline.run import partial_of
+from reward_loop.offline.rows import Fields, check_fields
+from reward_loop.offline.run import Summary, partial_of, score_file
 from reward_loop.records import records
 from reward_loop.records.judges import Judges
 from reward_loop.records.prices import Prices
 from reward_loop.records.show import outcomes_of, show_report
+from reward_loop.scoring.load import load_function, source_hash
 from reward_loop.types import Policy
-
-if TYPE_CHECKING:
-    from reward_loop.config import RewardLoopConfig
-    from reward_loop.managers.scorer import Scorer
 
 __all__ = ["score"]
 
@@ -36,7 +39,7 @@ _DECIDES = {"path", "name", "reward_kwargs", "weight", "gate", "on_failed", "on_
 
 _STDOUT = Path("-")
 
-_err = Console(stderr=True, soft_wrap=True, emoji=False)
+_err = console(stderr=True)
 
 
 def score(
@@ -52,7 +55,7 @@ def score(
             show_default=False,
         ),
     ],
-    fn: Annotated[str | None, typer.Option(metavar="FUNCTION", help="The reward function.", show_default=False)] = None,
+    fn: cli_options.Function = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -70,10 +73,7 @@ def score(
     router_address: cli_options.RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Rows that are scored at a time.")] = 64,
     timeout: cli_options.Timeout = 300,
-    isolation: Annotated[
-        Literal["thread", "process"],
-        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
-    ] = "thread",
+    isolation: cli_options.Isolation = "thread",
     max_processes: Annotated[
         int | None, typer.Option(min=1, help="With processes: how many at a time. Default: one for each core.")
     ] = None,
@@ -152,14 +152,6 @@ def score(
         "log_dir": None if log_dir is None else str(log_dir),
         **cli_options.more_options(context, option),
     }
-    # Imported here to keep the start of the other commands fast.
-    from reward_loop.config import RewardLoopConfig, parse
-    from reward_loop.managers.base import RewardLoopManagerBase
-    from reward_loop.managers.scorer import load_scorer
-    from reward_loop.offline.estimate import dry_run_options, estimate
-    from reward_loop.offline.rows import check_fields
-    from reward_loop.offline.show_estimate import estimate_as_json, show_estimate
-
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     if dry_run:
         config = dry_run_options(config)
@@ -178,9 +170,9 @@ def score(
             check_fields(source.rows(), source.name, mapping)
             found = estimate(source, scorer.manager, mapping, concurrency)
             if as_json:
-                stdout.write(encode(estimate_as_json(found, prices)).decode() + "\n")
+                stdout.write(encode(found.to_dict(prices)).decode() + "\n")
             else:
-                show_estimate(found, prices, Console(file=stdout, soft_wrap=True, emoji=False))
+                show_estimate(found, prices, console(stdout))
             return
         _note_unused(context, scorer)
         if scorer.has_post_process:
@@ -204,7 +196,6 @@ def score(
                     restart=restart,
                     retry_failed=retry_failed,
                     on_row=progress.completed,
-                    on_record=progress.add,
                 )
             except (KeyboardInterrupt, RewardLoopError, OSError) as error:
                 partial = partial_of(source, destination)
@@ -221,23 +212,21 @@ def score(
         if as_json:
             stdout.write(encode(_summary(summary, usage, target, config.log_dir, prices)).decode() + "\n")
         else:
-            out = _err if target is None else Console(file=stdout, soft_wrap=True, emoji=False)
+            out = _err if target is None else console(stdout)
             _show(summary, usage, target, config.log_dir, prices, out)
     failed = summary.outcomes["failed"]
     if not summary.rows:
-        _err.print(f"note: {escape(source.name)} has no rows", highlight=False)
+        _err.print(f"note: {escape(source.name)} has no rows")
     elif not summary.outcomes["scored"]:
-        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}", highlight=False)
+        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(summary.report)}")
     if failed and target is not None:
-        _err.print("To score the failed rows again, run the same command with --retry-failed.", highlight=False)
+        _err.print("To score the failed rows again, run the same command with --retry-failed.")
     if (summary.rows and not summary.outcomes["scored"]) or (strict and failed):
         raise typer.Exit(1)
 
 
 def _note_unused(context: typer.Context, scorer: Scorer) -> None:
     """Print a note if options of processes are given, and no function runs in a process."""
-    from reward_loop.managers.scorer import functions_of
-
     names, why = ["max_memory_mb", "max_processes"], "add --isolation process"
     if context.params["isolation"] == "process":
         names, why = ["isolation", *names], "only sync functions do"
@@ -259,9 +248,6 @@ def _identity(
 
     Options that affect only the speed are left out, so that they may change when a run is resumed.
     """
-    from reward_loop.scoring import load_function
-    from reward_loop.scoring.load import source_hash
-
     identity = {
         "function": {
             "name": spec,
@@ -317,4 +303,4 @@ def _show(
     table.add_row("output", "stdout" if output is None else escape(str(output)))
     if log_dir is not None:
         table.add_row("records", f"{escape(str(log_dir))}; summary: reward-loop report {escape(str(log_dir))}")
-    out.print(table, highlight=False)
+    out.print(table)

@@ -33,8 +33,6 @@ class Scoring:
     scores: dict[Any, float] = field(default_factory=dict)
     """The scores of the scored samples."""
     labels: dict[Any, float] = field(default_factory=dict)
-    times: dict[Any, float] = field(default_factory=dict)
-    """When each sample was scored; only in records."""
     duplicates: int = 0
     """Rows whose key another row has, too. The latest record counts, and the last row of a file."""
 
@@ -86,6 +84,7 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
     rows = _records(path, label) if path.is_dir() else _file(path)
     scoring = Scoring(path, on or ("uid" if path.is_dir() else "row"))
     fields: set[str] = set()
+    times: dict[Any, float] = {}
     keyless = 0
     for row in rows:
         fields |= row.keys()
@@ -96,9 +95,9 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
         scoring.duplicates += key in scoring.outcomes
         if path.is_dir():  # its files are in no order
             scored = row.get("time") or 0.0
-            if scored < scoring.times.get(key, 0.0):
+            if scored < times.get(key, 0.0):
                 continue
-            scoring.times[key] = scored
+            times[key] = scored
         _add(scoring, key, row, None if label is None else look_up(row, label), label)
     if keyless:
         hint = did_you_mean(scoring.key, fields - {scoring.key}) or "."
@@ -110,13 +109,9 @@ def read_scoring(path: Path, *, on: str | None = None, label: str | None = None)
 
 
 def compare(a: Scoring, b: Scoring, *, threshold: float | None = None, largest: int = 10) -> Comparison:
-    """Compare two scorings.
+    """Compare two scorings of the same samples; see `agreement` for the threshold.
 
-    Args:
-        a: a scoring.
-        b: another scoring of the same samples.
-        threshold: for the agreement, see `agreement`.
-        largest: how many samples `Comparison.largest` and `Comparison.moved` have.
+    `Comparison.largest` and `Comparison.moved` have at most ``largest`` samples.
 
     Raises:
         ConfigError: no sample is in both.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.text import cut, rounded
 from reward_loop.errors import ConfigError
@@ -67,7 +68,7 @@ def compare(
     if as_json:
         print(encode(found.to_dict()).decode())
     else:
-        _show(found, label, Console(soft_wrap=True, emoji=False))
+        _show(found, label, console())
     for scoring in (first, second):
         _note_duplicates(scoring)
 
@@ -80,7 +81,7 @@ def _show(found: Comparison, label: str | None, out: Console) -> None:
         if before != after:
             table.add_row("", f"{count} {before} in A, {after} in B")
     table.add_row("mean score", f"A {_number(found.mean_a)}, B {_number(found.mean_b)}")
-    out.print(table, highlight=False)
+    out.print(table)
     out.print()
     rows = {"A and B": found.agreement}
     if found.label_a is not None and found.label_b is not None:
@@ -98,7 +99,7 @@ def _show_samples(title: str, rows: Sequence[tuple[Any, str, str]], out: Console
     table = Table(title, "A", "B", box=None, pad_edge=False)
     for key, a, b in rows:
         table.add_row(escape(cut(str(key), 60)), escape(a), escape(b))
-    out.print(table, highlight=False)
+    out.print(table)
 
 
 def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:
@@ -109,12 +110,11 @@ def _show_agreement(rows: dict[str, Agreement], out: Console) -> None:
         equal = "-" if values.equal is None else f"{values.equal:.1%}"
         numbers = (_number(value) for value in (values.kappa, values.pearson, values.spearman))
         table.add_row(escape(name), str(values.pairs), equal, *numbers)
-    out.print(table, highlight=False)
+    out.print(table)
     if any(values.kappa is None and values.pairs for values in rows.values()):
         out.print(
             f"There is no kappa for scores that are all equal, or have more than {MAX_CATEGORIES} different values: "
-            "then give --threshold",
-            highlight=False,
+            "then give --threshold"
         )
 
 
@@ -124,8 +124,7 @@ def _number(value: float | None) -> str:
 
 def _note_duplicates(scoring: Scoring) -> None:
     if scoring.duplicates:
-        Console(stderr=True, soft_wrap=True, emoji=False).print(
+        console(stderr=True).print(
             f"note: {escape(str(scoring.path))} has {counted(scoring.duplicates, 'row')} with the {scoring.key} of an "
-            "earlier row: the last one counts",
-            highlight=False,
+            "earlier row: the last one counts"
         )

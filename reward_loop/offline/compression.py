@@ -26,11 +26,7 @@ _READ_BYTES = 1 << 16
 
 
 def import_zstandard() -> ModuleType:
-    """Return the module ``zstandard``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module ``zstandard``; a `ConfigError` says that it is not installed."""
     try:
         import zstandard
     except ImportError as error:
@@ -62,12 +58,7 @@ def open_binary(path: Path) -> Iterator[io.BufferedReader]:
 
 @contextlib.contextmanager
 def create(path: Path, suffix: str) -> Iterator[IO[bytes]]:
-    """Create a file for writing, within ``with``; at the end it is on the disk.
-
-    Args:
-        path: the file.
-        suffix: ``.gz`` and ``.zst`` compress the content; others do not.
-    """
+    """Create a file for writing, within ``with``; at the end it is on the disk. ``.gz`` and ``.zst`` are compressed."""
     with path.open("wb") as file:
         if suffix.lower() == ".gz":
             with gzip.GzipFile(fileobj=file, mode="wb", filename="") as zipped:

@@ -42,11 +42,7 @@ def read_contents(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file begins like a JSON array.
-
-    Raises:
-        ConfigError: the file cannot be decompressed.
-    """
+    """Return whether a file begins like a JSON array."""
     with open_binary(path) as file:
         return _begins_as_array(file)
 

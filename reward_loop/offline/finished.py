@@ -23,8 +23,7 @@ class FinishedOutput:
     """A complete output file ``<output>``, and the identity file ``<output>.run``.
 
     The identity file exists only while the output has failed rows. It contains the header of the run's
-    `PartialResults`. `check` compares this header with that of the current run, so that the results of two different
-    runs are never mixed.
+    `PartialResults`, so that `check` never mixes the results of two different runs.
     """
 
     def __init__(self, output: Path) -> None:
@@ -59,11 +58,7 @@ class FinishedOutput:
         return ": choose another output, or replace it: --restart"
 
     def check(self, source: Inputs, header: Mapping[str, Any]) -> None:
-        """Check that the output belongs to this run.
-
-        Args:
-            source: the input.
-            header: the header of the partial results of this run.
+        """Check that the output belongs to the run with this input, and this header of its partial results.
 
         Raises:
             ConfigError: the file is not an output of `reward-loop score`, its number of rows differs from that of the

@@ -48,11 +48,7 @@ def read_folder(folder: Path) -> Iterator[tuple[Mapping[str, Any] | bytes, str |
 
 
 def count_folder(folder: Path) -> int:
-    """Return the number of rollouts in a folder.
-
-    Raises:
-        ConfigError: as `read_folder`.
-    """
+    """Return the number of rollouts in a folder. Raises the errors of `read_folder`."""
     if dumps := _dumps(folder):
         return sum(1 for _ in _lines(dumps))
     return sum(1 for _ in _reader(folder).rows())

@@ -34,11 +34,6 @@ class Inputs:
     """Whether the only path is that of a copy of standard input."""
 
     @classmethod
-    def of(cls, source: Path | Inputs) -> Inputs:
-        """Return the source itself, or a file or folder as the only input."""
-        return source if isinstance(source, Inputs) else cls((source,))
-
-    @classmethod
     @contextlib.contextmanager
     def open(cls, names: Sequence[str]) -> Iterator[Self]:
         """Yield the inputs that a command line names; each exists, and has a supported format.

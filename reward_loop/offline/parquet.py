@@ -13,11 +13,7 @@ __all__ = ["import_parquet", "parquet_rows", "read_batches", "rows_of"]
 
 
 def import_parquet() -> tuple[ModuleType, ModuleType]:
-    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Return the modules ``pyarrow`` and ``pyarrow.parquet``; a `ConfigError` says that they are not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -27,11 +23,7 @@ def import_parquet() -> tuple[ModuleType, ModuleType]:
 
 
 def parquet_rows(path: Path) -> int:
-    """Return the number of rows of a file.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or cannot read the file.
-    """
+    """Return the number of rows of a file. Raises the errors of `read_batches`."""
     pa, pq = import_parquet()
     try:
         return int(pq.read_metadata(path).num_rows)

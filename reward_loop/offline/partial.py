@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from reward_loop._util.json import to_json
 from reward_loop.errors import ConfigError
+from reward_loop.records.lines import parse_line
 from reward_loop.types import RESERVED_KEYS, Outcome
 
 __all__ = ["PartialResults", "differences"]
@@ -36,7 +37,7 @@ class PartialResults:
         Args:
             path: the file.
             header: the run's input file, function and options; its first key is ``journal``.
-            restart: discard the content of an existing file.
+            restart: whether to discard the content of an existing file.
 
         Raises:
             ConfigError: the file contains results of a different run or other data, or another process has it open.
@@ -49,6 +50,8 @@ class PartialResults:
             if restart:  # only with the lock: another process may be writing the file
                 self._file.truncate(0)
             self._recover(header)
+            # Reads of the unbuffered file would read lines byte by byte.
+            self._lines = path.open("rb")
         except BaseException:
             self._file.close()
             raise
@@ -57,6 +60,7 @@ class PartialResults:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.close()
         self._file.close()
 
     def __len__(self) -> int:
@@ -66,12 +70,8 @@ class PartialResults:
         return row in self._offsets
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        self._file.seek(self._offsets[row])
-        # The file is unbuffered, and readline on an unbuffered file reads byte by byte.
-        data = self._file.read(4096)
-        while b"\n" not in data:
-            data += self._file.read(max(4096, len(data)))
-        record: dict[str, Any] = json.loads(data[: data.index(b"\n")])
+        self._lines.seek(self._offsets[row])
+        record: dict[str, Any] = json.loads(self._lines.readline())
         return record
 
     def append(self, row: int, record: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class PartialResults:
                     raise ConfigError(
                         f"{self.path} was not written by this command: rename it, or discard it with --restart"
                     )
-                record = _parse(line)
+                record = parse_line(line)
                 if record is None:
                     break
                 if good == 0:
@@ -144,14 +144,3 @@ def differences(header: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     header = json.loads(to_json(header))  # converts tuples to lists, for example, as in the header read from the file
     changed = [key for key in header.keys() | found.keys() if header.get(key) != found.get(key)]
     return " and another ".join(sorted(changed))
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, ``None`` if the line is incomplete."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

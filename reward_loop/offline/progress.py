@@ -67,20 +67,18 @@ class ScoringProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Add the record of a row that has been scored now."""
-        self._failed += record["outcome"] == Outcome.FAILED
-        if record["score"] is not None:
-            self._scores += 1
-            self._sum += record["score"]
-
-    def completed(self, rows: int) -> None:
-        """Show that this many rows are complete, earlier runs included."""
+    def completed(self, rows: int, record: Mapping[str, Any] | None) -> None:
+        """Show that this many rows are complete, earlier runs included; ``record`` is the latest one of this run."""
+        if record is not None:
+            self._failed += record["outcome"] == Outcome.FAILED
+            if record["score"] is not None:
+                self._scores += 1
+                self._sum += record["score"]
         if self._console.is_terminal:
             self._bar.update(self._task, completed=rows, description=self.detail())
         elif self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
-            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}", highlight=False)
+            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self.detail()}")
 
     def detail(self) -> str:
         """Return failures, mean score, tokens and cost, as far as they are known."""

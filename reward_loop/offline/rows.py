@@ -48,11 +48,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def check_format(path: Path) -> None:
-    """Check that the suffix is not that of an unsupported format, such as CSV.
-
-    Raises:
-        ConfigError: the format is not supported.
-    """
+    """Refuse the suffix of an unsupported format, such as CSV, with a `ConfigError`."""
     suffix = path.suffix.lower()
     if suffix in SUFFIXES:
         plain = path.with_suffix("")
@@ -80,11 +76,7 @@ def check_input(path: Path) -> None:
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows that `read_rows` yields.
-
-    Raises:
-        ConfigError: the file cannot be decompressed, or read as parquet or as a JSON array.
-    """
+    """Return the number of rows that `read_rows` yields. Raises its errors."""
     if is_parquet(path):
         return parquet_rows(path)
     if path.is_dir():
@@ -104,11 +96,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield _stored(index, content, error)
         return
     if is_parquet(path):
-        index = 0
-        for batch in read_batches(path):
-            for columns in rows_of(path, batch):
-                yield Row(index, f"row {index}", columns)
-                index += 1
+        found = (columns for batch in read_batches(path) for columns in rows_of(path, batch))
+        yield from (Row(index, f"row {index}", columns) for index, columns in enumerate(found))
         return
     for index, (name, content) in enumerate(read_contents(path)):
         yield _parse(index, name, content)
@@ -246,15 +235,10 @@ class _FieldError(Exception):
 
 
 def check_fields(rows: Iterable[Row], source: str, fields: Fields) -> None:
-    """Check that the field mapping fits at least one row. Reading stops at the first row that fits.
-
-    Args:
-        rows: all rows of the input.
-        source: the name of the input, for the message.
-        fields: the field mapping.
+    """Check that the field mapping fits at least one of the rows. Reading stops at the first row that fits.
 
     Raises:
-        ConfigError: the mapping fits no row; the message contains the error of the first row.
+        ConfigError: the mapping fits no row; the message contains ``source`` and the error of the first row.
     """
     first, count = "", 0
     for row in rows:

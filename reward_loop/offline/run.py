@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -29,11 +29,11 @@ from reward_loop.offline.inputs import Inputs
 from reward_loop.offline.output import write_output, write_rows
 from reward_loop.offline.parquet import import_parquet
 from reward_loop.offline.partial import PartialResults
-from reward_loop.offline.rows import Fields, Row, check_fields, check_format, check_input, is_parquet
+from reward_loop.offline.rows import Fields, Row, check_fields, check_format, is_parquet
 from reward_loop.records.report import Report
 from reward_loop.types import RESERVED_KEYS, Outcome, Reward, finite_number
 
-__all__ = ["Summary", "partial_of", "score_file"]
+__all__ = ["Summary", "for_each", "partial_of", "score_file"]
 
 
 @dataclass(slots=True)
@@ -42,9 +42,6 @@ class Summary:
 
     report: Report = field(default_factory=Report)
     """The summary of the rows, as of records."""
-    total: float = 0.0
-    """Sum of all scores, including the default scores under the policy ``default``."""
-    scores: int = 0
     resumed: int = 0
     """Number of rows whose results come from an earlier run."""
     seconds: float = 0.0
@@ -58,12 +55,12 @@ class Summary:
     @property
     def rows(self) -> int:
         """Number of rows of the input."""
-        return self.outcomes.total()
+        return self.report.samples
 
     @property
     def mean(self) -> float | None:
-        """Mean score of the rows that have a score; ``None`` if no row has one."""
-        return self.total / self.scores if self.scores else None
+        """Mean score of the rows that have a score, default scores included; ``None`` if no row has one."""
+        return self.report.reward.to_dict()["mean"]
 
     @property
     def rows_per_second(self) -> float:
@@ -73,9 +70,6 @@ class Summary:
     def add(self, row: Row, record: Mapping[str, Any]) -> None:
         """Add the record of one row."""
         info = record["reward_extra_info"]
-        if record["score"] is not None:
-            self.total += record["score"]
-            self.scores += 1
         scored = record["score"] if record["outcome"] == Outcome.SCORED else None
         self.report.add(
             {
@@ -99,7 +93,7 @@ def partial_of(source: Inputs, output: Path | IO[bytes]) -> Path:
 
 
 def score_file(
-    source: Path | Inputs,
+    source: Inputs,
     output: Path | IO[bytes],
     manager: Any,
     *,
@@ -108,41 +102,31 @@ def score_file(
     concurrency: int = 64,
     restart: bool = False,
     retry_failed: bool = False,
-    on_row: Callable[[int], None] = lambda done: None,
-    on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
+    on_row: Callable[[int, Mapping[str, Any] | None], None] = lambda done, record: None,
 ) -> Summary:
     """Score every row of ``source`` and write ``output``; runs its own event loop.
 
     The file ``<output>.partial`` contains the completed rows until the output is complete. If it exists, only the
-    other rows are scored. If rows of the output failed, the file ``<output>.run``
-    identifies the run, so that ``retry_failed`` can check that it is the same run.
+    other rows are scored. If rows of the output failed, the file ``<output>.run`` identifies the run for
+    ``retry_failed``.
 
     Args:
-        source: the input: JSONL or a JSON array, also compressed, parquet if it has a parquet suffix, or a folder of
-            records or of verl's rollout dumps. Or several inputs.
-        output: the output file: JSONL, compressed if it ends in ``.gz`` or ``.zst``, or parquet by its suffix. Or a
-            binary stream, to which JSONL is written when all rows are scored. The partial results of a stream are in
-            ``<source without suffix>.stdout.partial``.
+        source: the input.
+        output: the file, or a binary stream, to which JSONL is written when all rows are scored.
         manager: a reward manager; its ``run_single`` receives a `RewardSample` for each row.
         fields: the field mapping.
-        identity: what identifies the run in addition to the input file: the function and its options.
+        identity: what identifies the run in addition to the input: the function and its options.
         concurrency: maximum number of rows in flight.
         restart: discard an interrupted run, and overwrite an existing output.
         retry_failed: score the failed rows of an interrupted run, or of an existing output, again.
-        on_row: called with the number of completed rows, at the start and after each row.
-        on_record: called with the result of each row that is scored, before `on_row`.
-
-    Returns:
-        The summary of the run.
+        on_row: called with the number of completed rows and the result of the latest one: after each row, and at the
+            start, without a result.
 
     Raises:
-        ConfigError: a file does not exist, has an unsupported format, would be overwritten, or belongs to a different
-            run; or ``fields`` fits no row.
+        ConfigError: the output has an unsupported format, would be overwritten, or belongs to a different run; or
+            ``fields`` fits no row.
         RewardLoopError: a policy or the bound on failures stopped the run. The completed rows are kept.
     """
-    source = Inputs.of(source)
-    for path in source.paths:
-        check_input(path)
     partial = partial_of(source, output)
     header = {"journal": 1, "input": source.identity(), **(identity or {})}
     finished = None
@@ -167,10 +151,17 @@ def score_file(
             else:
                 finished.forget()
         resumed = len(results)
-        on_row(resumed)
+        on_row(resumed, None)
+
+        async def score(row: Row) -> None:
+            reward = await reward_of(manager, fields.to_sample(row), row.name)
+            record = _record(reward, f"sample {row.name}: {type(manager).__name__}.run_single")
+            results.append(row.index, record)
+            on_row(len(results), record)
+
         todo = (row for row in source.rows() if row.index not in results)
         with contextlib.chdir("."):  # a function in a thread may change the working directory
-            run(_score_rows(todo, manager, fields, results, concurrency, on_row, on_record))
+            run(for_each(todo, concurrency, score))
         summary = Summary(resumed=resumed, seconds=time.perf_counter() - started)
 
         def result_of(row: Row) -> dict[str, Any]:
@@ -218,23 +209,16 @@ def _make_folder(output: Path) -> None:
         raise ConfigError(f"the folder of the output {output} cannot be created: {error.strerror}") from error
 
 
-async def _score_rows(
-    rows: Iterator[Row],
-    manager: Any,
-    fields: Fields,
-    results: PartialResults,
-    concurrency: int,
-    on_row: Callable[[int], None],
-    on_record: Callable[[Mapping[str, Any]], None],
-) -> None:
+async def for_each(rows: Iterator[Row], concurrency: int, score: Callable[[Row], Awaitable[None]]) -> None:
+    """Call ``score`` for each row, at most ``concurrency`` rows at a time. Only the rows in flight are in memory.
+
+    Raises:
+        RewardLoopError | OSError: the first of these errors that ``score`` raised; it has stopped the others.
+    """
+
     async def worker() -> None:
-        # The workers share one iterator, so that only the rows in flight are in memory.
-        for row in rows:
-            reward = await reward_of(manager, fields.to_sample(row), row.name)
-            record = _record(reward, f"sample {row.name}: {type(manager).__name__}.run_single")
-            results.append(row.index, record)
-            on_record(record)
-            on_row(len(results))
+        for row in rows:  # the workers share one iterator
+            await score(row)
 
     try:
         async with asyncio.TaskGroup() as workers:

@@ -36,8 +36,11 @@ class Call(NamedTuple):
     start_s: float
     """When it started, in seconds from the start of the sample."""
     queue_s: float
+    """Seconds for which it waited for a free thread or process."""
     wait_s: float
+    """Seconds for which it waited for limits."""
     work_s: float
+    """Seconds for which the function ran."""
     error: str | None
     """The type of the exception that the function raised, or of the error why there is no result."""
 
@@ -122,14 +125,9 @@ class ActiveSample:
         exchanges.setdefault(fields["id"], {}).update(fields)
 
     def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
-        """Add a call of the function that has just ended.
+        """Add a call of the function that has just ended; see `Call`.
 
-        Args:
-            function: the function's name and file.
-            seconds: how long the function ran.
-            queued: how long the call waited for a free thread or process, in seconds.
-            waited: how long the call waited for limits, in seconds.
-            error: the exception that the function raised, or why there is no result.
+        It ran for ``seconds``, waited ``queued`` seconds for a free thread or process, and ``waited`` for limits.
         """
         start = max(0.0, self.seconds - seconds - waited)
         problem = None if error is None else type(error).__name__
@@ -210,12 +208,10 @@ def current() -> ActiveSample | None:
 
 @contextlib.contextmanager
 def waiting_for(sample: ActiveSample | None, what: str) -> Iterator[None]:
-    """Record, within ``with``, that a sample waits for something; `describe` shows it.
+    """Record, within ``with``, that a sample waits for something, such as ``limit 'judge'``; `describe` shows it.
 
-    Args:
-        sample: the sample; ``None`` does nothing. It may differ from `current`: the permit for a function in a worker
-            process is requested by another task.
-        what: what the sample waits for, such as ``limit 'judge'``.
+    The sample may differ from `current`: the permit for a function in a worker process is requested by another task.
+    ``None`` does nothing.
     """
     if sample is not None:
         sample.ask(what)

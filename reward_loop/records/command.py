@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop.records.watchdog import ask, processes, why
 
@@ -35,14 +36,14 @@ def stuck(
 
     Exit status: 0 all processes answered, 1 one did not, or there is none.
     """
-    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
+    out, err = console(), console(stderr=True)
     answers, silent = [], 0
     for process in pid or processes():
         try:
             answers.append(ask(process, timeout))
         except (OSError, ValueError) as error:
             silent += 1
-            err.print(f"[bold red]process {process}:[/] {escape(why(error))}", highlight=False)
+            err.print(f"[bold red]process {process}:[/] {escape(why(error))}")
     if as_json:
         print(encode(answers).decode())
     else:
@@ -55,8 +56,8 @@ def stuck(
 
 
 def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
-    out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}", highlight=False)
-    out.print(f"{answer['running']} samples are running", highlight=False)
+    out.print(f"[bold]process {answer['pid']}[/]: {escape(answer['command'])}")
+    out.print(f"{answer['running']} samples are running")
     if answer["oldest"]:
         table = Table(box=None, pad_edge=False)
         table.add_column("seconds", justify="right")
@@ -70,8 +71,8 @@ def _show(answer: dict[str, Any], out: Console, threads: bool) -> None:
                 escape(call["function"]),
                 escape(", ".join(call["asking"])),
             )
-        out.print(table, highlight=False)
+        out.print(table)
     if threads:
         for name, lines in answer["threads"].items():
-            out.print(f"{escape(name)}:\n  " + escape("\n  ".join(lines)), highlight=False)
+            out.print(f"{escape(name)}:\n  " + escape("\n  ".join(lines)))
     out.print()

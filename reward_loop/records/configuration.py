@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from reward_loop._util.text import cut
 from reward_loop.records.encoding import hide
 from reward_loop.records.files import CONFIG
 from reward_loop.records.lines import read_rows
-from reward_loop.records.rows import VERSION
+from reward_loop.records.rows import new_row
 from reward_loop.records.writer import Records, records
 
 __all__ = [
@@ -65,11 +64,9 @@ def open_configuration(folder: str | Path) -> Records:
 
 
 def config_row(config: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return the row of a configuration.
+    """Return the row of a configuration, which is of nested mappings, lists and scalars.
 
-    Args:
-        config: the configuration: nested mappings, lists and scalars.
-        step: the first training step of the process.
+    ``step`` is the first training step of the process.
 
     Example::
 
@@ -84,14 +81,7 @@ def config_row(config: Mapping[str, Any], step: int) -> dict[str, Any]:
         if size > MAX_BYTES:
             break
         kept[name] = value
-    return {
-        "version": VERSION,
-        "kind": CONFIG,
-        "time": time.time(),
-        "step": step,
-        "options": kept,
-        "omitted": len(options) - len(kept),
-    }
+    return new_row(CONFIG, step=step, options=kept, omitted=len(options) - len(kept))
 
 
 def hide_environment() -> None:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from reward_loop._util.text import cut
 from reward_loop.records.files import EVENTS
-from reward_loop.records.lines import has_step, is_readable, read_lines
-from reward_loop.records.rows import MAX_TEXT, VERSION
+from reward_loop.records.lines import has_step, is_readable, read_files
+from reward_loop.records.rows import MAX_TEXT, VERSION, new_row
 
 __all__ = [
     "ADVANTAGE",
@@ -99,34 +99,19 @@ def rollout_event(
 
 
 def advantage_row(uid: str, step: int, advantage: float) -> dict[str, Any]:
-    """Return a row that adds the advantage to the last earlier row of a sample.
+    """Return a row that adds the advantage to the last earlier row of the sample with this ``uid``.
 
-    Args:
-        uid: the sample.
-        step: the training step that trained on the sample.
-        advantage: the mean over the tokens of the response that are trained on.
+    ``step`` trained on the sample. The advantage is the mean over the tokens of the response that are trained on.
     """
-    return {
-        "version": VERSION,
-        "kind": ADVANTAGE,
-        "time": time.time(),
-        "uid": uid,
-        "step": step,
-        "advantage": advantage,
-    }
+    return new_row(ADVANTAGE, uid=uid, step=step, advantage=advantage)
 
 
 def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events in a records folder, in the order of each file.
+    """Yield the events in a records folder, of some steps or of all, in the order of each file.
 
-    Incomplete lines are left out, and events that a newer version has written. Each event gets a field
-    ``process``, which names the process that wrote it.
-
-    Args:
-        folder: the records folder.
-        steps: yield only the events of these steps; ``None`` for all.
+    Incomplete lines are left out, and events that a newer version has written. Each event gets a field ``process``,
+    which names the process that wrote it.
     """
-    for path in sorted((folder / EVENTS).glob("*.jsonl")):
-        for event in read_lines(path, None if steps is None else lambda line: has_step(line, steps)):
-            if event is not None and is_readable(event):
-                yield {**event, "process": path.stem}
+    for path, event in read_files(folder / EVENTS, None if steps is None else lambda line: has_step(line, steps)):
+        if event is not None and is_readable(event):
+            yield {**event, "process": path.stem}

@@ -70,11 +70,7 @@ class RecordFiles:
         self._append(self.folder / EVENTS / self.path.name, b"".join(lines))
 
     def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[Place | None]:
-        """Append texts to the current segment.
-
-        Args:
-            kind: `TEXTS` or `EXCHANGES`.
-            samples: the lines of each sample; empty for a sample without texts.
+        """Append the texts of some samples to the current segment of a kind: `TEXTS` or `EXCHANGES`.
 
         Returns:
             the place of each sample's texts; ``None`` if they are empty or could not be written.

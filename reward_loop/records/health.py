@@ -5,14 +5,13 @@ Both are in files of the sub-folder ``health``, which only the process of the tr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reward_loop.records.files import HEALTH
 from reward_loop.records.lines import read_rows
-from reward_loop.records.rows import VERSION
+from reward_loop.records.rows import new_row
 from reward_loop.records.writer import Records, records
 
 __all__ = ["health", "open_health", "values_row", "warning_row"]
@@ -30,16 +29,12 @@ def open_health(folder: str | Path) -> Records:
 
 def values_row(step: int, values: Mapping[str, float]) -> dict[str, Any]:
     """Return the row with the values of the monitors in a step."""
-    return {"version": VERSION, "kind": VALUES, "time": time.time(), "step": step, "values": values}
+    return new_row(VALUES, step=step, values=values)
 
 
 def warning_row(**fields: Any) -> dict[str, Any]:
-    """Return the row of a warning.
-
-    Args:
-        fields: ``step``, ``monitor``, ``subject``, ``message``, ``value``, ``threshold`` and ``since``.
-    """
-    return {"version": VERSION, "kind": WARNING, "time": time.time(), **fields}
+    """Return the row of a warning, with ``step``, ``monitor``, ``subject`` and the fields that `health` returns."""
+    return new_row(WARNING, **fields)
 
 
 def health(folder: Path) -> list[dict[str, Any]]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.spread import Spread
 
-__all__ = ["JudgeCounts", "Judges"]
+__all__ = ["Judges"]
 
 
-class JudgeCounts:
+class _Judge:
     """The requests to one model."""
 
     def __init__(self) -> None:
@@ -21,7 +21,6 @@ class JudgeCounts:
         self.seconds = Spread()
 
     def add(self, exchange: Mapping[str, Any]) -> None:
-        """Add a request."""
         self.requests += 1
         self.errors += bool(exchange.get("error"))
         self.no_verdict += bool(exchange.get("unscored"))
@@ -30,12 +29,7 @@ class JudgeCounts:
         self.completion_tokens += exchange.get("completion_tokens") or 0
         self.seconds.add(exchange.get("seconds") or 0.0)
 
-    def cost(self, name: str, prices: Prices) -> float | None:
-        """Return the cost of the tokens of the model of this name; ``None`` if its price is unknown."""
-        return prices.cost(name, self.prompt_tokens, self.completion_tokens)
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts as values of JSON."""
         return {
             "requests": self.requests,
             "errors": self.errors,
@@ -51,29 +45,24 @@ class Judges:
     """The requests to judges by model, or by URL where a request names no model."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, JudgeCounts] = {}
+        self._by_name: dict[str, _Judge] = {}
         self._of_batches: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
 
-    def __iter__(self) -> Iterator[tuple[str, JudgeCounts]]:
-        return iter(self._by_name.items())
-
     def add(self, exchanges: Sequence[Mapping[str, Any]], batch: str | None = None) -> None:
-        """Add the requests of a sample.
-
-        Args:
-            exchanges: the requests with their replies.
-            batch: the ID of the sample's batch call, all of whose samples have the same requests; they count once.
-        """
+        """Add the requests of a sample. Those of a batch call, which all of its samples have, count once."""
         for exchange in exchanges:
             if batch is not None:
                 if (name := str(exchange.get("id"))) in self._of_batches:
                     continue
                 self._of_batches.add(name)
-            self._by_name.setdefault(str(exchange.get("model") or exchange.get("url")), JudgeCounts()).add(exchange)
+            self._by_name.setdefault(str(exchange.get("model") or exchange.get("url")), _Judge()).add(exchange)
 
     def to_dict(self, prices: Prices = NO_PRICES) -> dict[str, Any]:
         """Return the counts of each judge as values of JSON, with ``cost``, which is ``None`` if it is unknown."""
-        return {name: {**counts.to_dict(), "cost": counts.cost(name, prices)} for name, counts in self}
+        return {
+            name: {**judge.to_dict(), "cost": prices.cost(name, judge.prompt_tokens, judge.completion_tokens)}
+            for name, judge in self._by_name.items()
+        }

@@ -13,7 +13,7 @@ import orjson
 from reward_loop.errors import ConfigError
 from reward_loop.records.rows import VERSION
 
-__all__ = ["check_version", "has_step", "is_readable", "parse_line", "read_lines", "read_rows"]
+__all__ = ["check_version", "has_step", "is_readable", "parse_line", "read_files", "read_rows"]
 
 _STEP = re.compile(rb'"step":\s*(-?\d{1,18})\b')
 
@@ -32,39 +32,36 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def read_lines(path: Path, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects in the lines of a file; ``None`` for an incomplete line.
+def read_files(
+    folder: Path, is_wanted: Callable[[bytes], Any] | None = None
+) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """Yield the file of each line in a folder, and the object in the line; ``None`` for an incomplete line.
 
-    Args:
-        path: the file.
-        is_wanted: returns whether a line is parsed; ``None`` for all lines.
+    Nothing if there is no such folder. With ``is_wanted``, only the lines for which it returns true are parsed.
     """
-    with path.open("rb") as lines:
-        for line in lines:
-            if is_wanted is None or is_wanted(line):
-                yield parse_line(line)
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as lines:
+            for line in lines:
+                if is_wanted is None or is_wanted(line):
+                    yield path, parse_line(line)
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows in all files of a folder, without incomplete lines; nothing if there is no such folder.
+    """Yield the rows in all files of a folder, without incomplete lines.
 
     Raises:
         ConfigError: a newer version has written them.
     """
-    for path in sorted(folder.glob("*.jsonl")):
-        for row in read_lines(path):
-            if row is not None:
-                check_version(row.get("version", 0), path)
-                yield row
+    for path, row in read_files(folder):
+        if row is not None:
+            check_version(row.get("version", 0), path)
+            yield row
 
 
 def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
-    """Return whether a line has a field ``step`` with one of some steps.
+    """Return whether a line, which is not parsed, has a field ``step`` with one of some steps in its first bytes.
 
-    Args:
-        line: the line, which is not parsed.
-        steps: the steps.
-        head: the number of bytes that are searched; ``None`` for all.
+    ``head`` is the number of these bytes; ``None`` searches the whole line.
     """
     return any(int(step) in steps for step in _STEP.findall(line, 0, len(line) if head is None else head))
 

@@ -10,7 +10,7 @@ from typing import Any
 from reward_loop._util.json import encode
 from reward_loop.errors import ConfigError
 from reward_loop.records.events import ADVANTAGE
-from reward_loop.records.lines import check_version, has_step, parse_line, read_lines
+from reward_loop.records.lines import check_version, has_step, parse_line, read_files
 from reward_loop.records.rows import REVISION, SAMPLE
 
 __all__ = ["NoRecordsError", "RecordsReader"]
@@ -94,8 +94,7 @@ class RecordsReader:
     def _changes(self, needle: bytes) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, str]]:
         """Return the last revision and the last advantage of each uid, and the ID of the last row of these uids.
 
-        Args:
-            needle: lines that do not contain it are not read.
+        Lines that do not contain ``needle`` are not read.
         """
         revisions: dict[str, dict[str, Any]] = {}
         advantages: dict[str, float] = {}
@@ -117,14 +116,13 @@ class RecordsReader:
 
     def _lines(self, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
         """Yield the rows in all files; with `is_wanted`, those of the lines for which it returns true."""
-        for path in sorted(self.folder.glob("*.jsonl")):
-            for row in read_lines(path, is_wanted):
-                if row is None:
-                    self.incomplete += 1
-                    continue
-                check_version(row.get("version", 0), path)
-                if "kind" in row and isinstance(row.get("version"), int):  # otherwise, not a file of records
-                    yield row
+        for path, row in read_files(self.folder, is_wanted):
+            if row is None:
+                self.incomplete += 1
+                continue
+            check_version(row.get("version", 0), path)
+            if "kind" in row and isinstance(row.get("version"), int):  # otherwise, not a file of records
+                yield row
 
     def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
         name = row.get(f"{kind}_file")

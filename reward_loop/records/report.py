@@ -15,7 +15,7 @@ from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.spread import Spread
 from reward_loop.types import Outcome
 
-__all__ = ["MISSING", "Report", "look_up"]
+__all__ = ["Report"]
 
 SHOWN = 5
 """The number of causes, of slowest and of costliest samples."""
@@ -83,6 +83,7 @@ class Report:
         self.components: dict[str, Spread] = {}
         self.judges = Judges()
         self.parts: dict[Any, _Part] = {}
+        """The samples with each value of the field."""
         self._groups: dict[tuple[Any, Any], _Group] = {}
         self._slowest, self._costliest = _Top(), _Top()
 
@@ -123,30 +124,6 @@ class Report:
         """The number of samples."""
         return self.outcomes.total()
 
-    @property
-    def slowest(self) -> list[tuple[float, str]]:
-        """Seconds and name of the samples that took longest, the slowest first."""
-        return self._slowest.to_list()
-
-    @property
-    def costliest(self) -> list[tuple[float, str]]:
-        """Tokens and name of the samples whose requests used the most tokens, the costliest first."""
-        return self._costliest.to_list()
-
-    def groups(self) -> dict[str, int]:
-        """Return counts of groups of at least two samples.
-
-        ``zero_variance`` have at least two rewards, and all are equal; ``all_failed`` have no reward at all, and
-        ``partly_failed`` lack some.
-        """
-        groups = [group for group in self._groups.values() if group.samples > 1]
-        return {
-            "groups": len(groups),
-            "zero_variance": sum(group.rewards > 1 and group.low == group.high for group in groups),
-            "all_failed": sum(not group.rewards for group in groups),
-            "partly_failed": sum(0 < group.rewards < group.samples for group in groups),
-        }
-
     def to_dict(self, prices: Prices = NO_PRICES) -> dict[str, Any]:
         """Return the summary as values of JSON; with prices, also the costs of judges."""
         return {
@@ -159,12 +136,26 @@ class Report:
             "score": self.score.to_dict(),
             "reward": self.reward.to_dict(),
             "components": {name: spread.to_dict() for name, spread in self.components.items()},
-            **self.groups(),
+            **self._group_counts(),
             "judges": self.judges.to_dict(prices),
             "reported_cost": self.reported_cost,
-            "slowest": [{"seconds": seconds, "sample": name} for seconds, name in self.slowest],
-            "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self.costliest],
+            "slowest": [{"seconds": seconds, "sample": name} for seconds, name in self._slowest.to_list()],
+            "costliest": [{"tokens": int(tokens), "sample": name} for tokens, name in self._costliest.to_list()],
             **({} if self.group_by is None else {"by": self.group_by, "parts": self._parts()}),
+        }
+
+    def _group_counts(self) -> dict[str, int]:
+        """Return counts of groups of at least two samples.
+
+        ``zero_variance`` have at least two rewards, and all are equal; ``all_failed`` have no reward at all, and
+        ``partly_failed`` lack some.
+        """
+        groups = [group for group in self._groups.values() if group.samples > 1]
+        return {
+            "groups": len(groups),
+            "zero_variance": sum(group.rewards > 1 and group.low == group.high for group in groups),
+            "all_failed": sum(not group.rewards for group in groups),
+            "partly_failed": sum(0 < group.rewards < group.samples for group in groups),
         }
 
     def _parts(self) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from reward_loop._util import cli_options
+from reward_loop._util.console import console
 from reward_loop._util.json import encode
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import ConfigError
@@ -47,7 +47,7 @@ def report(
     run was resumed.
     docs/reports.md describes the summary.
     """
-    out, err = Console(soft_wrap=True, emoji=False), Console(stderr=True, soft_wrap=True)
+    out = console()
     prices = Prices.parse(price or ())
     reader, found, fields = RecordsReader(folder), Report(group_by), set[str]()
     for row in reader.rows():
@@ -67,8 +67,7 @@ def report(
         show_warnings(warnings, out)
         show_changes(starts, out)
     if reader.incomplete:
-        err.print(
+        console(stderr=True).print(
             f"note: {counted(reader.incomplete, 'incomplete line')} left out: of processes that were killed, or that "
-            "are writing",
-            highlight=False,
+            "are writing"
         )

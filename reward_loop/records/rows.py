@@ -18,6 +18,7 @@ __all__ = [
     "VERSION",
     "exchanges_of",
     "large_components",
+    "new_row",
     "reward_change_row",
     "sample_row",
     "text_row",
@@ -38,6 +39,11 @@ MAX_TEXT, MAX_ITEMS = 256, 64
 _SCALARS = (int, float, NoneType)
 
 UNFINISHED = "no answer when the sample ended"
+
+
+def new_row(kind: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of a kind, written now."""
+    return {"version": VERSION, "kind": kind, "time": time.time(), **fields}
 
 
 def sample_row(
@@ -139,31 +145,22 @@ def reward_change_row(
     reward: float | None = None,
     masked: bool = False,
 ) -> dict[str, Any]:
-    """Return a revision: a row that changes an earlier row.
+    """Return a revision: a row that changes the earlier row of the sample's ``uid``.
 
-    Written after ``post_process_scores``, and for dense rewards that do not fit.
-
-    Args:
-        sample: names the sample; its ``uid`` is that of the earlier row.
-        function: the function's name and file.
-        outcome: the new outcome; ``None`` if it did not change.
-        error: the error of a sample that failed.
-        reward: the new reward.
-        masked: whether the sample is now excluded from training.
+    Written after ``post_process_scores``, and for dense rewards that do not fit. Without an ``outcome``, the outcome is
+    unchanged.
     """
-    return {
-        "version": VERSION,
-        "kind": REVISION,
-        "time": time.time(),
-        "uid": sample.uid,
-        "data_source": sample.data_source,
-        "function": function,
-        "outcome": None if outcome is None else str(outcome),
-        "score": None,
-        "reward": reward,
-        "masked": masked,
-        "error": error,
+    return new_row(
+        REVISION,
+        uid=sample.uid,
+        data_source=sample.data_source,
+        function=function,
+        outcome=None if outcome is None else str(outcome),
+        score=None,
+        reward=reward,
+        masked=masked,
+        error=error,
         # The first row has the calls, so that sums over all rows count them once.
-        "work_s": 0.0,
-        "attempts": 0,
-    }
+        work_s=0.0,
+        attempts=0,
+    )

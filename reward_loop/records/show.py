@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from reward_loop._util.text import cut, duration, rounded, shorten
-from reward_loop.records.judges import Judges
 from reward_loop.records.prices import NO_PRICES, Prices
 from reward_loop.records.report import SHOWN, Report
 
@@ -18,62 +17,64 @@ __all__ = ["counted", "outcomes_of", "show_changes", "show_report", "show_warnin
 
 _PARTS = 30
 _NAME = 60
+_SPREAD = ("mean", "std", "min", "p50", "p95", "max")
+
+Values = Mapping[str, Any]
 
 
 def show_report(report: Report, out: Console, prices: Prices = NO_PRICES) -> None:
     """Print the whole summary; with prices, also the costs of judges."""
+    found = report.to_dict(prices)
     table = Table.grid(padding=(0, 2))
-    validation = f", {report.validation} of them in validation" if report.validation else ""
-    table.add_row("samples", f"{report.samples}{validation}")
+    validation = f", {found['validation']} of them in validation" if found["validation"] else ""
+    table.add_row("samples", f"{found['samples']}{validation}")
     table.add_row("outcomes", outcomes_of(report))
-    table.add_row("score", _spread(report.score.to_dict()))
-    table.add_row("reward", _spread(report.reward.to_dict()))
-    table.add_row("masked", str(report.masked))
-    slowest = ", ".join(f"{cut(name, _NAME)} {duration(seconds)}" for seconds, name in report.slowest)
+    table.add_row("score", _spread(found["score"]))
+    table.add_row("reward", _spread(found["reward"]))
+    table.add_row("masked", str(found["masked"]))
+    slowest = ", ".join(f"{cut(one['sample'], _NAME)} {duration(one['seconds'])}" for one in found["slowest"])
     table.add_row("slowest", escape(slowest) or "none")
-    if report.reported_cost is not None:
-        table.add_row("cost", f"{rounded(report.reported_cost)}, as reported by functions")
-    out.print(table, highlight=False)
-    _show_causes(report, out)
-    _show_spreads("component", {name: spread.to_dict() for name, spread in report.components.items()}, out)
-    groups = report.groups()
-    if groups["groups"]:
+    if found["reported_cost"] is not None:
+        table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
+    out.print(table)
+    _show_causes(found, out)
+    if found["components"]:
+        rows = [(name, *map(values.get, ("count", *_SPREAD))) for name, values in found["components"].items()]
+        _show_table(("component", "count", *_SPREAD), rows, out)
+    if found["groups"]:
         out.print(
-            f"\n{counted(groups['groups'], 'group')}: {groups['zero_variance']} with equal rewards, "
-            f"{groups['all_failed']} without a reward, {groups['partly_failed']} with a reward for some samples only",
-            highlight=False,
+            f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
+            f"{found['all_failed']} without a reward, {found['partly_failed']} with a reward for some samples only"
         )
-    _show_judges(report.judges, prices, out)
-    if report.costliest:
-        shown = ", ".join(f"{cut(name, _NAME)} {tokens:,.0f}" for tokens, name in report.costliest)
-        out.print(f"most tokens: {escape(shown)}", highlight=False)
+    _show_judges(found["judges"], bool(prices), out)
+    if found["costliest"]:
+        shown = ", ".join(f"{cut(one['sample'], _NAME)} {one['tokens']:,}" for one in found["costliest"])
+        out.print(f"most tokens: {escape(shown)}")
     if report.group_by is not None:
-        _show_parts(report, out)
+        _show_parts(found, out)
 
 
-def show_warnings(warnings: Sequence[Mapping[str, Any]], out: Console) -> None:
+def show_warnings(warnings: Sequence[Values], out: Console) -> None:
     """Print the warnings of the health monitors."""
     if not warnings:
         return
-    out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:", highlight=False)
+    out.print(f"\n{counted(len(warnings), 'warning')} of the health monitors:")
     for warning in warnings[:_PARTS]:
         message = f"step {warning['step']}, {warning['monitor']}: {warning['message']}"
-        out.print(f"- {escape(message)}", highlight=False)
-    if len(warnings) > _PARTS:
-        out.print(f"and {len(warnings) - _PARTS} more; --json prints all", highlight=False)
+        out.print(f"- {escape(message)}")
+    _note_more(warnings, out)
 
 
-def show_changes(starts: Sequence[Mapping[str, Any]], out: Console) -> None:
+def show_changes(starts: Sequence[Values], out: Console) -> None:
     """Print the options that changed when the run was resumed, as `configuration.changes` returns them."""
     for start in starts:
         if not start["changes"]:
             continue
-        out.print(f"\nconfiguration, since step {start['step']}:", highlight=False)
+        out.print(f"\nconfiguration, since step {start['step']}:")
         for change in start["changes"][:_PARTS]:
             values = ("unset" if value is None else shorten(value) for value in (change["before"], change["after"]))
-            out.print(f"- {escape(change['option'])}: {escape(' -> '.join(values))}", highlight=False)
-        if len(start["changes"]) > _PARTS:
-            out.print(f"and {len(start['changes']) - _PARTS} more; --json prints all", highlight=False)
+            out.print(f"- {escape(change['option'])}: {escape(' -> '.join(values))}")
+        _note_more(start["changes"], out)
 
 
 def outcomes_of(report: Report) -> str:
@@ -86,71 +87,59 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _spread(values: Mapping[str, Any]) -> str:
+def _spread(values: Values) -> str:
     if not values["count"]:
         return "none"
-    names = ("mean", "std", "min", "p50", "p95", "max")
-    return ", ".join(f"{name} {rounded(values[name])}" for name in names) + f", of {values['count']}"
+    return ", ".join(f"{name} {rounded(values[name])}" for name in _SPREAD) + f", of {values['count']}"
 
 
-def _show_causes(report: Report, out: Console) -> None:
-    if not (causes := report.causes):
+def _show_causes(found: Values, out: Console) -> None:
+    if not (causes := found["causes"]):
         return
-    out.print(f"\n{report.outcomes['failed']} failed, of {counted(len(causes), 'cause')}:", highlight=False)
-    for count, example in causes.most_common(SHOWN):
-        out.print(f"- {counted(count, 'time')}, first: {escape(example)}", highlight=False)
+    out.print(f"\n{found['outcomes']['failed']} failed, of {counted(len(causes), 'cause')}:")
+    for cause in causes[:SHOWN]:
+        out.print(f"- {counted(cause['count'], 'time')}, first: {escape(cause['example'])}")
     if len(causes) > SHOWN:
-        out.print(f"- and {counted(len(causes) - SHOWN, 'other cause')}", highlight=False)
+        out.print(f"- and {counted(len(causes) - SHOWN, 'other cause')}")
 
 
-def _show_spreads(title: str, spreads: Mapping[str, Mapping[str, Any]], out: Console) -> None:
-    if not spreads:
-        return
-    out.print()
-    table = _table(title, "count", "mean", "std", "min", "p50", "p95", "max")
-    for name, values in spreads.items():
-        numbers = (_number(values[key]) for key in ("count", "mean", "std", "min", "p50", "p95", "max"))
-        table.add_row(escape(cut(name, _NAME)), *numbers)
-    out.print(table, highlight=False)
+def _show_judges(judges: Mapping[str, Values], with_cost: bool, out: Console) -> None:
+    columns = ["judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens"]
+    rows = []
+    for name, judge in judges.items():
+        counts = (judge[key] for key in ("requests", "errors", "no_verdict"))
+        times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
+        cost = (judge["cost"],) if with_cost else ()
+        rows.append((name, *counts, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}", *cost))
+    if rows:
+        _show_table([*columns, "cost"] if with_cost else columns, rows, out)
 
 
-def _show_judges(judges: Judges, prices: Prices, out: Console) -> None:
-    if not judges:
-        return
-    out.print()
-    cost = ("cost",) if prices else ()
-    table = _table("judge", "requests", "errors", "no\nverdict", "p50 s", "p95 s", "max s", "tokens", *cost)
-    for name, judge in judges:
-        seconds = judge.seconds.to_dict()
-        tokens = judge.prompt_tokens + judge.completion_tokens
-        counts = (str(value) for value in (judge.requests, judge.errors, judge.no_verdict))
-        times = (_number(seconds[key]) for key in ("p50", "p95", "max"))
-        costs = (_number(judge.cost(name, prices)),) if prices else ()
-        table.add_row(escape(cut(name, _NAME)), *counts, *times, f"{tokens:,}", *costs)
-    out.print(table, highlight=False)
+def _show_parts(found: Values, out: Console) -> None:
+    rows = []
+    for part in found["parts"][:_PARTS]:
+        outcomes = (part["outcomes"].get(name, 0) for name in ("scored", "unscored", "failed"))
+        rows.append((part["value"], part["samples"], *outcomes, part["score"]["mean"], part["score"]["std"]))
+    _show_table((found["by"], "samples", "scored", "unscored", "failed", "mean score", "std"), rows, out)
+    _note_more(found["parts"], out)
 
 
-def _show_parts(report: Report, out: Console) -> None:
-    out.print()
-    table = _table(str(report.group_by), "samples", "scored", "unscored", "failed", "mean score", "std")
-    parts = report.to_dict()["parts"]
-    for part in parts[:_PARTS]:
-        outcomes = part["outcomes"]
-        counts = (str(outcomes.get(name, 0)) for name in ("scored", "unscored", "failed"))
-        spread = (_number(part["score"][key]) for key in ("mean", "std"))
-        table.add_row(escape(cut(str(part["value"]), _NAME)), str(part["samples"]), *counts, *spread)
-    out.print(table, highlight=False)
-    if len(parts) > _PARTS:
-        out.print(f"and {len(parts) - _PARTS} more; --json prints all", highlight=False)
-
-
-def _table(first: str, *columns: str) -> Table:
+def _show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
+    """Print a table of numbers, each row of which begins with its name."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(escape(first), overflow="fold", min_width=12)
-    for column in columns:
+    table.add_column(escape(columns[0]), overflow="fold", min_width=12)
+    for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
-    return table
+    for name, *values in rows:
+        table.add_row(escape(cut(str(name), _NAME)), *map(_number, values))
+    out.print()
+    out.print(table)
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | str | None) -> str:
     return "-" if value is None else rounded(value) if isinstance(value, float) else str(value)
+
+
+def _note_more(items: Sequence[Any], out: Console) -> None:
+    if len(items) > _PARTS:
+        out.print(f"and {len(items) - _PARTS} more; --json prints all")

@@ -77,13 +77,13 @@ answers: dict[str, Callable[..., Any]] = {"report": report}
 
 
 def ask(pid: int, timeout: float = 5.0, question: str = "report", *arguments: Any) -> Any:
-    """Send a question to the watchdog of another process, and return its answer.
+    """Send a question, one of the keys of `answers`, to the watchdog of another process, and return its answer.
 
     Args:
         pid: id of the process.
         timeout: seconds to wait for each step of the exchange.
-        question: one of the keys of `answers`, such as ``report``.
-        arguments: arguments of the question; they must be JSON values.
+        question: the question.
+        arguments: its arguments, which must be JSON values.
 
     Raises:
         OSError: the process does not exist, has no watchdog, or does not answer. A process does not answer while

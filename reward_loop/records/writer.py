@@ -8,9 +8,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from reward_loop.records.encoding import encode_record
 from reward_loop.records.exchange_counts import ExchangeCounts
@@ -43,20 +43,11 @@ _ROW_SIZE, _PLAIN_SIZE = 1000, 300
 
 class _Record(NamedTuple):
     row: Mapping[str, Any]
-    text: Mapping[str, Any] | None
-    exchanges: Sequence[Mapping[str, Any]]
     size: int
-
-
-class _Plain(NamedTuple):
-    """Lines that are written as they are: rows without texts, and events."""
-
-    lines: Sequence[Mapping[str, Any]]
-    is_event: bool
-    size: int
-
-
-_Item = TypeVar("_Item", _Record, _Plain)
+    text: Mapping[str, Any] | None = None
+    exchanges: Sequence[Mapping[str, Any]] = ()
+    has_id: bool = False
+    is_event: bool = False
 
 
 class Records:
@@ -76,7 +67,7 @@ class Records:
         self.exchange_counts = ExchangeCounts()
         """The exchanges of the training samples that were recorded here."""
         self._numbers = itertools.count()
-        self._waiting: deque[_Record | _Plain | threading.Event] = deque()
+        self._waiting: deque[_Record | threading.Event] = deque()
         self._waiting_size = 0
         self._size_lock = threading.Lock()
         self._drops = False
@@ -107,27 +98,28 @@ class Records:
         size = _ROW_SIZE + (0 if text is None else len(text.get("response") or ""))
         for exchange in exchanges:
             size += _ROW_SIZE + len(exchange.get("reply") or "")
-        self._queue(_Record(row, text, exchanges, size))
+        self._queue(_Record(row, size, text, exchanges, has_id=True))
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue rows that are not samples, so they have no ID, texts or exchanges. The caller must not change them."""
-        self._queue(_Plain(rows, is_event=False, size=_PLAIN_SIZE * len(rows)))
+        for row in rows:
+            self._queue(_Record(row, _PLAIN_SIZE))
 
     def write_event(self, event: Mapping[str, Any]) -> None:
         """Queue an event of the trainer (`reward_loop.records.events`) for writing."""
-        self._queue(_Plain([event], is_event=True, size=_PLAIN_SIZE))
+        self._queue(_Record(event, _PLAIN_SIZE, is_event=True))
 
-    def _queue(self, item: _Record | _Plain) -> None:
+    def _queue(self, record: _Record) -> None:
         with self._size_lock:
-            drops = self._waiting_size + item.size > MAX_WAITING
+            drops = self._waiting_size + record.size > MAX_WAITING
             if not drops:
-                self._waiting_size += item.size
+                self._waiting_size += record.size
         if drops:
             if not self._drops:
                 logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
             self._drops = True
             return
-        self._waiting.append(item)
+        self._waiting.append(record)
         if not self._started:
             self._start()
         if not self._has_records.is_set():
@@ -160,47 +152,28 @@ class Records:
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             found = [item for item in items if isinstance(item, _Record)]
             for start in range(0, len(found), _CHUNK):
-                self._write_chunk(found[start : start + _CHUNK], self._write)
-            # After the samples, which these rows may change.
-            self._write_chunk([item for item in items if isinstance(item, _Plain)], self._write_plain)
+                self._write_chunk(found[start : start + _CHUNK])
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _write_chunk(self, found: Sequence[_Item], write: Callable[[Sequence[_Item]], None]) -> None:
+    def _write_chunk(self, found: Sequence[_Record]) -> None:
         try:
-            write(found)
+            if rows := [record for record in found if not record.is_event]:
+                self._write_rows(rows)
+            if events := [_line(record.row) for record in found if record.is_event]:
+                self._files.add_events(events)
         except Exception:  # a bug must not end the thread
             logger.exception("records of samples are lost")
         with self._size_lock:
-            self._waiting_size -= sum(item.size for item in found)
+            self._waiting_size -= sum(record.size for record in found)
             self._drops = self._drops and self._waiting_size > 0
 
-    def _write_plain(self, found: Sequence[_Plain]) -> None:
-        for add, is_event in ((self._files.add_rows, False), (self._files.add_events, True)):
-            lines = [_line(line) for item in found if item.is_event is is_event for line in item.lines]
-            if lines:
-                add(lines)
-
-    def _write(self, found: Sequence[_Record]) -> None:
-        stem = self.path.stem
-        names = [f"{stem}-{next(self._numbers)}" for _ in found]
-        texts, exchanges = [], []
-        for name, record in zip(names, found, strict=True):
-            texts.append(b"" if record.text is None else _with_id(record.text, name) + b"}\n")
-            is_full = record.text is not None
-            lines = [_exchange_line(name, record, exchange) for exchange in record.exchanges] if is_full else []
-            exchanges.append(b"".join(lines))
-        text_places = self._files.add_texts(TEXTS, texts)
-        exchange_places = self._files.add_texts(EXCHANGES, exchanges)
-        self._files.add_rows(
-            [
-                _row_line(record, name, text_place, exchange_place)
-                for name, record, text_place, exchange_place in zip(
-                    names, found, text_places, exchange_places, strict=True
-                )
-            ]
-        )
+    def _write_rows(self, found: Sequence[_Record]) -> None:
+        names = [f"{self.path.stem}-{next(self._numbers)}" if record.has_id else "" for record in found]
+        texts = self._files.add_texts(TEXTS, [*map(_text_line, found, names)])
+        exchanges = self._files.add_texts(EXCHANGES, [*map(_exchange_lines, found, names)])
+        self._files.add_rows([*map(_row_line, found, names, texts, exchanges)])
 
 
 _writers: dict[tuple[str, int], Records] = {}
@@ -217,29 +190,26 @@ def records(directory: str | Path, max_bytes: int = MAX_BYTES) -> Records:
 
 
 def _row_line(record: _Record, name: str, text: Place | None, exchange: Place | None) -> bytes:
-    judges = b",".join([encode_record(_small(exchange)) for exchange in record.exchanges])
-    places = _place(b"text", text), _place(b"exchange", exchange)
-    return b'%b,"judges":[%b],%b,%b}\n' % (_with_id(record.row, name), judges, *places)
+    if not record.has_id:
+        return _line(record.row)
+    judges = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in record.exchanges]
+    return _line({**record.row, "id": name, "judges": judges, **_place("text", text), **_place("exchange", exchange)})
 
 
-def _with_id(record: Mapping[str, Any], name: str) -> bytes:
-    # Joined as JSON, because a copy of the record with one more field would take longer. The last brace is missing.
-    return b'%b,"id":"%b"' % (encode_record(record)[:-1], name.encode())
+def _place(kind: str, place: Place | None) -> dict[str, Any]:
+    file, offset, size = place or (None, None, None)
+    return {f"{kind}_file": file, f"{kind}_offset": offset, f"{kind}_bytes": size}
 
 
-def _small(exchange: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in exchange.items() if name not in TEXT_FIELDS}
+def _text_line(record: _Record, name: str) -> bytes:
+    return b"" if record.text is None else _line({**record.text, "id": name})
 
 
-def _exchange_line(name: str, record: _Record, exchange: Mapping[str, Any]) -> bytes:
-    return _line({"version": VERSION, "sample": name, "uid": record.row.get("uid"), **exchange})
-
-
-def _place(kind: bytes, place: Place | None) -> bytes:
-    if place is None:
-        return b'"%b_file":null,"%b_offset":null,"%b_bytes":null' % (kind, kind, kind)
-    file, offset, size = place
-    return b'"%b_file":"%b","%b_offset":%d,"%b_bytes":%d' % (kind, file.encode(), kind, offset, kind, size)
+def _exchange_lines(record: _Record, name: str) -> bytes:
+    if record.text is None:
+        return b""
+    shared = {"version": VERSION, "sample": name, "uid": record.row.get("uid")}
+    return b"".join([_line({**shared, **exchange}) for exchange in record.exchanges])
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
+from reward_loop._util.paths import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.offline.agreement import Agreement, Pair, agreement
 from reward_loop.records.reader import RecordsReader
-from reward_loop.records.report import MISSING, look_up
 from reward_loop.view.filters import BadRequestError, SampleFilter
 from reward_loop.view.index import Index
 

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -96,10 +96,7 @@ def serve(
             "trainer's client: 120 in slime, 180 in OpenRLHF.",
         ),
     ] = 100,
-    isolation: Annotated[
-        Literal["thread", "process"],
-        typer.Option(help="Where a sync function runs. A process can be killed, and crashes alone."),
-    ] = "thread",
+    isolation: cli_options.Isolation = "thread",
     log_dir: Annotated[
         Path | None,
         typer.Option(help="Record every sample with its exchanges with judges in this folder.", show_default=False),
