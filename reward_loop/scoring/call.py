@@ -18,9 +18,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import itertools
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -279,14 +278,13 @@ class ScoringFunction:
         self, first: CallOutcome, started: float, arguments: dict[str, Any], traffic_class: str
     ) -> Awaitable[CallOutcome]:
         """Call the function again after a first call, which started at ``started``, failed with a transient error."""
-        again = functools.partial(self._call_again, arguments, traffic_class, itertools.count(2))
+        again = functools.partial(self._call_again, arguments, traffic_class)
         return self._retry.again(first, again, started)
 
     async def _call_again(
-        self, arguments: dict[str, Any], traffic_class: str, numbers: Iterator[int], last: CallOutcome
+        self, arguments: dict[str, Any], traffic_class: str, attempt: int, last: CallOutcome
     ) -> CallOutcome:
         """Call the function once more, under the limit for retries if one is configured."""
-        attempt = next(numbers)
         if RETRY not in self.limits.max_waits:
             return await self._call_once(arguments, traffic_class, attempt)
         try:
