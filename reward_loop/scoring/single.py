@@ -62,13 +62,12 @@ class ScoringFunction(UserFunction):
             arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
         except RecursionError:
             return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        if self._cache is not None:
-            return await self._cached(self._cache, sample, arguments)
+        if self._cache is not None and (key := self._cache.key(arguments)) is not None:
+            return await self._cached(self._cache, key, sample, arguments)
         return to_result(await self._call(arguments, validate=sample.validate), sample, self.name)
 
-    async def _cached(self, cache: Cache, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:
+    async def _cached(self, cache: Cache, key: bytes, sample: RewardSample, arguments: dict[str, Any]) -> RewardResult:
         """Use a stored score, or the outcome of an equal call in flight; otherwise call, and store the score."""
-        key = cache.key(arguments)
         known = await cache.get(key)
         if known is not None:
             return RewardResult(Outcome.SCORED, *known, attempts=0)
