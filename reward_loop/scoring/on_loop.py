@@ -16,10 +16,9 @@ __all__ = ["LoopCall", "LoopCalls"]
 class LoopCall(Watched):
     """An async call in its own task. Its future gets the `CallOutcome`, or a `TimeoutError` at the deadline."""
 
-    __slots__ = ("deadlines", "task", "timeout")
+    __slots__ = ("deadlines", "task")
     deadlines: Deadlines
     task: asyncio.Task[None]
-    timeout: float | None
 
 
 class LoopCalls:
@@ -66,18 +65,15 @@ class LoopCalls:
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
-        call = LoopCall(loop.create_future(), waited)
-        call.timeout = timeout
+        call = LoopCall(loop.create_future(), timeout, waited)
         call.deadlines = self._deadlines[1]
         call.task = loop.create_task(_run(function, arguments, call))
-        if timeout is not None:
-            call.deadlines.watch(call, timeout)
+        call.deadlines.watch(call)
         return call
 
     def leave(self, call: LoopCall) -> None:
         """Stop watching a call, and cancel it if it still runs."""
-        if call.timeout is not None:
-            call.deadlines.forget(call, call.timeout)
+        call.deadlines.forget(call)
         if not call.task.done():
             self._abandoned.add(call.task)
             call.task.add_done_callback(self._abandoned.discard)

@@ -80,17 +80,15 @@ class DaemonThreads:
         if home is None or home.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             home = self._home = _Home(loop)
-        job = _Job(function, home, waited)
+        job = _Job(function, home, timeout, waited)
         if not home.submitted:
             loop.call_soon(self._hand_over, home)
         home.submitted.append(job)
-        if timeout is not None:
-            home.deadlines.watch(job, timeout)
+        home.deadlines.watch(job)
         try:
             return await job.future
         finally:
-            if timeout is not None:
-                home.deadlines.forget(job, timeout)
+            home.deadlines.forget(job)
             self._leave(job)
 
     def _hand_over(self, home: _Home) -> None:
@@ -185,8 +183,10 @@ os.register_at_fork(after_in_child=_begin_all)
 class _Job(Watched):
     __slots__ = ("abandoned", "context", "ended", "error", "function", "home", "result")
 
-    def __init__(self, function: Callable[[], Any], home: _Home, waited: Callable[[float], float]) -> None:
-        super().__init__(home.loop.create_future(), waited)
+    def __init__(
+        self, function: Callable[[], Any], home: _Home, timeout: float | None, waited: Callable[[float], float]
+    ) -> None:
+        super().__init__(home.loop.create_future(), timeout, waited)
         self.function = function
         self.home = home
         self.context = contextvars.copy_context()
