@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from reward_loop._util.transient import retry_after
 from reward_loop.errors import (
@@ -31,7 +32,9 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
     Raises:
         JobServiceError: the call failed because the limiter service is unreachable, which stops the run.
     """
-    score, extra_info, problem = None, {}, _problem(call, sample, function)
+    score: float | None = None
+    extra_info: dict[str, Any] = {}
+    problem = _problem(call, sample, function)
     if problem is None:
         try:
             score, extra_info = normalise(call.value)
