@@ -17,13 +17,12 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Callable
 
 from reward_loop._util.framing import FrameBuffer
 from reward_loop._util.signals import name_of
 from reward_loop.errors import RewardCrashedError
 from reward_loop.processes.forkserver import Report
-from reward_loop.processes.invocation import CallOutcome, Invocation
+from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock
 from reward_loop.processes.worker import DIED, ENDED, STARTED, unpack
 
 __all__ = ["DiedIdleError", "WorkerConnection"]
@@ -54,17 +53,14 @@ class WorkerConnection:
         self.usable = False
         """Whether the worker is idle and can run another call."""
 
-    async def call(
-        self, call: Invocation, arguments: bytes, timeout: float | None, waited: Callable[[float], float]
-    ) -> CallOutcome:
+    async def call(self, call: Invocation, arguments: bytes, timeout: float | None, waited: WaitClock) -> CallOutcome:
         """Run one call.
 
         Args:
             call: the call; only its ``started`` is used, and set.
             arguments: the frame with the arguments.
             timeout: seconds from the start of the function to its deadline.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -116,9 +112,7 @@ class WorkerConnection:
                 return _at(pickle.loads(content)) if content else ""
         return ""
 
-    async def _receive_by(
-        self, started: float, timeout: float | None, waited: Callable[[float], float]
-    ) -> tuple[bytes, memoryview]:
+    async def _receive_by(self, started: float, timeout: float | None, waited: WaitClock) -> tuple[bytes, memoryview]:
         """Return the next message, as `_receive` does.
 
         Raises:

@@ -14,7 +14,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -29,11 +29,10 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.lease import CallScope, current_scope
 from reward_loop.limits.permit import DEFAULT, RETRY, Limits
 from reward_loop.limits.server import CallServer
-from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
+from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock, describe_exception, no_wait
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.records import current
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.deadlines import no_wait
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.on_loop import LoopCalls
 from reward_loop.scoring.retry import Retry
@@ -264,7 +263,7 @@ class UserFunction:
         async with self._call_server.serve(scope) as context:
             return await self._executor.run(invocation, self.timeout, scope.waited, context)
 
-    async def _run_in_thread(self, invocation: Invocation, waited: Callable[[float], float] = no_wait) -> CallOutcome:
+    async def _run_in_thread(self, invocation: Invocation, waited: WaitClock = no_wait) -> CallOutcome:
         """Run a sync function in a thread. If it returns an awaitable, await it on the event loop."""
         outcome = await self._threads.run(invocation, self.timeout, waited)
         if outcome.exception is None and inspect.isawaitable(outcome.value):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Deadlines", "Watched", "no_wait"]
+from reward_loop.processes.invocation import WaitClock, no_wait
 
-
-def no_wait(now: float) -> float:
-    """Return 0: the call never waits for a limit."""
-    return 0.0
+__all__ = ["Deadlines", "Watched"]
 
 
 class Watched:
@@ -22,14 +18,12 @@ class Watched:
     Args:
         future: the future that the caller awaits.
         timeout: seconds from the start of the call to its deadline; ``None`` for no deadline.
-        waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the deadline.
+        waited: the seconds that the call has waited for limits.
     """
 
     __slots__ = ("future", "started", "timeout", "waited")
 
-    def __init__(
-        self, future: asyncio.Future[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
-    ) -> None:
+    def __init__(self, future: asyncio.Future[Any], timeout: float | None, waited: WaitClock = no_wait) -> None:
         self.future = future
         self.timeout = timeout
         self.waited = waited

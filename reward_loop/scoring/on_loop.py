@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from reward_loop.processes.invocation import CallOutcome
-from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.processes.invocation import CallOutcome, WaitClock, no_wait
+from reward_loop.scoring.deadlines import Deadlines, Watched
 
 __all__ = ["LoopCall", "LoopCalls"]
 
@@ -33,16 +33,13 @@ class LoopCalls:
         self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
         self._abandoned: set[asyncio.Task[None]] = set()
 
-    async def run(
-        self, awaitable: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
-    ) -> CallOutcome:
+    async def run(self, awaitable: Awaitable[Any], timeout: float | None, waited: WaitClock = no_wait) -> CallOutcome:
         """Await an awaitable that the user's code returned, and return its outcome.
 
         Args:
             awaitable: the awaitable.
             timeout: seconds from its start to its deadline, or ``None``.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
 
         Raises:
             TimeoutError: the deadline passed; the awaitable is cancelled.
@@ -59,7 +56,7 @@ class LoopCalls:
         function: Callable[..., Awaitable[Any]],
         arguments: dict[str, Any],
         timeout: float | None,
-        waited: Callable[[float], float],
+        waited: WaitClock,
     ) -> LoopCall:
         """Start a call. The caller awaits ``call.future``, and must then call `leave`, also after a cancellation."""
         loop = asyncio.get_running_loop()
