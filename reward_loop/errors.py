@@ -117,7 +117,7 @@ class ScoringError(RewardLoopError):
         super().__init__(message)
         self.problem, self.function, self.attempts, self.retry_after = problem, function, attempts, retry_after
 
-    def about(self, sample: _Sample, function: str | None = None, attempts: int | None = None) -> Self:
+    def about(self, sample: _Sample | None = None, function: str | None = None, attempts: int | None = None) -> Self:
         """Return a copy of this error with the fields of a sample and its call."""
         return type(self)(
             self.problem,

@@ -17,13 +17,12 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Callable
 
 from reward_loop._util.framing import FrameBuffer
 from reward_loop._util.signals import name_of
 from reward_loop.errors import RewardCrashedError
 from reward_loop.processes.forkserver import Report
-from reward_loop.processes.invocation import CallOutcome, Invocation
+from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock
 from reward_loop.processes.worker import DIED, ENDED, STARTED, unpack
 
 __all__ = ["DiedIdleError", "WorkerConnection"]
@@ -54,17 +53,14 @@ class WorkerConnection:
         self.usable = False
         """Whether the worker is idle and can run another call."""
 
-    async def call(
-        self, call: Invocation, arguments: bytes, timeout: float | None, waited: Callable[[float], float]
-    ) -> CallOutcome:
+    async def call(self, call: Invocation, arguments: bytes, timeout: float | None, waited: WaitClock) -> CallOutcome:
         """Run one call.
 
         Args:
             call: the call; only its ``started`` is used, and set.
             arguments: the frame with the arguments.
             timeout: seconds from the start of the function to its deadline.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -75,15 +71,14 @@ class WorkerConnection:
         setup, self._setup = self._setup, b""
         call.started = None
         try:
-            # The worker reads the arguments after loading the function, so sending may block until then.
             async with asyncio.timeout(_START_SECONDS):
-                with contextlib.suppress(ConnectionError):  # the worker is dead; reading will report it
+                # The worker reads the arguments after loading the function, so sending may block until then.
+                with contextlib.suppress(ConnectionError):  # the worker is dead; receiving will report it
                     await asyncio.get_running_loop().sock_sendall(self._channel, setup + arguments)
-            running = _RunningCall(call, timeout, waited)
-            try:
-                kind, content = await self._receive(running.receive, running.ended)
-            finally:
-                running.timer.cancel()
+                kind, content = await self._receive()
+            if kind == STARTED:
+                call.started = time.monotonic()
+                kind, content = await self._receive_by(call.started, timeout, waited)
         except TimeoutError:
             at = await self._kill()
             if call.started is None:
@@ -109,90 +104,54 @@ class WorkerConnection:
         """Have the fork server kill the worker, wait for the report, and return the user's stack, or ``""``."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
-        died: asyncio.Future[_Message] = asyncio.get_running_loop().create_future()
-
-        def receive(kind: bytes, content: memoryview) -> None:
-            if kind == DIED and not died.done():
-                died.set_result((kind, content))
-
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
-                _, content = await self._receive(receive, died)
+                kind, content = await self._receive()
+                while kind != DIED:
+                    kind, content = await self._receive()
                 return _at(pickle.loads(content)) if content else ""
         return ""
 
-    async def _receive(self, receive: Callable[[bytes, memoryview], None], last: asyncio.Future[_Message]) -> _Message:
-        """Pass each message, as kind and content, to ``receive``, until ``last`` is done; return its result.
+    async def _receive_by(self, started: float, timeout: float | None, waited: WaitClock) -> tuple[bytes, memoryview]:
+        """Return the next message, as `_receive` does.
 
-        The end of the stream counts as a `DIED` message without content.
+        Raises:
+            TimeoutError: the deadline of the call, which started at ``started``, has passed.
         """
+        if timeout is None:
+            return await self._receive()
+        now = started
+        while (left := started + timeout + waited(now) - now) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return await self._receive()
+            now = time.monotonic()
+        raise TimeoutError
 
-        def read() -> None:
+    async def _receive(self) -> tuple[bytes, memoryview]:
+        """Return the kind and the content of the next message. The end of the stream is a `DIED` without content."""
+        while (message := self._frames.pop()) is None:
+            await self._readable()
+            # `sock_recv` would lose what it has received if it is cancelled, as at a deadline that is then extended.
             try:
                 received = self._channel.recv(1 << 16)
             except BlockingIOError:
-                return
+                continue
             except ConnectionError:
                 received = b""
-            self._frames.feed(received)
-            while not last.done() and (message := self._frames.pop()) is not None:
-                receive(message[:1], memoryview(message)[1:])
             if not received:
-                receive(DIED, memoryview(b""))
+                return DIED, memoryview(b"")
+            self._frames.feed(received)
+        return message[:1], memoryview(message)[1:]
 
+    async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
-        # `add_reader` instead of `sock_recv`, which would wake a task for every message.
-        loop.add_reader(self._channel, read)
+        arrived = asyncio.Event()
+        loop.add_reader(self._channel, arrived.set)
         try:
-            return await last
+            await arrived.wait()
         finally:
             loop.remove_reader(self._channel)
-
-
-_Message = tuple[bytes, memoryview]
-"""The kind of a message, and its content."""
-
-
-class _RunningCall:
-    """One call in a worker: receives `STARTED`, then the outcome. Also enforces the deadline."""
-
-    def __init__(self, call: Invocation, timeout: float | None, waited: Callable[[float], float]) -> None:
-        loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[_Message] = loop.create_future()
-        """The last message, or a `TimeoutError`."""
-        self.timer = loop.call_later(_START_SECONDS, self._expire)
-        self._call = call
-        self._timeout = timeout
-        self._waited = waited
-
-    def receive(self, kind: bytes, content: memoryview) -> None:
-        """Process a message."""
-        if self.ended.done():
-            return
-        if kind != STARTED:
-            self.ended.set_result((kind, content))
-            return
-        self.timer.cancel()
-        self._call.started = time.monotonic()
-        if self._timeout is not None:
-            self._check_after(self._timeout)
-
-    def _check_after(self, seconds: float) -> None:
-        self.timer = self.ended.get_loop().call_later(seconds, self._check_deadline)
-
-    def _check_deadline(self) -> None:
-        assert self._call.started is not None
-        assert self._timeout is not None
-        now = time.monotonic()
-        left = self._call.started + self._timeout + self._waited(now) - now
-        if left > 0:
-            self._check_after(left)
-        else:
-            self._expire()
-
-    def _expire(self) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(TimeoutError())
 
 
 def _death(content: memoryview) -> str:

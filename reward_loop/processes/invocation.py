@@ -11,9 +11,18 @@ from reward_loop._util.traceback_lines import user_lines
 from reward_loop._util.transient import is_refusal, is_transient, retry_after, status_of
 from reward_loop.errors import ScoringError
 
-__all__ = ["CallOutcome", "Invocation", "RemoteError", "describe_exception"]
+__all__ = ["CallOutcome", "Invocation", "RemoteError", "WaitClock", "describe_exception", "no_wait"]
+
+WaitClock = Callable[[float], float]
+"""Returns how many seconds, up to the given `time.monotonic`, a call has waited for limits. They do not count towards
+its deadline."""
 
 _MESSAGE_CHARACTERS = 500
+
+
+def no_wait(now: float) -> float:
+    """Return 0: the call never waits for a limit."""
+    return 0.0
 
 
 class RemoteError(Exception):

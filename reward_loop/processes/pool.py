@@ -28,7 +28,7 @@ from reward_loop._util.framing import frame
 from reward_loop._util.parent_death_pipe import ParentDeathPipe
 from reward_loop.errors import FunctionLoadError, RewardFunctionError
 from reward_loop.processes.connection import DiedIdleError, WorkerConnection
-from reward_loop.processes.invocation import CallOutcome, Invocation
+from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock, no_wait
 from reward_loop.processes.worker import Setup
 
 __all__ = ["WorkerProcesses", "usable_cores"]
@@ -93,7 +93,7 @@ class WorkerProcesses:
         self,
         call: Invocation,
         timeout: float | None = None,
-        waited: Callable[[float], float] = lambda now: 0.0,
+        waited: WaitClock = no_wait,
         context: Any = None,
     ) -> CallOutcome:
         """Call the function in a process as soon as a slot is free.
@@ -101,8 +101,7 @@ class WorkerProcesses:
         Args:
             call: the function with its keyword arguments; its ``started`` is set when the function starts.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
             context: the value of `worker.context` during the call.
 
         Raises:

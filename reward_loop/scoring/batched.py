@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.text import shorten
-from reward_loop.errors import ConfigError, InvalidScoreError
-from reward_loop.limits.permit import Limits
+from reward_loop.errors import ConfigError, InvalidScoreError, ScoringError
 from reward_loop.processes.invocation import CallOutcome
-from reward_loop.scoring.call import ScoringFunction
-from reward_loop.scoring.isolation import carry_mark
+from reward_loop.scoring.call import UserFunction
 from reward_loop.scoring.outcome import failed_after, not_called, to_result
-from reward_loop.scoring.signature import Target, copied, resolve
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.scoring.signature import copied, resolve
+from reward_loop.types import RewardResult, RewardSample
 
 __all__ = ["CONTEXT", "FIELDS", "ListScoringFunction"]
 
@@ -35,7 +31,7 @@ _NAMED = 8
 """The maximum number of sample uids that an error message lists."""
 
 
-class ListScoringFunction:
+class ListScoringFunction(UserFunction):
     """A batched reward function: it takes ``data_sources``, ``solution_strs``, ``ground_truths`` and ``extra_infos``.
 
     ``await function(samples)`` returns one `RewardResult` per sample, in order. The user's function returns a list of
@@ -58,122 +54,80 @@ class ListScoringFunction:
         """
         if (given := options.get("options")) is not None and given.cache.enabled:
             raise ConfigError("reward_loop.cache.enabled: calls of a batched function are not cached: set it to false")
-        target = resolve(function, reward_kwargs, (*FIELDS, *CONTEXT))
-        # Wrapped as a function of one sample; the real samples are in its extra_info["samples"].
-        call = functools.partial(_call, target)
-        carry_mark(target.call, to=call)
-        of_one = replace(
-            target,
-            call=call,
-            passes=frozenset({"extra_info", *CONTEXT}),
-            requires=frozenset(),
-            reward_kwargs={},
-            post_process_scores=None,
-            log=None,
-        )
-        self._function = ScoringFunction(of_one, **options)
-        self.requires = frozenset(FIELDS[name] for name in target.requires & FIELDS.keys())
+        super().__init__(resolve(function, reward_kwargs, (*FIELDS, *CONTEXT)), **options)
 
     @property
-    def name(self) -> str:
-        """The function's name and file, for messages."""
-        return self._function.name
+    def requires(self) -> frozenset[str]:
+        """The fields of a sample whose lists the function's signature declares without a default."""
+        return frozenset(FIELDS[name] for name in self._target.requires & FIELDS.keys())
 
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is awaited on the event loop."""
-        return self._function.is_async
-
-    @property
-    def in_processes(self) -> bool:
-        """Whether the function runs in worker processes."""
-        return self._function.in_processes
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds from the start of a call to its deadline."""
-        return self._function.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float | None) -> None:
-        self._function.timeout = seconds
-
-    @property
-    def limits(self) -> Limits:
-        """The limits and the budget of the function's calls."""
-        return self._function.limits
-
-    def close(self) -> None:
-        """Stop the function's worker processes, and close the limits that it created itself."""
-        self._function.close()
-
-    async def __call__(self, samples: Sequence[RewardSample], **context: Any) -> list[RewardResult]:
-        """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it.
-
-        Args:
-            samples: the samples to score.
-            context: ``reward_router_address`` and ``reward_model_tokenizer``, passed to the function.
-        """
-        sound = [sample for sample in samples if sample.error is None]
-        results = iter(await self._call(sound, context) if sound else [])
+    async def __call__(
+        self,
+        samples: Sequence[RewardSample],
+        *,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> list[RewardResult]:
+        """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it."""
+        valid = [sample for sample in samples if sample.error is None]
+        context = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
+        results = iter(await self._score(valid, context) if valid else [])
         return [next(results) if sample.error is None else not_called(sample) for sample in samples]
 
-    async def _call(self, samples: list[RewardSample], context: dict[str, Any]) -> list[RewardResult]:
-        names = [str(sample.uid) for sample in samples[:_NAMED]]
-        if len(samples) > _NAMED:
-            names.append(f"{len(samples) - _NAMED} more")
-        together = RewardSample(
-            "", uid=", ".join(names), extra_info={"samples": tuple(samples)}, validate=samples[0].validate
-        )
-        called = await self._function(together, **context)
-        if called.outcome is not Outcome.SCORED:
-            return [called] * len(samples)
-        returned = called.extra_info["returned"]
-        if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(samples):
-            problem = f"must return a list of {len(samples)} scores, one for each sample"
-            problem += f"; got {shorten(returned)}"
-            return [
-                failed_after(called, InvalidScoreError(problem, sample=sample, function=self.name))
-                for sample in samples
-            ]
-        return [self._result(sample, item, called) for sample, item in zip(samples, returned, strict=True)]
+    async def _score(self, samples: list[RewardSample], context: Mapping[str, Any]) -> list[RewardResult]:
+        try:
+            arguments = self._arguments(samples, context)
+        except RecursionError:
+            problem = "was not called: the extra_info of a sample is nested too deeply, or contains itself"
+            outcome = CallOutcome.without_call(ScoringError(problem))
+        else:
+            outcome = await self._call(arguments, validate=samples[0].validate)
+        if outcome.exception is not None or outcome.error is not None:
+            return [to_result(outcome, _together(samples), self.name)] * len(samples)
+        try:
+            values = _items(outcome.value, len(samples))
+        except InvalidScoreError as error:
+            called = to_result(outcome, samples[0], self.name)
+            return [failed_after(called, error.about(sample, self.name)) for sample in samples]
+        return [
+            to_result(_outcome_of(value, outcome), sample, self.name)
+            for sample, value in zip(samples, values, strict=True)
+        ]
 
-    def _result(self, sample: RewardSample, item: Any, called: RewardResult) -> RewardResult:
-        value, exception = (None, item) if isinstance(item, BaseException) else (item, None)
-        outcome = CallOutcome(
-            value,
-            exception,
-            called.seconds,
-            attempts=called.attempts,
-            waited=called.wait_seconds,
-            queued=called.queue_seconds,
-        )
-        return to_result(outcome, sample, self.name)
+    def _arguments(self, samples: Sequence[RewardSample], context: Mapping[str, Any]) -> dict[str, Any]:
+        target = self._target
+        arguments = {**target.reward_kwargs, **{name: context[name] for name in CONTEXT if name in target.passes}}
+        for name in target.passes & FIELDS.keys():
+            arguments[name] = [getattr(sample, FIELDS[name]) for sample in samples]
+        if "extra_infos" in arguments:
+            arguments["extra_infos"] = [copied(extra_info) for extra_info in arguments["extra_infos"]]
+        return arguments
 
 
-def _call(
-    target: Target, *, extra_info: Mapping[str, Any], reward_router_address: str | None, reward_model_tokenizer: Any
-) -> Any:
-    """Call the batched function with the samples in ``extra_info["samples"]``."""
-    samples = extra_info["samples"]
-    passes = target.passes
-    arguments = dict(target.reward_kwargs)
-    for name in passes & FIELDS.keys():
-        arguments[name] = [getattr(sample, FIELDS[name]) for sample in samples]
-    if "extra_infos" in passes:
-        arguments["extra_infos"] = [copied(sample.extra_info) for sample in samples]
-    if "reward_router_address" in passes:
-        arguments["reward_router_address"] = reward_router_address
-    if "reward_model_tokenizer" in passes:
-        arguments["reward_model_tokenizer"] = reward_model_tokenizer
-    returned = target.call(**arguments)
-    return _when_ready(returned) if inspect.isawaitable(returned) else _packed(returned)
+def _together(samples: Sequence[RewardSample]) -> RewardSample:
+    """Return a sample that names all samples of a call in messages."""
+    names = [str(sample.uid) for sample in samples[:_NAMED]]
+    if len(samples) > _NAMED:
+        names.append(f"{len(samples) - _NAMED} more")
+    return RewardSample("", uid=", ".join(names))
 
 
-async def _when_ready(returned: Awaitable[Any]) -> dict[str, Any]:
-    return _packed(await returned)
+def _items(returned: Any, count: int) -> Sequence[Any]:
+    """Return the items that a function returned for ``count`` samples; arrays and tensors as lists.
+
+    Raises:
+        InvalidScoreError: it returned something else.
+    """
+    try:
+        items = returned.tolist() if hasattr(returned, "tolist") else returned
+    except Exception as error:  # for instance a tensor on a failed device
+        kind = type(returned).__name__
+        raise InvalidScoreError(f"returned a {kind} that cannot be read: {shorten(error)}") from error
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes) or len(items) != count:
+        raise InvalidScoreError(f"must return a list of {count} scores, one for each sample; got {shorten(items)}")
+    return items
 
 
-def _packed(returned: Any) -> dict[str, Any]:
-    # Convert arrays and tensors to lists.
-    return {"score": 0.0, "returned": returned.tolist() if hasattr(returned, "tolist") else returned}
+def _outcome_of(item: Any, call: CallOutcome) -> CallOutcome:
+    """Return the outcome of one sample of a call."""
+    return replace(call, value=None, exception=item) if isinstance(item, BaseException) else replace(call, value=item)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import json
@@ -12,7 +11,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +53,7 @@ class Cache:
         self._basis = orjson.dumps([config.version, *_identity(config, target)])
         self._in_flight: dict[bytes, _Shared] = {}
         self._store = None if config.path is None else _Store(Path(config.path))
+        self._thread = DaemonThreads(1)
 
     def key(self, arguments: Mapping[str, Any]) -> bytes | None:
         """Return the cache key of a call, or ``None`` if its arguments cannot be serialised to JSON."""
@@ -66,13 +66,11 @@ class Cache:
             return None
         return hashlib.sha256(self._basis + text).digest()
 
-    async def once(self, key: bytes | None, call: Callable[[], Awaitable[T]]) -> T:
+    async def once(self, key: bytes, call: Callable[[], Awaitable[T]]) -> T:
         """Run the call, or wait for an equal call in flight.
 
         A call is in flight until its score is written to the file. It is cancelled when all its waiters are cancelled.
         """
-        if key is None:
-            return await call()
         shared = self._in_flight.get(key)
         if shared is None or shared.task.get_loop() is not asyncio.get_running_loop():
             shared = self._in_flight[key] = _Shared(asyncio.ensure_future(call()))
@@ -91,15 +89,22 @@ class Cache:
         if self._in_flight.get(key) is shared:  # not a newer call with the same key
             del self._in_flight[key]
 
-    async def get(self, key: bytes | None) -> tuple[float, dict[str, Any]] | None:
-        """Return the stored score and extra info of an equal call, or ``None``."""
-        if key is None or self._store is None:
-            return None
-        return await self._store.get(key)
+    async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
+        """Return the stored score and extra info of an equal call, or ``None``.
 
-    async def put(self, key: bytes | None, score: float, extra_info: Mapping[str, Any]) -> None:
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        text = None if self._store is None else await self._thread.run(functools.partial(self._store.read, key))
+        try:
+            score, extra_info = orjson.loads(text or b"")
+        except ValueError:  # not stored; or a corrupt row, which the next `put` replaces
+            return None
+        return score, extra_info
+
+    async def put(self, key: bytes, score: float, extra_info: Mapping[str, Any]) -> None:
         """Store a score in the file, if the score and its extra info survive a JSON round trip unchanged."""
-        if key is None or self._store is None:
+        if self._store is None:
             return
         value = [score, dict(extra_info)]
         try:
@@ -107,10 +112,12 @@ class Cache:
         except TypeError:
             return
         if orjson.loads(text) == value:
-            await self._store.put(key, text)
+            await self._thread.run(functools.partial(self._store.write, key, text))
 
 
 class _Shared:
+    """A call in flight, and the number of samples that wait for it."""
+
     __slots__ = ("task", "waiting")
 
     def __init__(self, task: asyncio.Future[Any]) -> None:
@@ -119,14 +126,13 @@ class _Shared:
 
 
 class _Store:
-    """A table in a SQLite file, used from one thread. Other processes may use the file at the same time.
+    """A table in a SQLite file. Threads and other processes may use the file at the same time.
 
     A failed write, such as on a full disk, is logged once; the score is not stored, and scoring continues.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._thread = DaemonThreads(1)
         self._failed = False
         self._lock = threading.Lock()
         try:
@@ -153,25 +159,15 @@ class _Store:
             else:
                 return
 
-    async def get(self, key: bytes) -> tuple[float, dict[str, Any]] | None:
-        text = await self._thread.run(lambda: self._read(key))
-        if text is None:
-            return None
+    def read(self, key: bytes) -> bytes | None:
         try:
-            score, extra_info = orjson.loads(text)
-        except ValueError:  # corrupt row; the next `put` replaces it
-            return None
-        return score, extra_info
-
-    async def put(self, key: bytes, text: bytes) -> None:
-        await self._thread.run(lambda: self._write(key, text))
-
-    def _read(self, key: bytes) -> bytes | None:
-        with self._lock, self._as_config_error():
-            row = self._database.execute("SELECT value FROM scores WHERE key = ?", (key,)).fetchone()
+            with self._lock:
+                row = self._database.execute("SELECT value FROM scores WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
         return None if row is None else row[0]
 
-    def _write(self, key: bytes, text: bytes) -> None:
+    def write(self, key: bytes, text: bytes) -> None:
         try:
             with self._lock:
                 self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, text))
@@ -181,13 +177,6 @@ class _Store:
             self._failed = True
         else:
             self._failed = False
-
-    @contextlib.contextmanager
-    def _as_config_error(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise ConfigError(f"reward_loop.cache.path={self._path}: {error}") from error
 
 
 def _identity(config: CacheConfig, target: Target) -> list[Any]:

@@ -1,26 +1,19 @@
-"""Call the user's function for one sample. Every sample gets exactly one result, also when the function fails.
+"""Call the user's function with given arguments. What goes wrong is returned as data, in a `CallOutcome`.
 
-The call path of a sample. Each step makes one decision and returns a `CallOutcome`; only `__call__` and `_cached`
-convert it to a `RewardResult`:
+    _call           retried? `_call_again` makes further attempts, under the limit `retry`
+      _attempt      limited? It acquires the function's limit first. Where? On the event loop, or by `_run_sync` in a
+                    thread or a process
 
-    __call__         cached? `_cached` merges equal calls, and reads and writes stored scores
-                     retried? `_retried` makes further attempts, by `_call_again` under the limit `retry`
-      _call_once     limited? `_call_with_permit` acquires the function's limit first
-        _run         where? on the event loop, or by `_run_sync` in a thread or a process
-
-Without cache, limit and retry, a sample in flight has one coroutine each of `__call__` and `_run`: with 20,000 samples
-in flight, the garbage collector takes about 1.5 us per sample for each of its objects. So `__call__` and `_cached`
-repeat the lines that start retries: a coroutine of their own would take 0.3 KB more per sample in flight.
+A call in flight has one coroutine each of `_call` and `_attempt`, and no more: with 20,000 samples in flight, the
+garbage collector takes about 1.5 us per sample for each of its objects.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from reward_loop.config import RewardLoopConfig
@@ -35,20 +28,17 @@ from reward_loop.limits.client import open_limits
 from reward_loop.limits.permit import DEFAULT, RETRY, Limits, answer_of
 from reward_loop.limits.process_call import serve_call
 from reward_loop.limits.scope import CallScope, current_scope
-from reward_loop.processes.invocation import CallOutcome, Invocation, describe_exception
+from reward_loop.processes.invocation import CallOutcome, Invocation, WaitClock, describe_exception, no_wait
 from reward_loop.processes.pool import WorkerProcesses
 from reward_loop.records import current
 from reward_loop.scoring.cache import Cache
-from reward_loop.scoring.hooks import Hooks
 from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
 from reward_loop.scoring.on_loop import LoopCalls
-from reward_loop.scoring.outcome import not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
-from reward_loop.types import Outcome, RewardResult, RewardSample
 
-__all__ = ["ScoringFunction"]
+__all__ = ["UserFunction"]
 
 
 class _Unset:
@@ -61,20 +51,8 @@ class _Unset:
 _UNSET: Any = _Unset()
 
 
-class ScoringFunction:
-    """Calls the user's reward function for single samples, with a deadline, retries, limits and a cache.
-
-    ``await function(sample)`` returns a `RewardResult`. An exception in the user's code, a passed deadline and an
-    invalid return value become *failed* results. Cancellation, Ctrl-C and the errors listed at `__call__` propagate.
-
-    Async functions are awaited on the event loop. Sync functions run in daemon threads, or in worker processes; if a
-    sync function returns an awaitable, it is awaited on the event loop.
-
-    Example::
-
-        function = ScoringFunction(compute_score, timeout=60)
-        result = await function(RewardSample("2+2=4", ground_truth="4"))
-    """
+class UserFunction:
+    """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
 
     def __init__(
         self,
@@ -130,22 +108,20 @@ class ScoringFunction:
         elif own:
             name, value = next(iter(own.items()))
             raise ConfigError(
-                f"ScoringFunction: {name}={value!r} and options={type(options).__name__}(...) are both given: set "
-                f"{name} in the options"
+                f"{type(self).__name__}: {name}={value!r} and options={type(options).__name__}(...) are both given: "
+                f"set {name} in the options"
             )
         if reward_kwargs and isinstance(function, Target):
             raise ConfigError(f"reward_kwargs have no effect: the signature of {function.name} has been read already")
-        self._options = options
-        self._limit = limit
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
             self._executor = in_processes(self._target, Isolation(options.max_processes, options.max_memory_mb))
+        self._loop_calls = LoopCalls()
         self._retry = Retry(options.retry)
         self._cache = Cache(options.cache, self._target) if options.cache.enabled else None
-        self._loop_calls = LoopCalls()
-        self._hooks = Hooks(self._target, self._threads, self._loop_calls)
+        self._limit = limit
         self._owns_limits = limits is None
         self.limits = open_limits(options) if limits is None else limits
         self.timeout = options.timeout
@@ -167,24 +143,14 @@ class ScoringFunction:
 
     @property
     def requires(self) -> frozenset[str]:
-        """The provided arguments that the function's signature declares without a default."""
+        """The fields of a sample that the function's signature declares without a default."""
         return self._target.requires
-
-    @property
-    def has_post_process(self) -> bool:
-        """Whether the user's class has ``post_process_scores``."""
-        return self._target.post_process_scores is not None
-
-    @property
-    def has_log(self) -> bool:
-        """Whether the user's class has a ``log`` hook for the rewards of a batch."""
-        return self._target.log is not None
 
     def __repr__(self) -> str:
         where = "async" if self.is_async else "sync"
         if isinstance(self._executor, WorkerProcesses):
             where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
-        return f"ScoringFunction({self.name}, {where}, timeout={self.timeout})"
+        return f"{type(self).__name__}({self.name}, {where}, timeout={self.timeout})"
 
     def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
         """Run all further calls in worker processes. Values set by `isolated` on the function take precedence.
@@ -209,84 +175,22 @@ class ScoringFunction:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
 
-    async def __call__(
-        self,
-        sample: RewardSample,
-        *,
-        reward_router_address: str | None = None,
-        reward_model_tokenizer: Any = None,
-    ) -> RewardResult:
-        """Score one sample.
-
-        Raises:
-            JobServiceError: the limiter service is unreachable.
-            ConfigError: the cache file cannot be read.
-        """
-        if sample.error is not None:
-            return not_called(sample)
-        try:
-            arguments = self._target.arguments(sample, reward_router_address, reward_model_tokenizer)
-        except RecursionError:
-            return not_called(replace(sample, error="its extra_info is nested too deeply, or contains itself"))
-        traffic_class = "validate" if sample.validate else "train"
-        if self._cache is not None:
-            return await self._cached(self._cache, sample, arguments, traffic_class)
+    async def _call(self, arguments: dict[str, Any], *, validate: bool) -> CallOutcome:
+        """Call the function, and again after transient errors."""
         started = time.monotonic()
-        outcome = await self._call_once(arguments, traffic_class)
+        traffic_class = "validate" if validate else "train"
+        outcome = await self._attempt(arguments, traffic_class)
         if self._retry.applies_to(outcome):
-            outcome = await self._retried(outcome, started, arguments, traffic_class)
-        return to_result(outcome, sample, self._target.name)
-
-    async def _cached(
-        self, cache: Cache, sample: RewardSample, arguments: dict[str, Any], traffic_class: str
-    ) -> RewardResult:
-        key = cache.key(arguments)
-        known = await cache.get(key)
-        if known is not None:
-            return RewardResult(Outcome.SCORED, *known, attempts=0)
-
-        async def call() -> CallOutcome:
-            started = time.monotonic()
-            outcome = await self._call_once(arguments, traffic_class)
-            if self._retry.applies_to(outcome):
-                outcome = await self._retried(outcome, started, arguments, traffic_class)
-            result = to_result(outcome, sample, self._target.name)
-            if result.score is not None:
-                await cache.put(key, result.score, result.extra_info)
-            return outcome
-
-        return to_result(await cache.once(key, call), sample, self._target.name)
-
-    async def post_process_scores(self, scores: list[float]) -> list[float]:
-        """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
-
-        Raises:
-            ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
-        """
-        return await self._hooks.post_process_scores(scores, self.timeout)
-
-    async def log(self, **columns: Any) -> None:
-        """Call the class's ``log``, if it has one, with the columns that it declares.
-
-        Raises:
-            ScoringError: ``log`` raised, or ran past the deadline.
-        """
-        await self._hooks.log(columns, self.timeout)
-
-    def _retried(
-        self, first: CallOutcome, started: float, arguments: dict[str, Any], traffic_class: str
-    ) -> Awaitable[CallOutcome]:
-        """Call the function again after a first call, which started at ``started``, failed with a transient error."""
-        again = functools.partial(self._call_again, arguments, traffic_class, itertools.count(2))
-        return self._retry.again(first, again, started)
+            again = functools.partial(self._call_again, arguments, traffic_class)
+            outcome = await self._retry.again(outcome, again, started)
+        return outcome
 
     async def _call_again(
-        self, arguments: dict[str, Any], traffic_class: str, numbers: Iterator[int], last: CallOutcome
+        self, arguments: dict[str, Any], traffic_class: str, attempt: int, last: CallOutcome
     ) -> CallOutcome:
         """Call the function once more, under the limit for retries if one is configured."""
-        attempt = next(numbers)
         if RETRY not in self.limits.max_waits:
-            return await self._call_once(arguments, traffic_class, attempt)
+            return await self._attempt(arguments, traffic_class, attempt)
         try:
             permit = await self.limits.enter(RETRY, 0, traffic_class)
         except LimitError as error:
@@ -294,104 +198,90 @@ class ScoringFunction:
             why = describe_exception(last.exception)
             return CallOutcome.without_call(LimitError(f"was not called again: {error}. It had raised {why}"))
         try:
-            return await self._call_once(arguments, traffic_class, attempt)
+            return await self._attempt(arguments, traffic_class, attempt)
         finally:
             permit.leave()
 
-    def _call_once(
-        self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1
-    ) -> Coroutine[Any, Any, CallOutcome]:
-        """Return the coroutine of one call, under the function's limit if one is configured."""
+    async def _attempt(self, arguments: dict[str, Any], traffic_class: str, attempt: int = 1) -> CallOutcome:
+        """Call the function once, under its limit if one is configured."""
         self.limits.bind()
         scope = CallScope(self.limits, traffic_class, attempt)
-        # Without a limit, return `_run` itself: no extra coroutine for each call in flight.
-        if self.limits.is_known and self.limits.spent is None and self._limit not in self.limits.max_waits:
-            return self._run(arguments, scope)
-        return self._call_with_permit(arguments, scope)
-
-    async def _call_with_permit(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
         if not self.limits.is_known:
             await self.limits.status()
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(f"was not called: {self.limits.spent}"))
-        if self._limit not in self.limits.max_waits:
-            return await self._run(arguments, scope)
-        asked = time.monotonic()
-        try:
-            permit = scope.permit = await self.limits.enter(self._limit, 0, scope.traffic_class)
-        except LimitError as error:
-            return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
-        queued = time.monotonic() - asked
-        try:
-            outcome = await self._run(arguments, scope)
-            if outcome.error is None:
-                permit.leave(*answer_of(outcome.exception))
-        finally:
-            permit.leave()  # if not done above: it is unknown whether the service answered
-        outcome.waited += queued
-        return outcome
-
-    async def _run(self, arguments: dict[str, Any], scope: CallScope) -> CallOutcome:
-        """Run the function once. Its exceptions, a passed deadline and a crash are returned as data."""
-        asked, started = time.monotonic(), None
+        asked = permitted = time.monotonic()
+        if self._limit in self.limits.max_waits:
+            try:
+                scope.permit = await self.limits.enter(self._limit, 0, traffic_class)
+            except LimitError as error:
+                return CallOutcome.without_call(LimitError(f"was not called: {error}"), time.monotonic() - asked)
+            permitted = time.monotonic()
+        invocation = None if self._target.is_async else Invocation(self._target.call, (), arguments)
         outer = current_scope.get()  # not the token of `set`, which is an object for the garbage collector
         current_scope.set(scope)
+        outcome: CallOutcome | None = None
         abandoned = True
         try:
-            if self._target.is_async:
+            if invocation is not None:
+                outcome = await self._run_sync(invocation, scope)
+            else:
                 # Not `LoopCalls.run`, which would add a coroutine to each call in flight.
                 call = self._loop_calls.start(self._target.call, arguments, self.timeout, scope.waited)
                 try:
-                    outcome: CallOutcome = await call.future
+                    outcome = await call.future
                 finally:
                     self._loop_calls.leave(call)
-            else:
-                invocation = Invocation(self._target.call, (), arguments)
-                try:
-                    outcome = await self._run_sync(invocation, scope)
-                finally:
-                    started = invocation.started
             abandoned = False
-        except TimeoutError as error:
-            assert self.timeout is not None
-            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
-            outcome = CallOutcome(None, None, self.timeout, late)
-        except RewardCrashedError as error:
-            outcome = CallOutcome(None, None, 0.0 if started is None else time.monotonic() - started, error)
-        except (OSError, RuntimeError) as error:
-            # Not raised by the function, whose exceptions are data: the system is out of file descriptors, processes
-            # or threads.
-            outcome = CallOutcome.without_call(
-                RewardCrashedError(f"could not be started: {type(error).__name__}: {error}")
-            )
+        except (RewardCrashedError, OSError, RuntimeError) as error:
+            outcome = self._without_end(error, invocation)
         finally:
             if current_scope.get() is scope:  # if not, the garbage collector closes this coroutine in another context
                 current_scope.set(outer)
             scope.end(abandoned)
-        if started is not None:
-            outcome.queued = max(0.0, started - asked)
-        waited = scope.waited(time.monotonic())
-        if waited:
-            outcome.waited = waited
-            if not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are already the deadline
-                outcome.seconds = max(0.0, outcome.seconds - waited)
+            if scope.permit is not None and outcome is not None and outcome.error is None:
+                scope.permit.leave(*answer_of(outcome.exception))
+            elif scope.permit is not None:
+                scope.permit.leave()  # it is unknown whether the service answered
+        if invocation is not None and invocation.started is not None:
+            outcome.queued = max(0.0, invocation.started - permitted)
+        outcome.waited = scope.waited(time.monotonic())
+        if outcome.waited and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
+            outcome.seconds = max(0.0, outcome.seconds - outcome.waited)
         if (active := scope.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
             active.called(self._target.name, outcome.seconds, outcome.queued, outcome.waited, problem)
+        outcome.waited += permitted - asked
         return outcome
 
     async def _run_sync(self, invocation: Invocation, scope: CallScope) -> CallOutcome:
-        """Run a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
+        """Run a sync function in a thread or a process."""
         if (active := current()) is not None:
             active.queue("a free process" if self.in_processes else "a free thread", invocation)
         if isinstance(self._executor, DaemonThreads):
-            outcome = await self._executor.run(invocation, self.timeout, scope.waited)
-        else:
-            async with serve_call(scope) as context:
-                outcome = await self._executor.run(invocation, self.timeout, scope.waited, context)
+            return await self._run_in_thread(invocation, scope.waited)
+        async with serve_call(scope) as context:
+            return await self._executor.run(invocation, self.timeout, scope.waited, context)
+
+    async def _run_in_thread(self, invocation: Invocation, waited: WaitClock = no_wait) -> CallOutcome:
+        """Run a sync function in a thread. If it returns an awaitable, await it on the event loop."""
+        outcome = await self._threads.run(invocation, self.timeout, waited)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds = outcome.seconds
             left = None if self.timeout is None else max(0.0, self.timeout - seconds)
-            outcome = await self._loop_calls.run(outcome.value, left, scope.waited)
+            outcome = await self._loop_calls.run(outcome.value, left, waited)
             outcome.seconds += seconds
         return outcome
+
+    def _without_end(self, error: Exception, invocation: Invocation | None) -> CallOutcome:
+        """Return the outcome of a call that was stopped, crashed or did not start. ``error`` is not the function's."""
+        if isinstance(error, TimeoutError):
+            assert self.timeout is not None
+            late = RewardTimeoutError(f"ran past its deadline of {self.timeout:g} s{error}")
+            return CallOutcome(None, None, self.timeout, late)
+        if isinstance(error, RewardCrashedError):
+            started = None if invocation is None else invocation.started
+            return CallOutcome(None, None, 0.0 if started is None else time.monotonic() - started, error)
+        # The system is out of file descriptors, processes or threads.
+        problem = f"could not be started: {type(error).__name__}: {error}"
+        return CallOutcome.without_call(RewardCrashedError(problem))

@@ -111,12 +111,6 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
     )
 
 
-def carry_mark(function: Any, to: Any) -> None:
-    """Copy the `isolated` mark of a function, if any, to its wrapper ``to``."""
-    if (mark := _mark_of(function)) is not None:
-        setattr(to, _MARK, mark)
-
-
 def _mark_of(function: Any) -> Isolation | None:
     """Return the mark of the function, or of the object whose method it is, also through `functools.partial`."""
     while True:

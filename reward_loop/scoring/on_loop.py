@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from reward_loop.processes.invocation import CallOutcome
-from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.processes.invocation import CallOutcome, WaitClock, no_wait
+from reward_loop.scoring.deadlines import Deadlines, Watched
 
 __all__ = ["LoopCall", "LoopCalls"]
 
@@ -16,10 +16,9 @@ __all__ = ["LoopCall", "LoopCalls"]
 class LoopCall(Watched):
     """An async call in its own task. Its future gets the `CallOutcome`, or a `TimeoutError` at the deadline."""
 
-    __slots__ = ("deadlines", "task", "timeout")
+    __slots__ = ("deadlines", "task")
     deadlines: Deadlines
     task: asyncio.Task[None]
-    timeout: float | None
 
 
 class LoopCalls:
@@ -34,16 +33,13 @@ class LoopCalls:
         self._deadlines: tuple[asyncio.AbstractEventLoop, Deadlines] | None = None
         self._abandoned: set[asyncio.Task[None]] = set()
 
-    async def run(
-        self, awaitable: Awaitable[Any], timeout: float | None, waited: Callable[[float], float] = no_wait
-    ) -> CallOutcome:
+    async def run(self, awaitable: Awaitable[Any], timeout: float | None, waited: WaitClock = no_wait) -> CallOutcome:
         """Await an awaitable that the user's code returned, and return its outcome.
 
         Args:
             awaitable: the awaitable.
             timeout: seconds from its start to its deadline, or ``None``.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
 
         Raises:
             TimeoutError: the deadline passed; the awaitable is cancelled.
@@ -60,24 +56,21 @@ class LoopCalls:
         function: Callable[..., Awaitable[Any]],
         arguments: dict[str, Any],
         timeout: float | None,
-        waited: Callable[[float], float],
+        waited: WaitClock,
     ) -> LoopCall:
         """Start a call. The caller awaits ``call.future``, and must then call `leave`, also after a cancellation."""
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines[0] is not loop:
             self._deadlines = (loop, Deadlines(loop))
-        call = LoopCall(loop.create_future(), waited)
-        call.timeout = timeout
+        call = LoopCall(loop.create_future(), timeout, waited)
         call.deadlines = self._deadlines[1]
         call.task = loop.create_task(_run(function, arguments, call))
-        if timeout is not None:
-            call.deadlines.watch(call, timeout)
+        call.deadlines.watch(call)
         return call
 
     def leave(self, call: LoopCall) -> None:
         """Stop watching a call, and cancel it if it still runs."""
-        if call.timeout is not None:
-            call.deadlines.forget(call, call.timeout)
+        call.deadlines.forget(call)
         if not call.task.done():
             self._abandoned.add(call.task)
             call.task.add_done_callback(self._abandoned.discard)

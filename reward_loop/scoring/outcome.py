@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from reward_loop._util.transient import retry_after
 from reward_loop.errors import (
@@ -31,57 +32,52 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
     Raises:
         JobServiceError: the call failed because the limiter service is unreachable, which stops the run.
     """
-    if call.exception is not None or call.error is not None:
-        return _without_value(call, sample, function)
-    problem: ScoringError | None = None
-    try:
-        score, extra_info = normalise(call.value)
-        outcome = Outcome.SCORED
-        if score is None:
-            outcome, problem = Outcome.UNSCORED, UnscoredError("gave no score", sample=sample, function=function)
-    except InvalidScoreError as error:
-        score, extra_info, outcome = None, {}, Outcome.FAILED
-        problem = error.about(sample, function)
+    score: float | None = None
+    extra_info: dict[str, Any] = {}
+    problem = _problem(call, sample, function)
+    if problem is None:
+        try:
+            score, extra_info = normalise(call.value)
+        except InvalidScoreError as error:
+            problem = error.about(sample, function)
+        else:
+            if score is None:
+                problem = UnscoredError("gave no score", sample=sample, function=function)
+    outcome = Outcome.SCORED
+    if problem is not None:
+        is_unscored = isinstance(problem, UnscoredError | BudgetSpentError)
+        outcome = Outcome.UNSCORED if is_unscored else Outcome.FAILED
     return RewardResult(
         outcome,
         score,
         extra_info,
-        str(problem) if outcome is Outcome.FAILED else None,
-        call.seconds,
-        call.attempts,
-        call.waited,
-        problem,
-        None,
-        call.queued,
-    )
-
-
-def _without_value(call: CallOutcome, sample: RewardSample, function: str) -> RewardResult:
-    cause = call.exception
-    if isinstance(cause, JobServiceError):
-        raise cause
-    if cause is None:
-        assert call.error is not None
-        problem = call.error.about(sample, function, call.attempts)
-    else:
-        problem = RewardFunctionError(
-            f"raised {describe_exception(cause)}",
-            sample=sample,
-            function=function,
-            attempts=call.attempts,
-            retry_after=retry_after(cause),
-        )
-        problem.__cause__ = cause
-    return RewardResult(
-        Outcome.UNSCORED if isinstance(problem, BudgetSpentError) else Outcome.FAILED,
-        None,
-        error=str(problem),
+        error=None if problem is None or isinstance(problem, UnscoredError) else str(problem),
         seconds=call.seconds,
         attempts=call.attempts,
         wait_seconds=call.waited,
         queue_seconds=call.queued,
         exception=problem,
     )
+
+
+def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringError | None:
+    """Return why a call has no value, or ``None`` if it has one."""
+    if call.error is not None:
+        return call.error.about(sample, function, call.attempts)
+    cause = call.exception
+    if cause is None:
+        return None
+    if isinstance(cause, JobServiceError):
+        raise cause
+    problem = RewardFunctionError(
+        f"raised {describe_exception(cause)}",
+        sample=sample,
+        function=function,
+        attempts=call.attempts,
+        retry_after=retry_after(cause),
+    )
+    problem.__cause__ = cause
+    return problem
 
 
 def failed(problem: ScoringError, attempts: int = 1) -> RewardResult:

@@ -11,10 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
-
-import tenacity
 
 from reward_loop._util.transient import is_refusal, is_transient, retry_after
 from reward_loop.config import RetryConfig
@@ -25,7 +24,7 @@ __all__ = ["Retry"]
 
 
 class Retry:
-    """Retries a call with exponential backoff while it fails with a transient error. Based on `tenacity`.
+    """Retries a call with exponential backoff while it fails with a transient error.
 
     Args:
         config: the maximum number of attempts, the maximum total time, and the backoff.
@@ -35,76 +34,54 @@ class Retry:
     def __init__(self, config: RetryConfig, sleep: Callable[[float], Awaitable[None]] | None = None) -> None:
         self.config = config
         self._sleep = sleep or _sleep
-        self._pause = tenacity.wait_random_exponential(multiplier=config.initial_wait, max=config.max_wait)
 
     def applies_to(self, outcome: CallOutcome) -> bool:
         """Return whether a call failed with a transient error, and more than one attempt is configured."""
         return outcome.exception is not None and self.config.max_attempts > 1 and is_transient(outcome.exception)
 
     async def again(
-        self, first: CallOutcome, attempt: Callable[[CallOutcome], Awaitable[CallOutcome]], started: float
+        self, first: CallOutcome, attempt: Callable[[int, CallOutcome], Awaitable[CallOutcome]], started: float
     ) -> CallOutcome:
         """Retry until an attempt succeeds or fails permanently, or the attempts or the total time are used up.
 
-        Attempts that the service refused or asked to repeat later do not count towards `config.max_attempts`.
-
         Args:
             first: the outcome of the first attempt.
-            attempt: makes one more attempt; it receives the outcome of the last one.
-            started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there, without
-                the time that attempts waited for limits.
+            attempt: makes one more attempt; it receives the attempt's number, from 2, and the outcome of the last one.
+            started: start of the first attempt by `time.monotonic`; `config.max_seconds` counts from there.
 
         Returns:
             The outcome of the last attempt, successful or not, with the times and calls of all attempts.
         """
-        outcomes: list[CallOutcome] = []
-
-        async def make() -> CallOutcome:
-            outcomes.append(await attempt(outcomes[-1]) if outcomes else first)
-            return outcomes[-1]
-
-        def stop(state: tenacity.RetryCallState) -> bool:
-            limited = sum(outcome.waited for outcome in outcomes)
-            elapsed = time.monotonic() - started - limited + state.upcoming_sleep
+        outcomes = [first]
+        longest = min(self.config.initial_wait, self.config.max_wait)
+        while self.applies_to(outcomes[-1]):
+            # The random time spreads the retries of all samples that the service refused at the same moment.
+            pause = _asked_pause(outcomes[-1]) + random.uniform(0, longest)
+            longest = min(2 * longest, self.config.max_wait)
             counted = sum(not _is_postponed(outcome) for outcome in outcomes)
-            return counted >= self.config.max_attempts or elapsed >= self.config.max_seconds
-
-        retrying = tenacity.AsyncRetrying(
-            stop=stop,
-            wait=self._seconds,
-            retry=lambda state: self.applies_to(_outcome(state)),
-            retry_error_callback=_outcome,
-            sleep=self._sleep,
-        )
-        last: CallOutcome = await retrying(make)
+            elapsed = time.monotonic() - started - sum(outcome.waited for outcome in outcomes)
+            if counted >= self.config.max_attempts or elapsed + pause >= self.config.max_seconds:
+                break
+            await self._sleep(pause)
+            outcomes.append(await attempt(len(outcomes) + 1, outcomes[-1]))
+        last = outcomes[-1]
         last.attempts = sum(outcome.attempts for outcome in outcomes)
         last.seconds = sum(outcome.seconds for outcome in outcomes)
         last.queued = sum(outcome.queued for outcome in outcomes)
         last.waited = max(0.0, time.monotonic() - started - last.seconds - last.queued)
         return last
 
-    def _seconds(self, state: tenacity.RetryCallState) -> float:
-        """Return the length of the next pause: a random time, in addition to the service's ``Retry-After``.
 
-        The random time spreads the retries of all samples that the service refused at the same moment.
-        """
-        error = _outcome(state).exception
-        asked = None if error is None else retry_after(error)
-        return (asked or 0.0) + float(self._pause(state))
+def _asked_pause(outcome: CallOutcome) -> float:
+    """Return the seconds that the service asked to wait."""
+    return 0.0 if outcome.exception is None else retry_after(outcome.exception) or 0.0
 
 
 def _is_postponed(outcome: CallOutcome) -> bool:
     """Return whether the service refused the call, or asked to repeat it later."""
-    error = outcome.exception
-    return error is not None and (is_refusal(error) or bool(retry_after(error)))
+    return outcome.exception is not None and (is_refusal(outcome.exception) or _asked_pause(outcome) > 0)
 
 
 async def _sleep(seconds: float) -> None:
     with waiting_for(current(), "the pause before the next attempt"):
         await asyncio.sleep(seconds)
-
-
-def _outcome(state: tenacity.RetryCallState) -> CallOutcome:
-    assert state.outcome is not None
-    outcome: CallOutcome = state.outcome.result()
-    return outcome

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from reward_loop.scoring.deadlines import Deadlines, Watched, no_wait
+from reward_loop.processes.invocation import WaitClock, no_wait
+from reward_loop.scoring.deadlines import Deadlines, Watched
 
 __all__ = ["DaemonThreads"]
 
@@ -59,15 +60,14 @@ class DaemonThreads:
         self,
         function: Callable[[], T],
         timeout: float | None = None,
-        waited: Callable[[float], float] = no_wait,
+        waited: WaitClock = no_wait,
     ) -> T:
         """Call the function in a thread as soon as one is free.
 
         Args:
             function: the function to call, without arguments.
             timeout: seconds from the start of the function to its deadline; ``None`` for no deadline.
-            waited: returns the seconds of waiting up to the given `time.monotonic` that do not count towards the
-                deadline.
+            waited: the seconds that the call has waited for limits.
 
         Returns:
             The function's return value. Its exceptions propagate.
@@ -80,17 +80,15 @@ class DaemonThreads:
         if home is None or home.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             home = self._home = _Home(loop)
-        job = _Job(function, home, waited)
+        job = _Job(function, home, timeout, waited)
         if not home.submitted:
             loop.call_soon(self._hand_over, home)
         home.submitted.append(job)
-        if timeout is not None:
-            home.deadlines.watch(job, timeout)
+        home.deadlines.watch(job)
         try:
             return await job.future
         finally:
-            if timeout is not None:
-                home.deadlines.forget(job, timeout)
+            home.deadlines.forget(job)
             self._leave(job)
 
     def _hand_over(self, home: _Home) -> None:
@@ -185,8 +183,8 @@ os.register_at_fork(after_in_child=_begin_all)
 class _Job(Watched):
     __slots__ = ("abandoned", "context", "ended", "error", "function", "home", "result")
 
-    def __init__(self, function: Callable[[], Any], home: _Home, waited: Callable[[float], float]) -> None:
-        super().__init__(home.loop.create_future(), waited)
+    def __init__(self, function: Callable[[], Any], home: _Home, timeout: float | None, waited: WaitClock) -> None:
+        super().__init__(home.loop.create_future(), timeout, waited)
         self.function = function
         self.home = home
         self.context = contextvars.copy_context()

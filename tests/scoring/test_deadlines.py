@@ -9,8 +9,8 @@ from reward_loop.scoring.deadlines import Deadlines, Watched
 
 async def test_a_call_that_has_not_started_does_not_expire() -> None:
     loop = asyncio.get_running_loop()
-    call = Watched(loop.create_future())
-    Deadlines(loop).watch(call, 0.0)
+    call = Watched(loop.create_future(), 0.0)
+    Deadlines(loop).watch(call)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not call.future.done()

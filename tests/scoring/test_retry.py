@@ -28,7 +28,7 @@ async def again(config, outcomes, elapsed=0.0):
     pauses = Pauses()
     outcomes = iter(outcomes)
 
-    async def attempt(last=None):
+    async def attempt(*_):
         outcome = next(outcomes)
         error = outcome if isinstance(outcome, BaseException) else None
         return CallOutcome(outcome, error, 0.0)
@@ -162,12 +162,12 @@ async def test_a_service_that_stays_busy_is_asked_at_growing_intervals_until_max
         nonlocal now
         now += seconds
 
-    async def attempt(last):
+    async def attempt(*_):
         nonlocal attempts
         attempts += 1
         return CallOutcome(None, BusyError(1), 0.0)
 
-    last = await Retry(RetryConfig(max_seconds=600), sleep=sleep).again(await attempt(None), attempt, now)
+    last = await Retry(RetryConfig(max_seconds=600), sleep=sleep).again(await attempt(), attempt, now)
     assert isinstance(last.exception, BusyError)
     assert 539 <= now < 600  # the last pause would end later
     assert 10 < attempts < 80
@@ -187,7 +187,7 @@ async def test_waiting_for_limits_does_not_count_towards_max_seconds():
     waited.waited = 1000.0
     pauses = Pauses()
 
-    async def attempt(last):
+    async def attempt(*_):
         return CallOutcome(1.0, None, 0.0)
 
     retry = Retry(RetryConfig(max_seconds=600), sleep=pauses)
