@@ -21,6 +21,7 @@ from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
     "StepRewards",
+    "TrajectoryReward",
     "added_seconds",
     "audit_metrics",
     "spread",
@@ -46,41 +47,67 @@ def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
         seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
 
 
+@dataclass(frozen=True, slots=True)
+class TrajectoryReward:
+    """The reward of a trajectory: of one output of a session."""
+
+    info: Info
+    reward: float
+    """The sum of the rewards of its tokens."""
+    raw_score: float
+    """The score before ``post_process_scores``."""
+    post_processed: bool = False
+    """Whether `reward` is a result of ``post_process_scores``."""
+    tokens: int = 0
+    """The number of tokens of the response."""
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of scoring. A sample without one got its score from the agent loop."""
+        return str(self.info.get("reward_outcome", Outcome.SCORED))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the sample has a score."""
+        return self.outcome == Outcome.SCORED
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the sample is excluded from training."""
+        return bool(self.info.get("reward_masked"))
+
+
 @dataclass
 class StepRewards:
     """The rewards of all parts of a training step."""
 
-    infos: dict[str, Info] = field(default_factory=dict)
-    """The ``reward_extra_info`` by key, for the trajectories that reached the computation of advantages."""
-    raw_scores: dict[str, float] = field(default_factory=dict)
-    """The scores of these trajectories before ``post_process_scores``, by key."""
+    trajectories: dict[str, TrajectoryReward] = field(default_factory=dict)
+    """The trajectories that reached the computation of advantages, by key."""
     trained: set[str] = field(default_factory=set)
     """The keys of the trajectories that have an advantage: they are not masked, and have a baseline."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Metrics in seconds, summed over the parts."""
 
-    def add(self, infos: Mapping[str, Info], raw_scores: Mapping[str, float]) -> None:
-        """Adds the trajectories of a part."""
-        self.infos.update(infos)
-        self.raw_scores.update(raw_scores)
+    def samples(self) -> dict[str, TrajectoryReward]:
+        """Returns the last output of each session by key: a sample with several outputs counts once."""
+        return {key: self.trajectories[key] for key in final_outputs(self.trajectories)}
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
 
         Keys may differ between samples: a mean covers the samples that have the key.
         """
-        final = final_outputs(self.infos)
-        outcomes = Counter(self.infos[key].get("reward_outcome") for key in final)
+        samples = self.samples().values()
+        outcomes = Counter(sample.info.get("reward_outcome") for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)
-        for key in final:
-            info = self.infos[key]
-            for name in _MEASURED & info.keys():
-                measured[name.removeprefix("reward_")].append(info[name])
-            for name, value in info.items():
-                if name not in RESERVED_KEYS and (number := finite_number(value)) is not None:
+        for sample in samples:
+            for name, value in sample.info.items():
+                if name in _MEASURED:
+                    measured[name.removeprefix("reward_")].append(value)
+                elif name not in RESERVED_KEYS and (number := finite_number(value)) is not None:
                     returned[name].append(number)
-        raw = [self.raw_scores[key] for key in final if is_scored(self.infos[key]) and key in self.raw_scores]
+        raw = [sample.raw_score for sample in samples if sample.is_scored]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
         if raw:
@@ -115,11 +142,6 @@ def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["reward_loop/audit/agreement"] = agreed / len(differences)
         metrics["reward_loop/audit/difference/mean"] = float(np.mean(differences))
     return metrics
-
-
-def is_scored(info: Info) -> bool:
-    """Returns whether the sample has a score. A sample without an outcome got its score from the agent loop."""
-    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

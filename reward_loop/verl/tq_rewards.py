@@ -13,25 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
-from reward_loop.verl.token_rewards import has_parts, place
-from reward_loop.verl.tq_batches import extra_fields_of
-from reward_loop.verl.trajectory_keys import final_outputs, session_of
+from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.tq_batches import read_rows, unpadded, write_rows
+from reward_loop.verl.trajectory_keys import session_of
 
-__all__ = [
-    "keys_with_parts",
-    "place_parts",
-    "read_groups",
-    "read_reward_infos",
-    "read_sessions",
-    "write_rewards",
-]
+__all__ = ["read_rewards", "read_sessions", "write_rewards"]
 
 RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
@@ -100,33 +93,22 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
     return column
 
 
-def _unpadded(batch: Any) -> list[str]:
-    """Returns the keys of a batch without its padding rows, which are copies of other rows."""
-    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
-
-
-def read_groups(batch: Any) -> tuple[list[list[str]], list[list[Reward]]]:
-    """Returns the groups of a batch that have not been post-processed.
-
-    Returns:
-        For each group, the keys of its sessions' last outputs, and their rewards, both in the order of the sessions.
-    """
-    members: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for key in final_outputs(_unpadded(batch)):
-        group, number = session_of(key)[0].rsplit("_", 1)
-        members[group].append((int(number), key))
-    keys = [[key for _, key in sorted(group)] for group in members.values()]
-    flat = [key for group in keys for key in group]
-    if not flat:
-        return [], []
-    data = tq.kv_batch_get(keys=flat, partition_id=batch.partition_id, select_fields=["rm_scores", "extra_fields"])
-    rewards = {
-        key: Reward(reward_score=float(scores.sum()), reward_extra_info=extra.get("reward_extra_info") or {})
-        for key, scores, extra in zip(flat, data["rm_scores"].unbind(), extra_fields_of(data), strict=True)
-        if RAW_SCORE not in extra
-    }
-    keys = [group for group in keys if all(key in rewards for key in group)]
-    return keys, [[rewards[key] for key in group] for group in keys]
+def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
+    """Returns the rewards of a batch by key of the trajectory, without padding rows."""
+    keys = unpadded(batch)
+    rewards = {}
+    for key, (extra, scores) in zip(
+        keys, read_rows(keys, batch.partition_id, "extra_fields", "rm_scores"), strict=True
+    ):
+        reward = float(scores.sum())
+        rewards[key] = TrajectoryReward(
+            info=extra.get("reward_extra_info") or {},
+            reward=reward,
+            raw_score=extra.get(RAW_SCORE, reward),
+            post_processed=RAW_SCORE in extra,
+            tokens=len(scores),
+        )
+    return rewards
 
 
 def write_rewards(
@@ -142,57 +124,15 @@ def write_rewards(
     """
     by_session = {session_of(key)[0]: reward for key, reward in zip(keys, rewards, strict=True)}
     raw = {session_of(key)[0]: {RAW_SCORE: score} for key, score in (raw_scores or {}).items()}
-    rows = [key for key in _unpadded(batch) if session_of(key)[0] in by_session]
-    data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=["responses", "extra_fields"])
+    rows = [key for key in unpadded(batch) if session_of(key)[0] in by_session]
     scores, extra_fields = [], []
-    for key, response, extra in zip(rows, data["responses"].unbind(), extra_fields_of(data), strict=True):
-        reward = by_session[session_of(key)[0]]
+    for key, (response, extra) in zip(
+        rows, read_rows(rows, batch.partition_id, "responses", "extra_fields"), strict=True
+    ):
+        session = session_of(key)[0]
         score = torch.zeros(len(response), dtype=torch.float32)
-        score[-1:] = reward["reward_score"]
+        score[-1:] = by_session[session]["reward_score"]
         scores.append(score)
-        raw_score = raw.get(session_of(key)[0], {})
-        extra_fields.append({**extra, **raw_score, "reward_extra_info": reward["reward_extra_info"]})
-    fields = TensorDict(
-        {
-            "rm_scores": torch.nested.as_nested_tensor(scores, layout=torch.jagged),
-            "extra_fields": NonTensorStack(*extra_fields),
-        },
-        batch_size=len(rows),
-    )
-    tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=fields)
-
-
-def read_reward_infos(batch: Any) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Returns ``reward_extra_info``, and the score before ``post_process_scores``, by key of the trajectory.
-
-    Padding rows are left out.
-    """
-    keys = _unpadded(batch)
-    if not keys:
-        return {}, {}
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", "rm_scores"])
-    extra_fields = extra_fields_of(data)
-    infos = {key: extra.get("reward_extra_info") or {} for key, extra in zip(keys, extra_fields, strict=True)}
-    raw_scores = {
-        key: extra.get(RAW_SCORE, float(scores.sum()))
-        for key, extra, scores in zip(keys, extra_fields, data["rm_scores"].unbind(), strict=True)
-    }
-    return infos, raw_scores
-
-
-def place_parts(batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> None:
-    """Distributes rewards over turns and tokens where the function returned scores for them."""
-    keys = keys_with_parts(infos)
-    if not keys:
-        return
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores", "response_mask"])
-    rows = zip(keys, data["rm_scores"].unbind(), data["response_mask"].unbind(), strict=True)
-    placed = [place(float(scores.sum()), mask, infos[key]) for key, scores, mask in rows]
-    fields = TensorDict({"rm_scores": torch.nested.as_nested_tensor(placed, layout=torch.jagged)}, batch_size=len(keys))
-    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
-
-
-def keys_with_parts(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns the last outputs of unmasked sessions with ``turn_level_scores`` or ``token_level_scores``."""
-    last = {session_of(key)[0]: key for key in sorted(infos, key=session_of)}
-    return [key for key in last.values() if has_parts(infos[key]) and not infos[key].get("reward_masked")]
+        info = by_session[session]["reward_extra_info"]
+        extra_fields.append({**extra, **raw.get(session, {}), "reward_extra_info": info})
+    write_rows(rows, batch.partition_id, rm_scores=scores, extra_fields=extra_fields)

@@ -14,8 +14,8 @@ import torch
 
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.health import health, open_health
-from reward_loop.verl import step_health
-from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl import tq_batches
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth, sampled_keys
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -29,19 +29,18 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 8) -> None:
         self.rows: dict[str, dict[str, torch.Tensor]] = {}
         self.infos: dict[str, dict[str, Any]] = {}
+        self.scores: dict[str, float] = {}
         self.counts: list[dict[str, Any]] = [{"calls": 0, "without_verdict": 0, "seconds": []}]
         self.fetched: list[tuple[str, int]] = []
         for group in range(groups):
             for session in range(4):
                 self._add(f"p{group}_{session}_0", group, session)
-        monkeypatch.setattr(step_health, "tq", SimpleNamespace(kv_batch_get=self._get))
+        monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=self._get))
 
     def _add(self, key: str, group: int, session: int) -> None:
         score = session / 4
-        self.rows[key] = {
-            "rm_scores": torch.tensor([0.0] * (TOKENS - 1) + [score]),
-            "responses": torch.arange(TOKENS) + 100 * (4 * group + session),
-        }
+        self.rows[key] = {"responses": torch.arange(TOKENS) + 100 * (4 * group + session)}
+        self.scores[key] = score
         outcome = "unscored" if session == 2 else "scored"
         self.infos[key] = {"reward_outcome": outcome, "reward_masked": session == 2, "reward_seconds": 1.0}
         if session != 2:
@@ -53,9 +52,9 @@ class Run:
         return {field: torch.nested.as_nested_tensor([self.rows[key][field] for key in keys], layout=torch.jagged)}
 
     def rewards(self) -> StepRewards:
-        rewards = StepRewards()
-        rewards.add(self.infos, {key: float(row["rm_scores"].sum()) for key, row in self.rows.items()})
-        return rewards
+        return StepRewards(
+            {key: TrajectoryReward(self.infos[key], score, score, tokens=TOKENS) for key, score in self.scores.items()}
+        )
 
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
         config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
@@ -126,7 +125,7 @@ def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.Lo
 
 def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
     run.health(sampled_responses=8).metrics(1, run.rewards(), "train")
-    assert run.fetched == [("rm_scores", 32), ("responses", 8)]
+    assert run.fetched == [("responses", 8)]
 
 
 def test_whole_groups_are_sampled() -> None:
