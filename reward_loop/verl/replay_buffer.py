@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.mode_options import ModeOptions
@@ -82,6 +82,22 @@ class RewardReplayBuffer(ReplayBuffer):
         if self.check_failed_groups is not None and partition_id == "train":
             self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+        """Evicts the finished training groups that are filtered, and those that failed without a trajectory.
+
+        Args:
+            step: the training step.
+            metrics: verl's metrics of evictions are added.
+
+        Returns:
+            The uids of the evicted groups, and the number of failed groups among them.
+        """
+        self._sync_metadata_from_transfer_queue()
+        reasons = self._terminal_eviction_reasons(step, "train")
+        evicted, stale, _, eviction_metrics = self._evict_terminal_groups(step, "train", reasons)
+        _accumulate_eviction_metrics(metrics, eviction_metrics, stale)
+        return evicted, len(reasons[2])
 
     def _dapo_filtered_keys(self, partition_id: str) -> Any:
         if partition_id != "val" and self.filter_groups_metric is not None:

@@ -22,7 +22,7 @@ from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
-from reward_loop.verl.progress import FailureStreak
+from reward_loop.verl.refills import FailureStreak
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",

@@ -137,6 +137,9 @@ def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
         extend(object(), mode(), None)
 
 
+ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0, raw_score=1.0)
+
+
 def finished(
     monkeypatch: pytest.MonkeyPatch,
     rows: dict[str, dict[str, Any]],
@@ -235,3 +238,17 @@ def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.M
     ours._evict_terminal_groups(1, "val", (set(), set(), set(), Counter()))
     assert seen == [({"a", "b"}, {"c"}, [])]
     assert sorted(cleared) == ["a", "b"]
+
+
+def test_evicted_groups_are_named_with_the_number_of_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"is_prompt": True, "global_steps": 1}
+    items = {"a": {**prompt, "status": "failure"}, "b": {**prompt, "status": "finished"}, "b_0_0": {}, "b_1_0": {}}
+    cleared: list[str] = []
+    queue = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=lambda partition_id, keys: cleared.extend(keys))
+    monkeypatch.setattr(verls, "tq", queue)
+    ours = buffer(metric="acc", final_rewards=lambda batch, metric: dict.fromkeys(batch.keys, ALIKE))
+    ours.sync_refill_failed_groups = True
+    metrics: dict[str, Any] = {}
+    assert ours.evict(1, metrics) == ({"a", "b"}, 1)
+    assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0"]
+    assert metrics["training/rollout_failure/evicted_samples"] == metrics["training/filter_groups/evicted_samples"] == 1
