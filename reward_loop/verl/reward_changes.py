@@ -6,15 +6,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from reward_loop.types import Reward
+import torch
+
+from reward_loop._util.text import shorten
+from reward_loop.scoring.dense_rewards import are_numbers
+from reward_loop.types import PART_KEYS, Reward
 from reward_loop.verl.reward_metrics import TrajectoryReward
-from reward_loop.verl.token_rewards import has_parts, misfit, place
 from reward_loop.verl.tq_batches import read_rows, write_rows
 from reward_loop.verl.tq_rewards import read_rewards, write_rewards
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
-__all__ = ["place_parts", "post_process", "reject_parts"]
+__all__ = ["misfit", "place", "place_parts", "post_process", "reject_parts"]
 
 Rewards = Mapping[str, TrajectoryReward]
 """The rewards of a batch by key of the trajectory, see `read_rewards`."""
@@ -80,7 +83,55 @@ def place_parts(batch: Any, rewards: Rewards) -> None:
 
 def _keys_with_parts(rewards: Rewards) -> list[str]:
     """Returns the last outputs of unmasked sessions with ``turn_level_scores`` or ``token_level_scores``."""
-    return [key for key in final_outputs(rewards) if has_parts(rewards[key].info) and not rewards[key].is_masked]
+    return [
+        key
+        for key in final_outputs(rewards)
+        if not rewards[key].is_masked and any(rewards[key].info.get(name) is not None for name in PART_KEYS)
+    ]
+
+
+def misfit(response_mask: torch.Tensor, info: Mapping[str, Any]) -> str | None:
+    """Returns why the parts of a reward cannot be placed, or ``None`` if they can.
+
+    Parts must be finite numbers, one for each token or turn. The arguments are those of `place`.
+    """
+    for name, where in _places(response_mask).items():
+        parts = info.get(name)
+        if parts is None:
+            continue
+        if not are_numbers(parts):
+            return f"{name} must be a list of finite numbers; got {shorten(parts)}"
+        if len(parts) != len(where):
+            what = "tokens" if name == "token_level_scores" else "turns"
+            return f"the function returned {len(parts)} {name}, and the response has {len(where)} {what}"
+    return None
+
+
+def place(reward: float, response_mask: torch.Tensor, info: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the reward of each token of a response.
+
+    Args:
+        reward: the sum of the rewards of all tokens. The difference to the sum of the parts goes to the last token.
+        response_mask: shape (tokens,): 1 for tokens of the policy, 0 for tokens of a tool or the user. A turn is a run
+            of ones; its reward goes to its last token.
+        info: the values that the function returned; see `PART_KEYS`. `misfit` must return ``None`` for them.
+
+    Returns:
+        A float32 tensor of shape (tokens,).
+    """
+    placed = torch.zeros(len(response_mask), dtype=torch.float32)
+    for name, where in _places(response_mask).items():
+        if (parts := info.get(name)) is not None:
+            placed[where] += torch.as_tensor(parts, dtype=torch.float32)
+    placed[-1] += reward - placed.sum()
+    return placed
+
+
+def _places(response_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the token positions for each key of `PART_KEYS`: all tokens, and the last token of each turn."""
+    after = torch.cat([response_mask[1:], response_mask.new_zeros(1)])
+    ends = ((response_mask > 0) & (after == 0)).nonzero().flatten()
+    return {"token_level_scores": torch.arange(len(response_mask)), "turn_level_scores": ends}
 
 
 def _session_number(key: str) -> int:

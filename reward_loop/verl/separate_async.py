@@ -170,11 +170,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
         super().on_init_end()
 
-    def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
-        self._agent_loop_workers = agent_loop_manager.agent_loop_workers  # the same list: workers may be replaced
-        super().fit(agent_loop_manager)
-
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
         """Raises if too many groups, replacements included, failed in a row."""
         if self._failures.exhausted(len(failed), finished):
@@ -185,7 +180,7 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
 
     def _last_failure(self) -> str:
-        requests = [worker.last_failure.remote() for worker in self._agent_loop_workers]
+        requests = [worker.last_failure.remote() for worker in self.agent_loop_manager.agent_loop_workers]
         with suppress(RayError):  # includes GetTimeoutError
             for failure in ray.get(requests, timeout=ANSWER_S):
                 if failure:
@@ -195,13 +190,15 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
     def on_step_end(self) -> None:
         """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
-        for worker in self._agent_loop_workers:
+        for worker in self.agent_loop_manager.agent_loop_workers:
             worker.start_step.remote(self.global_steps + 1)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # The rollout has the weights of this step now.
-        requests = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
+        requests = [
+            worker.queue_metrics.remote(self.global_steps) for worker in self.agent_loop_manager.agent_loop_workers
+        ]
         answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
         queues = []
         for answer in answered:

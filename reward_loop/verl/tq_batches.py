@@ -15,6 +15,7 @@ from reward_loop.verl.trajectory_keys import uid_of
 __all__ = [
     "MASKS",
     "copy",
+    "field_names",
     "read_rows",
     "read_tags",
     "read_trajectories",
@@ -64,6 +65,12 @@ def _values(column: Any) -> Sequence[Any]:
     if isinstance(column, torch.Tensor):
         return column.unbind()
     return [getattr(value, "data", value) for value in column]
+
+
+def field_names(key: str, tag: dict, partition_id: str) -> list[str]:
+    """Returns the names of the fields that a row has."""
+    # TransferQueue returns them after a write. This write changes nothing.
+    return tq.kv_batch_put(keys=[key], partition_id=partition_id, tags=[tag]).fields
 
 
 def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any]) -> None:

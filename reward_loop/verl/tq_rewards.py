@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from reward_loop.managers.base import VALIDATE
 from reward_loop.types import Reward
 from reward_loop.verl.reward_metrics import TrajectoryReward
-from reward_loop.verl.tq_batches import read_rows, unpadded, write_rows
+from reward_loop.verl.tq_batches import field_names, read_rows, unpadded, write_rows
 from reward_loop.verl.trajectory_keys import session_of
 
 __all__ = ["read_rewards", "read_sessions", "write_rewards"]
@@ -69,9 +69,8 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
 
 def _reward_columns(batch: Any) -> list[str]:
     """Returns the columns that a reward worker receives: those of the data set, and `AGENT_OUTPUT`."""
-    # TransferQueue returns the names of the columns after a write. This write changes nothing.
-    written = tq.kv_batch_put(keys=batch.keys[:1], partition_id=batch.partition_id, tags=batch.tags[:1])
-    return [name for name in written.fields if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS]
+    names = field_names(batch.keys[0], batch.tags[0], batch.partition_id)
+    return [name for name in names if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS]
 
 
 def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], positions: Sequence[int]) -> DataProto:

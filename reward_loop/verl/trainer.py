@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,10 +270,11 @@ class RewardLoopTrainer(RecordingTrainer):
         rewards = self._final_rewards(batch)
         learning = self._learning(batch, rewards)
         rows = select(batch, learning)
-        with ExitStack() as stack:
-            if self.config.algorithm.adv_estimator == GDPO:
-                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
-                stack.enter_context(use_rewards(component_rewards(rows.keys, rewards, names, default)))
+        components: Mapping[str, Any] = {}
+        if self.config.algorithm.adv_estimator == GDPO:
+            names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+            components = component_rewards(rows.keys, rewards, names, default)
+        with use_rewards(components):
             super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
         self._rewards.trained |= learned
