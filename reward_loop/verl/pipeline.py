@@ -73,7 +73,7 @@ from reward_loop.verl.progress import GENERATED, Progress, overlap_metrics
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch
-from reward_loop.verl.tq_batches import MASKS, copy, read_tags, read_trajectories, select, zero
+from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
 from reward_loop.verl.trajectory_keys import uid_of
@@ -295,10 +295,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         A group may have more or fewer rows than ``n``. As in verl, a mini-batch is a fixed number of rows, not of
         groups. The workers make no optimizer step for a mini-batch whose rows are all masked.
 
-        Args:
-            batch: the batch of the step.
-            count: the number of groups; ``None`` for all groups that are left, and the padding rows.
-            timing_raw: verl's timings; the seconds are added.
+        ``count`` is the number of groups; ``None`` for all groups that are left, and the padding rows.
         """
         rows = batch.take_groups(batch.complete_groups(self._progress.unfinished)[:count])
         padding = batch.padding if count is None else []
@@ -310,9 +307,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 batch.learnable = True
             except NothingToLearnError as error:
                 batch.nothing = error
-                self._mask(batch, rows + padding)
+                self._mask(batch.keys(rows + padding))
         else:
-            self._mask(batch, padding)  # all rollouts of the groups failed
+            self._mask(batch.keys(padding))  # all rollouts of the groups failed
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
         batch.rows += rows + padding
         for mini_batches in batch.take_mini_batches(self._get_required_batch_multiple(self._data_parallel_size())):
@@ -320,10 +317,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._update(self._balanced(batch, mini_batches), update_metrics, timing_raw)
             batch.updates += 1
             batch.metrics.add_step_metrics(update_metrics, sample_count=len(mini_batches))
-
-    def _mask(self, batch: StepBatch, rows: list[int]) -> None:
-        """Excludes rows from the loss: sets their masks and advantages to zero."""
-        zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
 
     def _balanced(self, batch: StepBatch, rows: list[int]) -> KVBatchMeta:
         """Returns rows in an order that gives each rank about the same number of tokens.

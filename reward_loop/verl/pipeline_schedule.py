@@ -28,13 +28,7 @@ def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
 
 
 def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> Schedule:
-    """Returns the schedule of every step of a run.
-
-    Args:
-        config: verl's whole configuration.
-        options: the options of the mode.
-        groups: the number of groups in a mini-batch.
-    """
+    """Returns the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
     by_mini_batch = options.mini_batch_pipeline
     estimator = config.algorithm.adv_estimator
     if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:

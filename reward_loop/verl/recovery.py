@@ -44,8 +44,8 @@ class Recovery:
     """Replaces agent loop workers that have died, and repeats what is lost.
 
     Args:
-        manager: the agent loop manager.
-        reward_workers: the reward workers.
+        manager: starts the replacements; has the prompts of each worker.
+        reward_workers: compute the rewards that are missing.
         rollouts: the number of rollouts of a prompt, if the prompt has no column ``__rollout_n__``.
         judges: whether agent loop workers have rollouts judged.
     """
@@ -66,11 +66,7 @@ class Recovery:
         return {f"reward_loop/{name}": float(counts[name]) for name in names}
 
     def poll(self, step: int) -> None:
-        """Recovers from the deaths since the last call, if there are any. Otherwise, returns at once.
-
-        Raises:
-            RewardLoopError: as `recover`.
-        """
+        """Calls `recover` for the deaths since the last call, if there are any."""
         if dead := self._manager.dead_workers():
             self.recover(dead, step)
 
@@ -130,7 +126,6 @@ class Recovery:
         tq.kv_batch_put(keys=list(published), partition_id="train", tags=tags)
 
     def _count(self, uid: str) -> int:
-        """Returns the number of rollouts of a prompt."""
         row = self._manager.prompt(uid)
         return int(row["__rollout_n__"][0]) if "__rollout_n__" in row else self._rollouts
 

@@ -17,8 +17,7 @@ class RefillLimit:
 
     Args:
         config: verl's whole configuration.
-        max_refills: how many times in a row failed groups may be replaced although all replacements fail too;
-            ``None`` for no bound.
+        max_refills: how many times in a row all replacements of failed groups may fail too; ``None`` for no bound.
         step: the training step.
     """
 

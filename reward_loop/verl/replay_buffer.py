@@ -86,12 +86,7 @@ class RewardReplayBuffer(ReplayBuffer):
     def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
         """Evicts the finished training groups that are filtered, and those that failed without a trajectory.
 
-        Args:
-            step: the training step.
-            metrics: verl's metrics of evictions are added.
-
-        Returns:
-            The uids of the evicted groups, and the number of failed groups among them.
+        Adds verl's metrics of evictions. Returns the uids of the evicted groups, and how many of them failed.
         """
         self._sync_metadata_from_transfer_queue()
         reasons = self._terminal_eviction_reasons(step, "train")

@@ -26,16 +26,8 @@ Rewards = Mapping[str, TrajectoryReward]
 def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined: Collection[str]) -> Rewards:
     """Turns samples into failed samples if their ``turn_level_scores`` or ``token_level_scores`` do not fit.
 
-    All outputs of such a session get the new reward.
-
-    Args:
-        batch: the rows.
-        rewards: their rewards.
-        workers: the reward workers, which count the failures and apply the policy.
-        examined: the uids of groups that were examined before; they are left out.
-
-    Returns:
-        the rewards after the change.
+    All outputs of such a session get the new reward. The workers count the failures and apply the policy. Groups that
+    were examined before are left out. Returns the rewards after the change.
     """
     keys = [key for key in _keys_with_parts(rewards) if uid_of(key) not in examined]
     if not keys:

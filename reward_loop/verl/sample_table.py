@@ -38,12 +38,7 @@ ReadTexts = Callable[[list[str]], Iterable[tuple[str, str]]]
 
 
 class SampleTable:
-    """Logs samples of training steps as tables.
-
-    Args:
-        size: the largest number of samples in a table.
-        every: the number of steps from one table to the next.
-    """
+    """Logs at most ``size`` samples of every ``every``-th training step as a table."""
 
     def __init__(self, size: int, every: int) -> None:
         self._size = size
@@ -73,13 +68,9 @@ class SampleTable:
         return cls(options.log_samples, options.log_samples_every)
 
     def log(self, step: int, rewards: StepRewards, read: ReadTexts, loggers: Collection[str]) -> None:
-        """Logs the samples of a step, if it is one of those with a table. Errors are logged, and cost only the table.
+        """Logs the samples of a step, if it is one of those with a table, to those of the loggers that are running.
 
-        Args:
-            step: the training step.
-            rewards: the rewards of the step.
-            read: returns the texts of samples.
-            loggers: the names of the loggers that are running.
+        Errors are logged, and cost only the table.
         """
         if step % self._every or not rewards.trajectories:
             return

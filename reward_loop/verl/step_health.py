@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class StepHealth:
     """Runs the monitors on each training step. Without records, the monitors of judges have no values.
 
-    Args:
-        options: the options of the run.
-        workers: the reward workers, which count the requests to judges.
+    The reward workers count the requests to judges.
     """
 
     def __init__(self, options: RewardLoopConfig, workers: RewardWorkers) -> None:

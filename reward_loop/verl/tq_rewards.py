@@ -117,7 +117,7 @@ def write_rewards(
 
     Args:
         batch: a batch with all outputs of the sessions; rows of other sessions stay as they are.
-        keys: the key of one output of each session.
+        keys: the key of one output of each session, in the order of ``rewards``.
         rewards: the reward of each session.
         raw_scores: the scores before ``post_process_scores``, by key, if the rewards are its results.
     """

@@ -160,7 +160,7 @@ class RewardLoopTrainer(RecordingTrainer):
             if self.local_trigger_step == self.parameter_sync_step - 1 and not self._rewards.trained:
                 raise
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
-            zero(self._part.keys, *self._advantage_fields(), *MASKS, partition_id=self._part.partition_id)
+            self._mask(self._part.keys)
             return self._part
 
     def _validate(self) -> dict[str, float]:
@@ -278,11 +278,7 @@ class RewardLoopTrainer(RecordingTrainer):
             super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
         self._rewards.trained |= learned
-        zero(
-            [key for key in batch.keys if key not in learned],
-            *(*self._advantage_fields(), *MASKS),
-            partition_id=batch.partition_id,
-        )
+        self._mask([key for key in batch.keys if key not in learned])
         return copy(batch)
 
     def _final_rewards(self, batch: Any) -> Mapping[str, TrajectoryReward]:
@@ -334,12 +330,12 @@ class RewardLoopTrainer(RecordingTrainer):
             )
         return learning
 
-    def _advantage_fields(self) -> list[str]:
-        """Returns the fields that verl writes with the advantage, apart from the masks.
+    def _mask(self, keys: list[str]) -> None:
+        """Excludes training rows from the loss: writes zeros to the masks, and to all fields of the advantage.
 
-        Rows without an advantage need zeros in these fields, because verl reads only fields that all rows have.
+        verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
-        fields = ["advantages", "returns"]
+        fields = ["advantages", "returns", *MASKS]
         if self.config.algorithm.use_kl_in_reward:
             fields.append("token_level_rewards")
         correction = self.config.algorithm.get("rollout_correction")
@@ -350,7 +346,7 @@ class RewardLoopTrainer(RecordingTrainer):
             and self.config.actor_rollout_ref.rollout.calculate_log_probs
         ):
             fields.append("rollout_is_weights")
-        return fields
+        zero(keys, *fields)
 
     @contextmanager
     def _apart_from_advantage(self, name: str) -> Iterator[None]:

@@ -62,6 +62,7 @@ class Trainer(RewardPipelineTrainer):
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
+        self.masked: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._mini_batch_groups = 2
         self._progress = Progress()
@@ -108,13 +109,8 @@ class Trainer(RewardPipelineTrainer):
     def _data_parallel_size(self) -> int:
         return 1
 
-    def _advantage_fields(self) -> list[str]:
-        return []
-
-
-@pytest.fixture(autouse=True)
-def _without_transfer_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "zero", lambda *args: None)
+    def _mask(self, keys: list[str]) -> None:
+        self.masked += keys
 
 
 def done(*args: Any, **kwargs: Any) -> list[str]:
@@ -328,17 +324,15 @@ def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     assert trainer.done.count("generate") == 1
 
 
-def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    masked: list[str] = []
-    monkeypatch.setattr(pipeline, "zero", lambda keys, *fields: masked.extend(keys))
-    assert done(PIPELINE, EVEN, "abcd", fully_masked="ab") == [
+def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip() -> None:
+    trainer = Trainer(PIPELINE, EVEN, "abcd", fully_masked="ab")
+    trainer.step({}, {})
+    assert trainer.done == [
         *("generate", "prepare"),
         *("advantage of ab", "update on 8 rows"),
         *("advantage of cd", "update on 8 rows"),
     ]
-    assert masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
+    assert trainer.masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
     with pytest.raises(NothingToLearnError):
         done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
 
