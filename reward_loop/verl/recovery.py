@@ -131,8 +131,8 @@ class Recovery:
 
     def _judge_missing(self, trajectories: KVBatchMeta) -> None:
         """Computes the rewards of those trajectories that have none in TransferQueue."""
-        rows = zip(trajectories.keys, trajectories.tags, strict=True)
-        missing = [i for i, row in enumerate(rows) if "rm_scores" not in field_names(*row, "train")]
+        tagged = zip(trajectories.keys, trajectories.tags, strict=True)
+        missing = [i for i, row in enumerate(tagged) if "rm_scores" not in field_names(*row, "train")]
         if missing:
             batch = select(trajectories, missing)
             keys, rows = read_sessions(batch)
