@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, is_non_tensor
 from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.trajectory_keys import uid_of
@@ -64,7 +64,7 @@ def read_rows(keys: Sequence[str], partition_id: str, *fields: str) -> list[tupl
 def _values(column: Any) -> Sequence[Any]:
     if isinstance(column, torch.Tensor):
         return column.unbind()
-    return [getattr(value, "data", value) for value in column]
+    return [value.data if is_non_tensor(value) else value for value in column]
 
 
 def field_names(key: str, tag: dict, partition_id: str) -> list[str]:

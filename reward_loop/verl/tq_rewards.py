@@ -7,12 +7,11 @@ Rows that verl adds as padding are copies of other rows, and never get a reward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import transfer_queue as tq
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -30,14 +29,15 @@ RAW_SCORE = "raw_score"
 """Key of a trajectory's ``extra_fields``: its score before ``post_process_scores``. Only groups that have been
 post-processed have it."""
 
-AGENT_OUTPUT = frozenset({"prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"})
+TENSORS = ("prompts", "responses", "input_ids", "position_ids")
+
+AGENT_OUTPUT = frozenset({*TENSORS, "num_turns", "extra_fields"})
 """Columns of an agent loop's output that a reward worker receives."""
 
 NOT_FOR_REWARDS = frozenset(AgentLoopOutput.model_fields).union(
     ("loss_mask", "rollout_log_probs", "rm_scores", "multi_modal_inputs", "teacher_ids", "teacher_logprobs")
 )
-"""Columns that an agent loop writes; all other columns come from the data set. Of these, only `AGENT_OUTPUT` is
-fetched, because images and routed experts are large."""
+"""Columns that an agent loop writes; all other columns come from the data set."""
 
 
 def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
@@ -46,49 +46,46 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
     Returns:
         The key of each session's last output; and a ``DataProto`` for each session, with one row per output.
     """
-    sessions: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for position, key in enumerate(batch.keys):
-        session, index = session_of(key)
-        sessions[session].append((index, position))
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_reward_columns(batch))
-    tensors = {name: list(data[name].unbind()) for name in ("prompts", "responses", "input_ids", "position_ids")}
-    others = {
-        name: list(data[name])
-        for name in data.keys()  # noqa: SIM118  iterating a TensorDict goes over its rows
-        if not isinstance(data.get(name), torch.Tensor)
+    # Only these: images and routed experts are large.
+    names = [
+        name
+        for name in field_names(batch.keys[0], batch.tags[0], batch.partition_id)
+        if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS
+    ]
+    outputs = dict(zip(batch.keys, read_rows(batch.keys, batch.partition_id, *names), strict=True))
+    sessions: dict[str, list[str]] = defaultdict(list)
+    for key in batch.keys:
+        sessions[session_of(key)[0]].append(key)
+    rows = []
+    for keys in sessions.values():
+        keys.sort(key=session_of)
+        rows.append(_as_data_proto([dict(zip(names, outputs[key], strict=True)) for key in keys]))
+        if batch.partition_id == "val":
+            rows[-1].non_tensor_batch[VALIDATE] = np.array([True] * len(keys))
+    return [keys[-1] for keys in sessions.values()], rows
+
+
+def _as_data_proto(outputs: Sequence[Mapping[str, Any]]) -> DataProto:
+    tensors = {name: [output[name] for output in outputs] for name in TENSORS}
+    tensors["attention_mask"] = [torch.ones_like(ids) for ids in tensors["input_ids"]]
+    columns = {
+        name: [output[name] for output in outputs]
+        for name, value in outputs[0].items()
+        if not isinstance(value, torch.Tensor)
     }
-    if batch.partition_id == "val":
-        others[VALIDATE] = [True] * len(batch.keys)
-    keys, rows = [], []
-    for outputs in sessions.values():
-        positions = [position for _, position in sorted(outputs)]
-        keys.append(batch.keys[positions[-1]])
-        rows.append(_row(tensors, others, positions))
-    return keys, rows
-
-
-def _reward_columns(batch: Any) -> list[str]:
-    """Returns the columns that a reward worker receives: those of the data set, and `AGENT_OUTPUT`."""
-    names = field_names(batch.keys[0], batch.tags[0], batch.partition_id)
-    return [name for name in names if name in AGENT_OUTPUT or name not in NOT_FOR_REWARDS]
-
-
-def _row(tensors: dict[str, list[torch.Tensor]], others: dict[str, list[Any]], positions: Sequence[int]) -> DataProto:
-    padded = {name: pad_sequence([values[p] for p in positions], batch_first=True) for name, values in tensors.items()}
-    padded["attention_mask"] = pad_sequence(
-        [torch.ones_like(tensors["input_ids"][p]) for p in positions], batch_first=True
+    columns["__num_turns__"] = columns.pop("num_turns", [None for _ in outputs])
+    columns["tool_extra_fields"] = columns.pop("extra_fields", [{} for _ in outputs])
+    columns["response_len"] = [len(response) for response in tensors["responses"]]
+    padded = {name: pad_sequence(values, batch_first=True) for name, values in tensors.items()}
+    return DataProto(
+        batch=TensorDict(padded, batch_size=len(outputs)),
+        non_tensor_batch={name: _objects(values) for name, values in columns.items()},
     )
-    columns = {name: _objects(values[p] for p in positions) for name, values in others.items()}
-    columns["__num_turns__"] = columns.pop("num_turns", _objects(None for _ in positions))
-    columns["response_len"] = _objects(len(tensors["responses"][p]) for p in positions)
-    columns["tool_extra_fields"] = columns.pop("extra_fields", _objects({} for _ in positions))
-    return DataProto(batch=TensorDict(padded, batch_size=len(positions)), non_tensor_batch=columns)
 
 
-def _objects(values: Iterable[Any]) -> np.ndarray:
-    items = [getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value for value in values]
-    column = np.empty(len(items), dtype=object)
-    column[:] = items
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
     return column
 
 

@@ -115,8 +115,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (tq_batches, tq_rewards):
-        monkeypatch.setattr(module, "tq", queue)
+    monkeypatch.setattr(tq_batches, "tq", queue)
     return queue
 
 
@@ -281,6 +280,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
         "num_turns": 2,
         "extra_fields": {"tool": 1},
         **{name: f"of the data set: {name}" for name in ("uid", "data_source", "reward_model", "raw_prompt", "mine")},
+        "choices": np.array(["yes", "no"]),
         **dict.fromkeys(("routed_experts", "rollout_log_probs", "response_mask", "loss_mask", "rm_scores"), ids),
         "multi_modal_inputs": {"pixel_values": ids},
         "metrics": {"generate_sequences": 1.0},
@@ -290,11 +290,12 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     (fetched,) = queue.fetched
     assert fetched == {
         *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),
-        *("uid", "data_source", "reward_model", "raw_prompt", "mine"),
+        *("uid", "data_source", "reward_model", "raw_prompt", "mine", "choices"),
     }
     assert data.non_tensor_batch["mine"][0] == "of the data set: mine"
     assert data.non_tensor_batch["tool_extra_fields"][0] == {"tool": 1}
     assert data.non_tensor_batch["__num_turns__"][0] == 2
+    assert data.non_tensor_batch["choices"][0].tolist() == ["yes", "no"]
 
 
 @pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
