@@ -209,7 +209,8 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
     answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
     asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
     failing.agent_loop_manager = SimpleNamespace(agent_loop_workers=asked)
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: [answers[ref] for ref in refs])
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", answers.__getitem__)
     with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
         check({"h"}, {"c"})
 
