@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GENERATED", "Event", "Progress", "Recovered", "overlap_metrics"]
+__all__ = ["GENERATED", "Event", "Progress", "overlap_metrics"]
 
 GENERATED = "generated"
 """The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
@@ -21,20 +20,6 @@ Event = tuple[Literal["judging", "judged", "generated", "published", "over", "fa
 - ``over``: all sessions of the prompt have ended, rewards included;
 - ``failed``: a session failed without a trajectory; the subject is the session and the error.
 """
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """What the death of agent loop workers has changed. All prompts are given by their uids."""
-
-    workers: dict[int, Any] = field(default_factory=dict)
-    """The replacements, by number."""
-    received: set[str] = field(default_factory=set)
-    """The prompts that the dead workers had received."""
-    generated_again: set[str] = field(default_factory=set)
-    """The training prompts that are generated again."""
-    judged_again: set[str] = field(default_factory=set)
-    """The prompts whose missing rewards were computed again. They are complete."""
 
 
 class Progress:
@@ -105,10 +90,14 @@ class Progress:
             elif uid in self.unpublished and tag.get(GENERATED):
                 self.record(("published", uid), at)
 
-    def lose_rewards(self, uids: Collection[str]) -> None:
-        """Removes the pending rewards of prompts whose worker has died. Counts as an event."""
+    def restart(self, uids: Collection[str]) -> None:
+        """Records that the worker of these prompts has died: the unfinished ones are generated again.
+
+        `record_tags` then moves those on that are further. Counts as an event.
+        """
         self.events += 1
         self._out = {session: at for session, at in self._out.items() if session.rsplit("_", 1)[0] not in uids}
+        self.submit(self.unfinished.intersection(uids))
 
     def start_step(self) -> None:
         """Starts the counts of a training step."""

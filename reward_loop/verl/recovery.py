@@ -29,7 +29,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
-from reward_loop.verl.progress import GENERATED, Recovered
+from reward_loop.verl.progress import GENERATED
 from reward_loop.verl.tq_batches import field_names, read_trajectories, select, unfinished_prompts
 from reward_loop.verl.tq_rewards import read_sessions, write_rewards
 from reward_loop.verl.trajectory_keys import session_of, uid_of
@@ -70,8 +70,10 @@ class Recovery:
         if dead := self._manager.dead_workers():
             self.recover(dead, step)
 
-    def recover(self, dead: Collection[int], step: int) -> Recovered:
+    def recover(self, dead: Collection[int], step: int) -> set[str]:
         """Replaces the dead workers with these numbers, and has their unfinished prompts judged or generated again.
+
+        Returns the prompts that they had received. Their tags in TransferQueue show what is left to do.
 
         Raises:
             RewardLoopError: a replacement did not start; too many workers died while they had the same prompt; or the
@@ -97,9 +99,7 @@ class Recovery:
             "agent loop worker %s was replaced: %d of its prompts are generated again, and %d were judged again",
             *(", ".join(map(str, dead)), len(again), len(published)),
         )
-        workers = {number: self._manager.agent_loop_workers[number] for number in dead}
-        training = {uid for uid in again if lost[uid][0] == "train"}
-        return Recovered(workers, received, training, published)
+        return received
 
     def _reset(self, prompts: dict[str, str], step: int) -> None:
         """Deletes the trajectories of prompts, and resets their tags. ``prompts`` maps each uid to its partition."""

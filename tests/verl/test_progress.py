@@ -41,7 +41,7 @@ def test_tags_complete_the_events_that_are_missing() -> None:
 
 def test_the_pending_rewards_of_a_dead_worker_are_removed() -> None:
     progress = told((1, ("judging", "a_0")), (2, ("judging", "b_0")), (3, ("judging", "b_11")), uids="ab")
-    progress.lose_rewards({"b", "z"})
+    progress.restart({"b", "z"})
     assert progress.metrics(5) == {
         "reward_pipeline/rewards_pending": 1,
         "reward_pipeline/rewards_pending_max": 3,
@@ -49,6 +49,15 @@ def test_the_pending_rewards_of_a_dead_worker_are_removed() -> None:
     }
     progress.record(("judged", "a_0"), 6)
     assert progress.pending == 0
+
+
+def test_the_unfinished_prompts_of_a_dead_worker_are_generated_again_unless_their_tags_show_more() -> None:
+    progress = told((1, ("published", "a")), (2, ("published", "b")), (3, ("over", "c")), uids="abcd")
+    # The training progress does not contain prompts of a validation, such as `v`, and would wait for them indefinitely.
+    progress.restart({"a", "b", "c", "v"})
+    assert progress.generating == progress.unfinished == {"a", "b", "d"}
+    progress.record_tags({"a": {"status": "pending", GENERATED: False}, "b": {"status": "finished"}}, 4)
+    assert progress.generating == progress.unfinished == {"a", "d"}
 
 
 def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:
