@@ -190,67 +190,61 @@ def validation_metrics(
         sizes: the number of requested rollouts of each prompt. Failed rollouts count as ``acc`` 0, as in verl.
     """
     prompts = [(str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True)]
-    there = Counter(prompts)
-    sizes = dict(there) | dict(sizes or {})
+    sizes = Counter(prompts) | Counter(sizes)
     numbers = only_numbers(columns)
     numbers["reward"] = unmasked(numbers["reward"], columns.get("reward_masked"))
     acc = numbers.get("acc") or [None] * len(prompts)
-    without_acc = Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
     # verl treats a sample without `acc` as a failed rollout, and counts 0 for it.
-    expected = {prompt: size - without_acc[prompt] for prompt, size in sizes.items()}
+    expected = sizes - Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
     metrics = verls(data_sources, uids, numbers, turns, expected_acc_counts=expected)
-    failed_rollouts = {prompt: size - there[prompt] for prompt, size in sizes.items()}
     outcomes = Counter(columns.get("reward_outcome", ()))
     return {
         **_of_whole_prompts(metrics, sizes),
-        **_means(numbers, prompts, sizes, failed_rollouts),
+        **_means(numbers, prompts, sizes),
         **{f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if any(outcomes)},
     }
 
 
-def _means(
-    numbers: Mapping[str, Sequence[Any]],
-    prompts: Sequence[Prompt],
-    sizes: Mapping[Prompt, int],
-    failed_rollouts: Mapping[Prompt, int],
-) -> dict[str, float]:
+def _means(numbers: Mapping[str, Sequence[Any]], prompts: Sequence[Prompt], sizes: Counter[Prompt]) -> dict[str, float]:
+    samples = [
+        (prompt, name, value)
+        for name, column in numbers.items()
+        for prompt, value in zip(prompts, column, strict=True)
+        if isinstance(value, float)
+    ]
+    of_acc = [(prompt, value) for prompt, name, value in samples if name == "acc"]
+    with_acc = {source for (source, _), _ in of_acc}
+    samples += [(prompt, "acc_success_only", value) for prompt, value in of_acc]
+    failed_rollouts = sizes - Counter(prompts)
+    samples += [(prompt, "acc", 0.0) for prompt in failed_rollouts.elements() if prompt[0] in with_acc]
     values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for name, column in numbers.items():
-        for prompt, value in zip(prompts, column, strict=True):
-            if isinstance(value, float):
-                values[prompt[0], name, sizes[prompt]].append(value)
-    with_acc = {source for source, name, _ in values if name == "acc"}
-    for source, name, size in list(values):
-        if name == "acc":
-            values[source, "acc_success_only", size] = list(values[source, name, size])
-    for prompt, count in failed_rollouts.items():
-        if prompt[0] in with_acc:
-            values[prompt[0], "acc", sizes[prompt]] += [0.0] * count
+    for prompt, name, value in samples:
+        values[prompt[0], name, sizes[prompt]].append(value)
     largest = _largest(sizes)
     means = {}
-    for (source, name, size), samples in values.items():
+    for (source, name, size), of_size in values.items():
         core = name == ("acc" if source in with_acc else "reward") and size == largest[source]
-        means[f"val-{'core' if core else 'aux'}/{source}/{name}/mean@{size}"] = float(np.mean(samples))
+        means[f"val-{'core' if core else 'aux'}/{source}/{name}/mean@{size}"] = float(np.mean(of_size))
     return means
 
 
 def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
     """Returns verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
     largest = _largest(sizes)
+    sources = "|".join(re.escape(source) for source in sorted(largest, key=len, reverse=True))
+    name = re.compile(rf"val-(core|aux)/(({sources})/.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)")
     kept = {}
     for metric, value in metrics.items():
-        found = re.fullmatch(r"val-(core|aux)/(.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)", metric)
-        source = max((s for s in largest if found and found[2].startswith(f"{s}/")), key=len, default=None)
-        if found is None or source is None:
+        found = name.fullmatch(metric)
+        if found is None:
             kept[metric] = value
             continue
-        kind, size = found[4], int(found[5])
+        section, variable, source, statistic, kind, size = *found.groups()[:5], int(found[6])
         whole = {n for (of, _), n in sizes.items() if of == source}
         # verl's bootstrap draws 2, 4, 8, ... values of a prompt, and all of them.
         drawn = kind != "std" and size & (size - 1) == 0 and size < largest[source]
         if kind != "mean" and (size in whole or drawn):
-            section = found[1] if size == largest[source] else "aux"
-            kept[f"val-{section}/{found[2]}/{found[3]}"] = value
+            kept[f"val-{section if size == largest[source] else 'aux'}/{variable}/{statistic}"] = value
     return kept
 
 
