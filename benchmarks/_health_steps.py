@@ -65,7 +65,7 @@ def measure(samples: int, group: int, tokens: int, steps: int) -> dict[str, floa
     seconds = []
     for number in range(1, steps + 1):
         queue.seconds, began = 0.0, time.process_time()
-        assert health.metrics(number, rewards, "train")
+        assert health.metrics(number, rewards)
         seconds.append(time.process_time() - began - queue.seconds)
     return {
         "ms_median": round(1000 * statistics.median(seconds), 1),

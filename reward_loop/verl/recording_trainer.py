@@ -118,23 +118,22 @@ class RecordingTrainer(PPOTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:
             try:
-                self._record_advantages(self._records, batch.partition_id)
+                self._record_advantages(self._records)
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
         if self._table is not None:
-            read = partial(self._read_texts, batch.partition_id)
-            self._table.log(self.global_steps, self._rewards, read, running_loggers(self.logger))
+            self._table.log(self.global_steps, self._rewards, self._read_texts, running_loggers(self.logger))
 
-    def _read_texts(self, partition_id: str, keys: list[str]) -> Iterator[tuple[str, str]]:
+    def _read_texts(self, keys: list[str]) -> Iterator[tuple[str, str]]:
         """Yields the prompt and the response of each key."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        for prompt, response in read_rows(keys, partition_id, "prompts", "responses"):
+        for prompt, response in read_rows(keys, "train", "prompts", "responses"):
             yield decode(prompt), decode(response)
 
-    def _record_advantages(self, records: Records, partition_id: str) -> None:
+    def _record_advantages(self, records: Records) -> None:
         """Records the advantage of each sample of the step: the mean over the tokens that are trained on."""
         keys = final_outputs(self._rewards.trained)
-        columns = read_rows(keys, partition_id, "advantages", "response_mask")
+        columns = read_rows(keys, "train", "advantages", "response_mask")
         trained = [(key, advantages[mask.bool()]) for key, (advantages, mask) in zip(keys, columns, strict=True)]
         records.write_rows(
             [

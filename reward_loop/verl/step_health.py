@@ -34,7 +34,7 @@ class StepHealth:
         self._watch = HealthWatch(options.health)
         self._records = open_health(options.log_dir) if options.log_dir else None
 
-    def metrics(self, step: int, rewards: StepRewards, partition_id: str) -> dict[str, float]:
+    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
         """Returns the values of the monitors for a step, and logs and records the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
@@ -42,7 +42,7 @@ class StepHealth:
         if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            found = self._watch.check(self._observe(step, rewards, partition_id))
+            found = self._watch.check(self._observe(step, rewards))
         except Exception:  # observability must not stop a run
             logger.exception("the monitors of reward_loop.health failed in step %d", step)
             return {}
@@ -60,7 +60,7 @@ class StepHealth:
         if self._records is not None:
             self._records.flush()
 
-    def _observe(self, step: int, rewards: StepRewards, partition_id: str) -> Observation:
+    def _observe(self, step: int, rewards: StepRewards) -> Observation:
         by_key = rewards.samples()
         keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
@@ -75,8 +75,7 @@ class StepHealth:
             components=_components(samples),
             unscored=sum(sample.outcome == Outcome.UNSCORED for sample in samples),
             responses=[
-                response[: options.sampled_tokens].numpy()
-                for (response,) in read_rows(sampled, partition_id, "responses")
+                response[: options.sampled_tokens].numpy() for (response,) in read_rows(sampled, "train", "responses")
             ],
             judges=self._judges(),
         )

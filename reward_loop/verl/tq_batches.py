@@ -86,14 +86,14 @@ def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any])
     tq.kv_batch_put(keys=list(keys), partition_id=partition_id, fields=TensorDict(fields, batch_size=len(keys)))
 
 
-def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:
-    """Writes zeros to fields of some rows, one for each token of the response."""
-    masks = [mask for (mask,) in read_rows(keys, partition_id, "response_mask")]
+def zero(keys: Sequence[str], *fields: str) -> None:
+    """Writes zeros to fields of some training rows, one for each token of the response."""
+    masks = [mask for (mask,) in read_rows(keys, "train", "response_mask")]
     zeros = {
         field: [torch.zeros_like(mask, dtype=None if field in MASKS else torch.float32) for mask in masks]
         for field in fields
     }
-    write_rows(keys, partition_id, **zeros)
+    write_rows(keys, "train", **zeros)
 
 
 def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:

@@ -197,17 +197,17 @@ class RewardLoopTrainer(RecordingTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
-        metrics.update(self._trained_rewards(batch.partition_id))
-        metrics.update(self._health.metrics(self.global_steps, self._rewards, batch.partition_id))
+        metrics.update(self._trained_rewards())
+        metrics.update(self._health.metrics(self.global_steps, self._rewards))
         if self._settings.options.audit.reask:
             metrics.update(audit_metrics(self.reward_workers.audit_counts()))
 
-    def _trained_rewards(self, partition_id: str) -> dict[str, float]:
+    def _trained_rewards(self) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""
         keys = final_outputs(self._rewards.trained)
         scores = rewards = [self._rewards.trajectories[key].reward for key in keys]
         if self.config.algorithm.use_kl_in_reward:
-            rewards = [float(row.sum()) for (row,) in read_rows(keys, partition_id, "token_level_rewards")]
+            rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
         return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
     def on_sample_end(self) -> None:

@@ -45,7 +45,7 @@ def trainer(tmp_path: Path) -> Any:
     made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
     made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
     made._records, made._rewards = Records(tmp_path), StepRewards()
-    made._health = SimpleNamespace(metrics=lambda step, rewards, partition_id: {})
+    made._health = SimpleNamespace(metrics=lambda step, rewards: {})
     made.global_steps = 7
     return made
 
@@ -109,7 +109,7 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
 
     monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._rewards.trained = set(rows)
     trainer._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
     assert trainer._records.flush()
@@ -126,7 +126,7 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
 
     monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=fail))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {"critic/score/mean": 1.0})
+    monkeypatch.setattr(trainer, "_trained_rewards", lambda: {"critic/score/mean": 1.0})
     trainer._rewards.trained = {"q_0_0"}
     metrics: dict[str, float] = {}
     trainer._compute_metrics(SimpleNamespace(partition_id="train"), metrics, {}, global_steps=7, epoch=0)
@@ -162,7 +162,7 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
     monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
     monkeypatch.setattr(PPOTrainer, "fit", fit)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._settings, trainer._records = resolved("reward_loop.log_samples=3"), None
     trainer._health.flush = lambda: None
     info = {"reward_outcome": "scored", "format": 1.0}

@@ -67,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_values_of_a_step_become_metrics(run: Run) -> None:
-    found = run.health().metrics(1, run.rewards(), "train")
+    found = run.health().metrics(1, run.rewards())
     assert found == {
         "reward_loop/health/zero_variance_groups": 0,
         "reward_loop/health/masked_share": 0.25,
@@ -84,7 +84,7 @@ def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Pat
         {"calls": 30, "without_verdict": 30, "seconds": [1.0] * 30},
         {"calls": 30, "without_verdict": 0, "seconds": [3.0] * 30},
     ]
-    found = run.health(tmp_path).metrics(1, run.rewards(), "train")
+    found = run.health(tmp_path).metrics(1, run.rewards())
     assert found["reward_loop/health/unparsable_verdicts"] == 0.5
     assert found["reward_loop/health/judge_latency"] == 3.0
 
@@ -92,7 +92,7 @@ def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Pat
 def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitors = run.health(tmp_path, masked_share=0.1)
     with caplog.at_level(logging.WARNING):
-        metrics = [monitors.metrics(step, run.rewards(), "train") for step in range(1, 7)]
+        metrics = [monitors.metrics(step, run.rewards()) for step in range(1, 7)]
     assert [found["reward_loop/health/warnings"] for found in metrics] == [0, 0, 1, 1, 1, 1]
     (logged,) = caplog.messages
     assert logged.startswith(
@@ -108,23 +108,23 @@ def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog:
 
 
 def test_without_records_warnings_are_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards(), "train")
+    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_monitors_that_are_off_read_nothing(run: Run) -> None:
-    assert run.health(enabled=False).metrics(1, run.rewards(), "train") == {}
+    assert run.health(enabled=False).metrics(1, run.rewards()) == {}
     assert run.fetched == []
 
 
 def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     del run.rows["p0_0_0"]["responses"]
-    assert run.health().metrics(7, run.rewards(), "train") == {}
+    assert run.health().metrics(7, run.rewards()) == {}
     assert "failed in step 7" in caplog.text
 
 
 def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
-    run.health(sampled_responses=8).metrics(1, run.rewards(), "train")
+    run.health(sampled_responses=8).metrics(1, run.rewards())
     assert run.fetched == [("responses", 8)]
 
 
