@@ -67,8 +67,7 @@ from verl.utils.debug import marked_timer
 
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.mode_options import PIPELINE_MODE, read_mode
-from reward_loop.verl.pipeline_schedule import make_schedule, mini_batch_groups
+from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
 from reward_loop.verl.progress import GENERATED, Progress, overlap_metrics
 from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
