@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
 
 from reward_loop.errors import ConfigError
-from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.reward_metrics import Rewards
 
 __all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
 
@@ -31,7 +31,7 @@ def switch_estimator(config: DictConfig) -> None:
 
 
 def component_rewards(
-    keys: Sequence[str], rewards: Mapping[str, TrajectoryReward], names: Sequence[str], default_score: float
+    keys: Sequence[str], rewards: Rewards, names: Sequence[str], default_score: float
 ) -> dict[str, np.ndarray]:
     """Returns each named reward as a float32 array with one number per row of a batch.
 

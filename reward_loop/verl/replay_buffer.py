@@ -5,7 +5,7 @@ verl waits indefinitely for rollouts and their rewards, and replaces failed grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
 
@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.mode_options import ModeOptions
-from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import uid_of
 
 __all__ = ["REWARD_METRIC", "RewardReplayBuffer", "extend"]
@@ -45,7 +45,7 @@ class RewardReplayBuffer(ReplayBuffer):
         self,
         buffer: ReplayBuffer,
         mode: ModeOptions,
-        final_rewards: Callable[[KVBatchMeta, str], Mapping[str, TrajectoryReward]],
+        final_rewards: Callable[[KVBatchMeta, str], Rewards],
     ) -> None:
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []

@@ -11,16 +11,13 @@ import torch
 from reward_loop._util.text import shorten
 from reward_loop.scoring.dense_rewards import are_numbers
 from reward_loop.types import PART_KEYS, Reward
-from reward_loop.verl.reward_metrics import TrajectoryReward
+from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.tq_batches import read_rows, write_rows
 from reward_loop.verl.tq_rewards import read_rewards, write_rewards
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["misfit", "place", "place_parts", "post_process", "reject_parts"]
-
-Rewards = Mapping[str, TrajectoryReward]
-"""The rewards of a batch by key of the trajectory, see `read_rewards`."""
 
 
 def reject_parts(batch: Any, rewards: Rewards, workers: RewardWorkers, examined: Collection[str]) -> Rewards:

@@ -20,6 +20,7 @@ from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
+    "Rewards",
     "StepRewards",
     "TrajectoryReward",
     "added_seconds",
@@ -75,6 +76,10 @@ class TrajectoryReward:
     def is_masked(self) -> bool:
         """Whether the sample is excluded from training."""
         return bool(self.info.get("reward_masked"))
+
+
+Rewards = Mapping[str, TrajectoryReward]
+"""The rewards of a batch by key of the trajectory."""
 
 
 @dataclass

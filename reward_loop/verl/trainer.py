@@ -27,8 +27,8 @@ from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
 from reward_loop.verl.resolve import without_reward
 from reward_loop.verl.reward_changes import place_parts, post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
+    Rewards,
     StepRewards,
-    TrajectoryReward,
     added_seconds,
     audit_metrics,
     spread,
@@ -281,7 +281,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._mask([key for key in batch.keys if key not in learned])
         return copy(batch)
 
-    def _final_rewards(self, batch: Any) -> Mapping[str, TrajectoryReward]:
+    def _final_rewards(self, batch: Any) -> Rewards:
         """Returns the rewards by key, after their last changes. Adds them to those of the step."""
         if self._pending_rewards is not None:
             keys, pending = self._pending_rewards
@@ -297,7 +297,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self._rewards.trajectories.update(rewards)
         return rewards
 
-    def _fitting_rewards(self, batch: Any) -> Mapping[str, TrajectoryReward]:
+    def _fitting_rewards(self, batch: Any) -> Rewards:
         """Returns the rewards after dense rewards that do not fit were rejected, except in groups examined before.
 
         To be called before `post_process_scores` compares the scores of a group.
@@ -305,14 +305,14 @@ class RewardLoopTrainer(RecordingTrainer):
         examined = self.replay_buffer.classified_groups(batch.partition_id)
         return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
 
-    def _rewards_to_filter_by(self, batch: Any, metric: str) -> Mapping[str, TrajectoryReward]:
+    def _rewards_to_filter_by(self, batch: Any, metric: str) -> Rewards:
         """Returns the rewards of finished groups, before they are filtered by a metric."""
         rewards = self._fitting_rewards(batch)
         if self._post_processes and metric == REWARD_METRIC:
             rewards = post_process(batch, rewards, self.reward_workers)
         return rewards
 
-    def _learning(self, batch: Any, rewards: Mapping[str, TrajectoryReward]) -> list[int]:
+    def _learning(self, batch: Any, rewards: Rewards) -> list[int]:
         """Returns the positions of the rows that are not padding, not masked, and not without a baseline.
 
         Raises:
