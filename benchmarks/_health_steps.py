@@ -11,8 +11,9 @@ import torch
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import Findings, HealthWatch, Observation
-from reward_loop.verl import step_health
-from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl import tq_batches
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
+from reward_loop.verl.step_health import StepHealth
 
 COMPONENTS = 8
 
@@ -21,19 +22,13 @@ class Queue:
     """The rows of a step, read as from TransferQueue."""
 
     def __init__(self, keys: list[str], tokens: int, rng: np.random.Generator) -> None:
-        self.rows = {key: self._row(int(rng.integers(1, tokens + 1)), float(rng.random())) for key in keys}
+        self.rows = {key: torch.randint(0, 150_000, (int(rng.integers(1, tokens + 1)),)) for key in keys}
         self.seconds = 0.0
-
-    @staticmethod
-    def _row(length: int, score: float) -> dict[str, torch.Tensor]:
-        scores = torch.zeros(length)
-        scores[-1] = score
-        return {"rm_scores": scores, "responses": torch.randint(0, 150_000, (length,))}
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
         began = time.process_time()
         (field,) = select_fields
-        data = {field: torch.nested.as_nested_tensor([self.rows[key][field] for key in keys], layout=torch.jagged)}
+        data = {field: torch.nested.as_nested_tensor([self.rows[key] for key in keys], layout=torch.jagged)}
         self.seconds += time.process_time() - began
         return data
 
@@ -58,22 +53,19 @@ def measure(samples: int, group: int, tokens: int, steps: int) -> dict[str, floa
     keys = [f"{i // group:08x}_{i % group}_0" for i in range(samples)]
     queue = Queue(keys, tokens, rng)
     rewards = StepRewards()
-    rewards.add(
-        {
-            key: {"reward_outcome": "scored", **{f"c{i}": float(rng.random()) for i in range(COMPONENTS)}}
-            for key in keys
-        },
-        {key: float(row["rm_scores"][-1]) for key, row in queue.rows.items()},
-    )
+    for key, response in queue.rows.items():
+        info = {"reward_outcome": "scored", **{f"c{i}": float(rng.random()) for i in range(COMPONENTS)}}
+        score = float(rng.random())
+        rewards.trajectories[key] = TrajectoryReward(info, score, raw_score=score, tokens=len(response))
     options = RewardLoopConfig()
     no_workers: Any = None  # without records, they are not asked
-    health, watch = step_health.StepHealth(options, no_workers), TimedWatch(options.health)
+    health, watch = StepHealth(options, no_workers), TimedWatch(options.health)
     health._watch = watch
-    step_health.tq = queue
+    tq_batches.tq = queue
     seconds = []
     for number in range(1, steps + 1):
         queue.seconds, began = 0.0, time.process_time()
-        assert health.metrics(number, rewards, "train")
+        assert health.metrics(number, rewards)
         seconds.append(time.process_time() - began - queue.seconds)
     return {
         "ms_median": round(1000 * statistics.median(seconds), 1),

@@ -141,7 +141,16 @@ def events_at_rate(in_flight: int, seconds: float) -> dict[str, float]:
         return time.perf_counter() > until
 
     until = float("inf")
-    with Listener(workers, progress, resync=lambda: None, stall_timeout_s=None, stall_option="") as listener:
+    listening = Listener(
+        workers,
+        progress,
+        recover=lambda dead: (),
+        resync=lambda: None,
+        poll=lambda: None,
+        stall_timeout_s=None,
+        stall_option="",
+    )
+    with listening as listener:
         ray.get([worker.start.remote() for worker in workers])
         listener.wait("rollouts", lambda: not progress.generating)
         until = time.perf_counter() + seconds

@@ -29,13 +29,7 @@ class Assignments:
         self._prompts: dict[str, _Prompt] = {}
 
     def assign(self, worker: int, batch: Any, uids: Iterable[str]) -> None:
-        """Records that a worker received prompts.
-
-        Args:
-            worker: the number of the worker.
-            batch: the data of the prompts: a ``TensorDict``, or any other sequence that can be sliced.
-            uids: the uid of each row of the batch.
-        """
+        """Records that a worker received prompts: ``batch`` has a row for each uid, and can be sliced."""
         for position, uid in enumerate(uids):
             self._prompts[uid] = _Prompt(worker, batch, position)
 

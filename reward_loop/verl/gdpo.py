@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage, register_adv_est
 
 from reward_loop.errors import ConfigError
-from reward_loop.verl.reward_metrics import is_scored
+from reward_loop.verl.reward_metrics import Rewards
 
 __all__ = ["GDPO", "component_rewards", "switch_estimator", "use_rewards"]
 
@@ -31,14 +31,14 @@ def switch_estimator(config: DictConfig) -> None:
 
 
 def component_rewards(
-    keys: Sequence[str], infos: Mapping[str, Mapping[str, Any]], names: Sequence[str], default_score: float
+    keys: Sequence[str], rewards: Rewards, names: Sequence[str], default_score: float
 ) -> dict[str, np.ndarray]:
     """Returns each named reward as a float32 array with one number per row of a batch.
 
     Args:
         keys: the keys of the batch's rows.
-        infos: ``reward_extra_info`` by key, without padding rows. Padding rows and masked rows get 0, which has no
-            effect because their tokens are masked.
+        rewards: the rewards by key, without padding rows. Padding rows and masked rows get 0, which has no effect
+            because their tokens are masked.
         names: the value of ``algorithm.gdpo_reward_keys``.
         default_score: each reward of an unmasked sample without a score. Not all such samples come from the manager
             `gdpo`, which sets it: for example, a sample whose reward worker died repeatedly.
@@ -48,19 +48,19 @@ def component_rewards(
     """
     columns: dict[str, list[float]] = {name: [] for name in names}
     for key in keys:
-        info = infos.get(key)
+        reward = rewards.get(key)
         for name, column in columns.items():
-            if info is None or info.get("reward_masked"):
+            if reward is None or reward.is_masked:
                 column.append(0.0)
-            elif not is_scored(info):
+            elif not reward.is_scored:
                 column.append(default_score)
-            elif name not in info:
+            elif name not in reward.info:
                 raise ConfigError(
                     f"algorithm.gdpo_reward_keys names {name!r}, which rollout {key} does not have: the function must "
                     "return it for every sample. reward_model.reward_manager=gdpo checks this when the function returns"
                 )
             else:
-                column.append(float(info[name]))
+                column.append(float(reward.info[name]))
     return {name: np.asarray(column, dtype=np.float32) for name, column in columns.items()}
 
 

@@ -11,12 +11,7 @@ __all__ = ["WithGroupSize", "group_sizes"]
 
 
 class WithGroupSize:
-    """A data loader that adds the column ``group_size``.
-
-    Args:
-        loader: verl's data loader.
-        n: the number of rollouts of a row without verl's column ``__rollout_n__``.
-    """
+    """verl's data loader, with the column ``group_size``. ``n`` is as in `group_sizes`."""
 
     def __init__(self, loader: Any, n: int) -> None:
         self._loader = loader

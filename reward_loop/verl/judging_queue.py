@@ -59,9 +59,7 @@ class JudgingQueue:
     async def turn(self, reservation: Reservation, *, step: int) -> AsyncIterator[None]:
         """Puts a rollout into the queue, and waits for its turn. The body of the block must judge the rollout.
 
-        Args:
-            reservation: the places of its prompt; one of them is used.
-            step: the version of the weights that generated the rollout.
+        Uses one place of the reservation. ``step`` is the version of the weights that generated the rollout.
         """
         reservation.left -= 1
         entry = self.queue.put_reserved(object(), step=step)

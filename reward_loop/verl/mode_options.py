@@ -1,7 +1,11 @@
-"""The options of the trainer modes that overlap judging with the rest, and what these modes cannot do."""
+"""The options of the trainer modes that overlap judging with the rest, and what these modes cannot do.
+
+Does not import verl.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -9,19 +13,25 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
+from reward_loop.agent.schedule import Schedule
 from reward_loop.config import Config, parse
 from reward_loop.errors import ConfigError
 
 __all__ = [
+    "MINI_BATCH_ESTIMATORS",
     "PIPELINE_MODE",
     "REWARD_QUEUE",
     "ModeOptions",
     "PipelineOptions",
     "RewardQueueOptions",
     "check_mode",
+    "make_schedule",
+    "mini_batch_groups",
     "queue_shares",
     "read_mode",
 ]
+
+logger = logging.getLogger(__name__)
 
 PIPELINE_MODE = "reward_pipeline"
 """The name of our trainer mode, as in ``trainer.v1.trainer_mode=reward_pipeline``."""
@@ -34,6 +44,10 @@ POLL_INTERVAL = "trainer.v1.sampler.poll_interval_s"
 
 POLL_INTERVAL_S = 0.2
 """Its default. verl polls every 2 s, which is a large part of a short step."""
+
+MINI_BATCH_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo"})
+"""Advantage estimators that use only the samples of one group. The others whiten advantages over the whole batch, or
+count over it: ``gpg`` counts the non-zero scores."""
 
 
 class PipelineOptions(Config):
@@ -125,6 +139,30 @@ def _poll_interval(config: DictConfig) -> float:
     if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
         raise ConfigError(f"{POLL_INTERVAL}={interval}: it must be a positive number of seconds")
     return float(interval)
+
+
+def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
+    """Returns the number of groups in a mini-batch: the least common multiple of the actor's and the critic's sizes."""
+    sizes = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
+    if critic:
+        sizes.append(config.critic.ppo_mini_batch_size)
+    return math.lcm(*sizes)
+
+
+def make_schedule(config: DictConfig, options: PipelineOptions, groups: int) -> Schedule:
+    """Returns the schedule of every step of a run. ``groups`` is the number of groups in a mini-batch."""
+    by_mini_batch = options.mini_batch_pipeline
+    estimator = config.algorithm.adv_estimator
+    if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
+        logger.warning(
+            "trainer.v1.reward_pipeline.mini_batch_pipeline has no effect with algorithm.adv_estimator=%s, which uses "
+            "the whole batch: an update waits for all rewards. Estimators that work by mini-batch: %s",
+            estimator,
+            ", ".join(sorted(MINI_BATCH_ESTIMATORS)),
+        )
+        by_mini_batch = False
+    count = math.ceil(config.data.train_batch_size / groups) if by_mini_batch else 1
+    return Schedule(count, by_mini_batch, options.one_step_off_policy)
 
 
 def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,13 +67,12 @@ from verl.utils.debug import marked_timer
 
 from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.eviction import Eviction
-from reward_loop.verl.mode_options import PIPELINE_MODE, read_mode
-from reward_loop.verl.pipeline_schedule import make_schedule, mini_batch_groups
-from reward_loop.verl.progress import GENERATED, Progress, StepTimes
+from reward_loop.verl.mode_options import PIPELINE_MODE, make_schedule, mini_batch_groups, read_mode
+from reward_loop.verl.progress import GENERATED, Progress, overlap_metrics
+from reward_loop.verl.refills import RefillLimit
 from reward_loop.verl.reward_metrics import added_seconds
 from reward_loop.verl.step_batch import StepBatch
-from reward_loop.verl.tq_batches import MASKS, copy, read_tags, read_trajectories, select, zero
+from reward_loop.verl.tq_batches import copy, read_tags, read_trajectories, select
 from reward_loop.verl.trainer import NothingToLearnError
 from reward_loop.verl.training_workers import PipelineActorWorker, PipelineTrainingWorker
 from reward_loop.verl.trajectory_keys import uid_of
@@ -106,7 +104,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._schedule = make_schedule(config, options, self._mini_batch_groups)
         self._actions: Iterator[Action] | None = None
         self._batch: StepBatch | None = None
-        self._seconds: dict[str, float] = {}
+        self._judging_s = 0.0
+        """The seconds that judging alone takes, for the rewards of the current step."""
         # During validation, the trainer waits in verl's replay buffer and not in the listener.
         self.replay_buffer.checks.append(lambda: self._listener.check())
         self._filters = self.replay_buffer.filter_groups_metric is not None
@@ -154,7 +153,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """Runs the actions of the schedule, up to the last update of one training step."""
-        self._seconds = {"generation": 0.0, "rewards": 0.0, "judging": 0.0}
+        self._judging_s = 0.0
         self._batch = None
         with self._listener.lock:
             self._progress.start_step()
@@ -169,7 +168,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             )
         for action in self._actions:
             if isinstance(action, Generate):
-                with self._timed("generation", timing_raw, "gen"):
+                with added_seconds("gen", timing_raw):
                     self.on_sample_begin()
                     self._submit_up_to(len(self._submitted) + self.config.data.train_batch_size)
                 continue
@@ -179,7 +178,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 case Prepare():
                     self._prepare(self._batch, metrics, timing_raw)
                 case Wait(mini_batches=count):
-                    with self._timed("rewards", timing_raw, "wait_reward"):
+                    with added_seconds("wait_reward", timing_raw):
                         self._listener.wait("rewards", lambda: self._ready(self.global_steps) >= count)
                 case Train(first=first, count=count):
                     last = first + count == self._schedule.mini_batches
@@ -217,35 +216,35 @@ class RewardPipelineTrainer(PPOTrainerSync):
         """Waits until all submitted prompts are generated, puts the rollout engine to sleep, and returns the batch."""
         count = len(self._submitted)
         size = self.config.data.train_batch_size
-        eviction = Eviction(self.replay_buffer, self.config, self.options, self.global_steps)
+        limit = RefillLimit(self.config, self.options.max_refills, self.global_steps)
         unpublished, unfinished = self._progress.unpublished, self._progress.unfinished
         # Prompts of the next step need not be published yet: they are written to TransferQueue during training. There
         # are two exceptions. A teacher model runs between generation and publishing. And a group that failed is known
         # only when its last session has ended.
         generating = unpublished if self._replaces or self.use_teacher_policy else self._progress.generating
-        if self._replaces and self._evict(eviction, metrics):
+        if self._replaces and self._evict(limit, metrics):
             self._submit_up_to(count)
         while True:
-            with self._timed("generation", timing_raw, "gen"):
+            with added_seconds("gen", timing_raw):
                 self._listener.wait("rollouts", lambda: not generating)
             if not self._replaces:
                 break
             if self._filters:
                 # The filter needs the rewards, and the engine must be awake to generate replacements.
-                with self._timed("rewards", timing_raw, "wait_reward"):
+                with added_seconds("wait_reward", timing_raw):
                     self._listener.wait("rewards", lambda: not any(uid in unfinished for uid in self._submitted[:size]))
             else:
                 # The status of a failed group is written shortly after its last rollout.
                 _, trajectories = read_tags()
                 empty = set(self._submitted) - {uid_of(key) for key in trajectories}
-                with self._timed("generation", timing_raw, "gen"):
+                with added_seconds("gen", timing_raw):
                     self._listener.wait("rollouts", partial(unfinished.isdisjoint, empty))
-            if not self._evict(eviction, metrics):
+            if not self._evict(limit, metrics):
                 break
-            with self._timed("generation", timing_raw, "gen"):
+            with added_seconds("gen", timing_raw):
                 self._submit_up_to(count)
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
-        with self._timed("generation", timing_raw, "gen"):
+        with added_seconds("gen", timing_raw):
             # A prompt that is not published is generated again if its worker dies, so the engine must be awake.
             self._listener.wait("rollouts", lambda: not generating and unpublished.isdisjoint(uids))
             self.agent_loop_manager.hold()
@@ -253,24 +252,24 @@ class RewardPipelineTrainer(PPOTrainerSync):
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
-            with self._timed("rewards", timing_raw, "wait_reward"):
+            with added_seconds("wait_reward", timing_raw):
                 self._compute_reward_colocate(trajectories, metrics)
-            self._seconds["judging"] = self._seconds["rewards"]
+            self._judging_s = timing_raw["wait_reward"]
         whole = copy(self._balance_batch(trajectories, metrics=metrics))
         whole.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         in_order = self._schedule.mini_batch_pipeline and self.options.order == "submission"
         return StepBatch.of(uids, whole, in_order=in_order)
 
-    def _evict(self, eviction: Eviction, metrics: dict) -> bool:
+    def _evict(self, limit: RefillLimit, metrics: dict) -> bool:
         """Evicts groups that are filtered, or failed without a trajectory. Returns whether there were any."""
-        evicted, failed = eviction.run(metrics)
+        evicted, failed = self.replay_buffer.evict(self.global_steps, metrics)
         if evicted:
             self._poll_fatal_errors()  # raises if the run must stop: the replacements would fail too
         self._submitted = [uid for uid in self._submitted if uid not in evicted]
         with self._listener.lock:
             self._progress.forget(evicted)
-        kept = len(self._submitted)
-        eviction.check(evicted=len(evicted), failed=failed, kept=kept, failure=self._last_failure())
+        kept, filtered = len(self._submitted), len(evicted) - failed
+        limit.check(failed=failed, filtered=filtered, kept=kept, failure=self._last_failure())
         return bool(evicted)
 
     def _last_failure(self) -> str:
@@ -295,10 +294,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         A group may have more or fewer rows than ``n``. As in verl, a mini-batch is a fixed number of rows, not of
         groups. The workers make no optimizer step for a mini-batch whose rows are all masked.
 
-        Args:
-            batch: the batch of the step.
-            count: the number of groups; ``None`` for all groups that are left, and the padding rows.
-            timing_raw: verl's timings; the seconds are added.
+        ``count`` is the number of groups; ``None`` for all groups that are left, and the padding rows.
         """
         rows = batch.take_groups(batch.complete_groups(self._progress.unfinished)[:count])
         padding = batch.padding if count is None else []
@@ -310,9 +306,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 batch.learnable = True
             except NothingToLearnError as error:
                 batch.nothing = error
-                self._mask(batch, rows + padding)
+                self._mask(batch.keys(rows + padding))
         else:
-            self._mask(batch, padding)  # all rollouts of the groups failed
+            self._mask(batch.keys(padding))  # all rollouts of the groups failed
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(rows))
         batch.rows += rows + padding
         for mini_batches in batch.take_mini_batches(self._get_required_batch_multiple(self._data_parallel_size())):
@@ -320,10 +316,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
             self._update(self._balanced(batch, mini_batches), update_metrics, timing_raw)
             batch.updates += 1
             batch.metrics.add_step_metrics(update_metrics, sample_count=len(mini_batches))
-
-    def _mask(self, batch: StepBatch, rows: list[int]) -> None:
-        """Excludes rows from the loss: sets their masks and advantages to zero."""
-        zero([batch.whole.keys[i] for i in rows], *self._advantage_fields(), *MASKS)
 
     def _balanced(self, batch: StepBatch, rows: list[int]) -> KVBatchMeta:
         """Returns rows in an order that gives each rank about the same number of tokens.
@@ -353,7 +345,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["actor/lr"] = self.actor_rollout_wg.lr_scheduler_step()[0]
         tq.kv_clear(keys=batch.uids, partition_id="train")
         with self._listener.lock:
-            self._seconds["judging"] += self._progress.judging_s()
+            self._judging_s += self._progress.judging_s()
             metrics |= self._progress.metrics(time.monotonic())
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
         metrics["reward_pipeline/update_calls"] = batch.updates
@@ -365,9 +357,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         step = timing_raw["step"] - timing_raw.get("save_checkpoint", 0.0)
-        generation, waiting = self._seconds["generation"], self._seconds["rewards"]
-        training = step - generation - waiting
-        metrics.update(StepTimes(step, generation, waiting, training, self._seconds["judging"]).metrics())
+        generation, waiting = timing_raw.get("gen", 0.0), timing_raw.get("wait_reward", 0.0)
+        metrics.update(overlap_metrics(step, generation=generation, waiting=waiting, judging=self._judging_s))
 
     def _trajectories(self, uids: list[str]) -> KVBatchMeta:
         trajectories = read_trajectories(set(uids))
@@ -386,13 +377,3 @@ class RewardPipelineTrainer(PPOTrainerSync):
         prompts, _ = read_tags()
         with self._listener.lock:
             self._progress.record_tags(prompts, time.monotonic())
-
-    @contextmanager
-    def _timed(self, part: str, timing_raw: dict, name: str) -> Iterator[None]:
-        """Adds the seconds of the block to ``part`` of the step, and to verl's timing ``name``."""
-        began = time.monotonic()
-        with added_seconds(name, timing_raw):
-            try:
-                yield
-            finally:
-                self._seconds[part] += time.monotonic() - began

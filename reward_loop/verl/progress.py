@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GENERATED", "Event", "FailureStreak", "Progress", "Recovered", "RefillLimit", "StepTimes"]
+__all__ = ["GENERATED", "Event", "Progress", "overlap_metrics"]
 
 GENERATED = "generated"
 """The tag of a prompt whose sessions have all been generated and published. It is not a value of the tag ``status``,
@@ -21,20 +20,6 @@ Event = tuple[Literal["judging", "judged", "generated", "published", "over", "fa
 - ``over``: all sessions of the prompt have ended, rewards included;
 - ``failed``: a session failed without a trajectory; the subject is the session and the error.
 """
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """What the death of agent loop workers has changed. All prompts are given by their uids."""
-
-    workers: dict[int, Any] = field(default_factory=dict)
-    """The replacements, by number."""
-    received: set[str] = field(default_factory=set)
-    """The prompts that the dead workers had received."""
-    generated_again: set[str] = field(default_factory=set)
-    """The training prompts that are generated again."""
-    judged_again: set[str] = field(default_factory=set)
-    """The prompts whose missing rewards were computed again. They are complete."""
 
 
 class Progress:
@@ -105,10 +90,14 @@ class Progress:
             elif uid in self.unpublished and tag.get(GENERATED):
                 self.record(("published", uid), at)
 
-    def lose_rewards(self, uids: Collection[str]) -> None:
-        """Removes the pending rewards of prompts whose worker has died. Counts as an event."""
+    def restart(self, uids: Collection[str]) -> None:
+        """Records that the worker of these prompts has died: the unfinished ones are generated again.
+
+        `record_tags` then moves those on that are further. Counts as an event.
+        """
         self.events += 1
         self._out = {session: at for session, at in self._out.items() if session.rsplit("_", 1)[0] not in uids}
+        self.submit(self.unfinished.intersection(uids))
 
     def start_step(self) -> None:
         """Starts the counts of a training step."""
@@ -154,63 +143,6 @@ class Progress:
                 stage.discard(uid)
 
 
-class RefillLimit:
-    """Counts how many times in a row failed groups were replaced and all replacements failed too.
-
-    Args:
-        bound: the largest allowed count; ``None`` for no bound.
-    """
-
-    def __init__(self, bound: int | None) -> None:
-        self._bound = bound
-        self._kept = 0
-        self._in_a_row = 0
-        self.filtered = 0
-        """The number of groups that were evicted although their rollouts did not fail."""
-
-    def exhausted(self, *, failed: int, filtered: int, kept: int) -> bool:
-        """Records one round of evictions, and returns whether the count exceeds the bound.
-
-        Args:
-            failed: the number of groups evicted now because they failed.
-            filtered: the number of groups evicted now for another reason.
-            kept: the number of groups that remain.
-        """
-        again = failed > 0 and not filtered and kept <= self._kept
-        self._in_a_row = self._in_a_row + 1 if again else 0
-        self._kept = kept
-        self.filtered += filtered
-        return self._bound is not None and self._in_a_row > self._bound
-
-
-class FailureStreak:
-    """Counts the groups that failed in a row, for a trainer that always has groups in flight.
-
-    Args:
-        bound: how many groups may fail in a row; ``None`` for no bound.
-    """
-
-    def __init__(self, bound: int | None) -> None:
-        self._bound = bound
-        self._ended_well: frozenset[str] = frozenset()
-        self.in_a_row = 0
-        """The number of groups that failed since the last success."""
-
-    def exhausted(self, failed: int, ended_well: Iterable[str]) -> bool:
-        """Records failures and successes, and returns whether too many groups failed in a row.
-
-        Args:
-            failed: the number of groups evicted now because they failed.
-            ended_well: the uids of all successful groups that are still in the replay buffer.
-        """
-        well = frozenset(ended_well)
-        if well - self._ended_well:
-            self.in_a_row = 0
-        self._ended_well = well
-        self.in_a_row += failed
-        return self._bound is not None and self.in_a_row > self._bound
-
-
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of the intervals, in seconds."""
     total, covered_until = 0.0, float("-inf")
@@ -220,38 +152,25 @@ def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The seconds of a training step by part. Generation, waiting and training add up to the step."""
+def overlap_metrics(step: float, *, generation: float, waiting: float, judging: float) -> dict[str, float]:
+    """Returns the metrics of the seconds of a training step by part, for verl's logger, by name.
 
-    step: float
-    """The whole step, with the weight synchronisation, without checkpoint and validation."""
-    generation: float
-    """Waiting for rollouts."""
-    waiting: float
-    """Waiting for rewards, while no rollout is missing."""
-    training: float
-    """The rest of the step: log-probabilities, values, advantages, updates, and the weight synchronisation."""
-    judging: float
-    """Judging alone, for the rewards that arrived in the step; see `Progress.judging_s`."""
-
-    @property
-    def floor(self) -> float:
-        """The seconds of the step if all judging were hidden: the larger of generation + training, and judging.
-
-        Judging that began before the step may be longer than the step; it counts at most as long as the step.
-        """
-        return max(self.generation + self.training, min(self.judging, self.step))
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics for verl's logger, by name."""
-        return {
-            "reward_pipeline/generation_s": self.generation,
-            "reward_pipeline/judging_s": self.judging,
-            "reward_pipeline/training_s": self.training,
-            "reward_pipeline/waiting_for_rewards_s": self.waiting,
-            "reward_pipeline/waiting_share": self.waiting / self.step if self.step else 0.0,
-            "reward_pipeline/hidden_share": 1 - min(1.0, self.waiting / self.judging) if self.judging else 1.0,
-            "reward_pipeline/floor_s": self.floor,
-            "reward_pipeline/over_floor": self.step / self.floor - 1 if self.floor else 0.0,
-        }
+    Args:
+        step: the whole step, with the weight synchronisation, without checkpoint and validation. Its rest, after
+            generation and waiting, is training: log-probabilities, values, advantages, updates, and weights.
+        generation: waiting for rollouts.
+        waiting: waiting for rewards, while no rollout is missing.
+        judging: judging alone, for the rewards that arrived in the step; see `Progress.judging_s`.
+    """
+    # The step if all judging were hidden. Judging that began before the step counts at most as long as the step.
+    floor = max(step - waiting, min(judging, step))
+    return {
+        "reward_pipeline/generation_s": generation,
+        "reward_pipeline/judging_s": judging,
+        "reward_pipeline/training_s": step - generation - waiting,
+        "reward_pipeline/waiting_for_rewards_s": waiting,
+        "reward_pipeline/waiting_share": waiting / step if step else 0.0,
+        "reward_pipeline/hidden_share": 1 - min(1.0, waiting / judging) if judging else 1.0,
+        "reward_pipeline/floor_s": floor,
+        "reward_pipeline/over_floor": step / floor - 1 if floor else 0.0,
+    }

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -20,6 +19,7 @@ from reward_loop.verl.compat.adapters import running_loggers
 from reward_loop.verl.reward_metrics import StepRewards
 from reward_loop.verl.sample_table import SampleTable
 from reward_loop.verl.settings import RewardSettings
+from reward_loop.verl.tq_batches import read_rows
 from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 __all__ = ["RecordedSeconds", "RecordingTrainer"]
@@ -118,32 +118,27 @@ class RecordingTrainer(PPOTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         if self._records is not None:
             try:
-                self._record_advantages(self._records, batch.partition_id)
+                self._record_advantages(self._records)
             except Exception:  # observability must not stop a run
                 logger.exception("the advantages of step %d are not recorded", self.global_steps)
         if self._table is not None:
-            read = partial(self._read_samples, batch.partition_id)
-            self._table.log(self.global_steps, self._rewards, read, running_loggers(self.logger))
+            self._table.log(self.global_steps, self._rewards, self._read_texts, running_loggers(self.logger))
 
-    def _read_samples(self, partition_id: str, keys: list[str]) -> Iterator[tuple[str, str, float]]:
-        """Yields the prompt, the response and the reward of each key."""
-        fields = ["prompts", "responses", "rm_scores"]
-        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
-        for prompt, response, rewards in zip(*(data[field].unbind() for field in fields), strict=True):
-            texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, response)]
-            yield texts[0], texts[1], float(rewards.sum())
+    def _read_texts(self, keys: list[str]) -> Iterator[tuple[str, str]]:
+        """Yields the prompt and the response of each key."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        for prompt, response in read_rows(keys, "train", "prompts", "responses"):
+            yield decode(prompt), decode(response)
 
-    def _record_advantages(self, records: Records, partition_id: str) -> None:
+    def _record_advantages(self, records: Records) -> None:
         """Records the advantage of each sample of the step: the mean over the tokens that are trained on."""
         keys = final_outputs(self._rewards.trained)
-        if not keys:
-            return
-        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["advantages", "response_mask"])
-        rows = []
-        for key, advantages, mask in zip(
-            keys, data["advantages"].unbind(), data["response_mask"].unbind(), strict=True
-        ):
-            trained = advantages[mask.bool()]
-            if len(trained):
-                rows.append(advantage_row(session_of(key)[0], self.global_steps, float(trained.mean())))
-        records.write_rows(rows)
+        columns = read_rows(keys, "train", "advantages", "response_mask")
+        trained = [(key, advantages[mask.bool()]) for key, (advantages, mask) in zip(keys, columns, strict=True)]
+        records.write_rows(
+            [
+                advantage_row(session_of(key)[0], self.global_steps, float(advantages.mean()))
+                for key, advantages in trained
+                if len(advantages)
+            ]
+        )

@@ -22,15 +22,15 @@ of them can follow the deletion.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager
-from reward_loop.verl.progress import GENERATED, Recovered
-from reward_loop.verl.tq_batches import read_trajectories, select, unfinished_prompts
+from reward_loop.verl.progress import GENERATED
+from reward_loop.verl.tq_batches import field_names, read_trajectories, select, unfinished_prompts
 from reward_loop.verl.tq_rewards import read_sessions, write_rewards
 from reward_loop.verl.trajectory_keys import session_of, uid_of
 from reward_loop.verl.workers import RewardWorkers
@@ -44,8 +44,8 @@ class Recovery:
     """Replaces agent loop workers that have died, and repeats what is lost.
 
     Args:
-        manager: the agent loop manager.
-        reward_workers: the reward workers.
+        manager: starts the replacements; has the prompts of each worker.
+        reward_workers: compute the rewards that are missing.
         rollouts: the number of rollouts of a prompt, if the prompt has no column ``__rollout_n__``.
         judges: whether agent loop workers have rollouts judged.
     """
@@ -57,29 +57,23 @@ class Recovery:
         self._reward_workers = reward_workers
         self._rollouts = rollouts
         self._judges = judges
-        self._replaced = self._generated_again = self._judged_again = 0
+        self._counts: Counter[str] = Counter()
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call, by name."""
-        counts = {
-            "reward_loop/agent_loop_workers_replaced": self._replaced,
-            "reward_loop/prompts_generated_again": self._generated_again,
-            "reward_loop/prompts_judged_again": self._judged_again,
-        }
-        self._replaced = self._generated_again = self._judged_again = 0
-        return {name: float(count) for name, count in counts.items()}
+        counts, self._counts = self._counts, Counter()
+        names = ("agent_loop_workers_replaced", "prompts_generated_again", "prompts_judged_again")
+        return {f"reward_loop/{name}": float(counts[name]) for name in names}
 
     def poll(self, step: int) -> None:
-        """Recovers from the deaths since the last call, if there are any. Otherwise, returns at once.
-
-        Raises:
-            RewardLoopError: as `recover`.
-        """
+        """Calls `recover` for the deaths since the last call, if there are any."""
         if dead := self._manager.dead_workers():
             self.recover(dead, step)
 
-    def recover(self, dead: Collection[int], step: int) -> Recovered:
+    def recover(self, dead: Collection[int], step: int) -> set[str]:
         """Replaces the dead workers with these numbers, and has their unfinished prompts judged or generated again.
+
+        Returns the prompts that they had received. Their tags in TransferQueue show what is left to do.
 
         Raises:
             RewardLoopError: a replacement did not start; too many workers died while they had the same prompt; or the
@@ -98,16 +92,14 @@ class Recovery:
         self._judge(published)
         self._reset({uid: lost[uid][0] for uid in again}, step)
         self._manager.send_again(again, step)
-        self._replaced += len(dead)
-        self._generated_again += len(again)
-        self._judged_again += len(published)
+        self._counts["agent_loop_workers_replaced"] += len(dead)
+        self._counts["prompts_generated_again"] += len(again)
+        self._counts["prompts_judged_again"] += len(published)
         logger.warning(
             "agent loop worker %s was replaced: %d of its prompts are generated again, and %d were judged again",
             *(", ".join(map(str, dead)), len(again), len(published)),
         )
-        workers = {number: self._manager.agent_loop_workers[number] for number in dead}
-        training = {uid for uid in again if lost[uid][0] == "train"}
-        return Recovered(workers, received, training, published)
+        return received
 
     def _reset(self, prompts: dict[str, str], step: int) -> None:
         """Deletes the trajectories of prompts, and resets their tags. ``prompts`` maps each uid to its partition."""
@@ -134,17 +126,13 @@ class Recovery:
         tq.kv_batch_put(keys=list(published), partition_id="train", tags=tags)
 
     def _count(self, uid: str) -> int:
-        """Returns the number of rollouts of a prompt."""
         row = self._manager.prompt(uid)
         return int(row["__rollout_n__"][0]) if "__rollout_n__" in row else self._rollouts
 
     def _judge_missing(self, trajectories: KVBatchMeta) -> None:
         """Computes the rewards of those trajectories that have none in TransferQueue."""
-        missing = []
-        for position, (key, tag) in enumerate(zip(trajectories.keys, trajectories.tags, strict=True)):
-            # A write returns the names of the row's fields; this one changes nothing.
-            if "rm_scores" not in tq.kv_batch_put(keys=[key], partition_id="train", tags=[tag]).fields:
-                missing.append(position)
+        tagged = zip(trajectories.keys, trajectories.tags, strict=True)
+        missing = [i for i, row in enumerate(tagged) if "rm_scores" not in field_names(*row, "train")]
         if missing:
             batch = select(trajectories, missing)
             keys, rows = read_sessions(batch)

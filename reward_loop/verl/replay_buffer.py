@@ -9,16 +9,15 @@ from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
 
-import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.types import Outcome
-from reward_loop.verl.tq_batches import extra_fields_of
+from reward_loop.verl.mode_options import ModeOptions
+from reward_loop.verl.reward_metrics import Rewards
 from reward_loop.verl.trajectory_keys import uid_of
 
-__all__ = ["RewardReplayBuffer", "extend"]
+__all__ = ["REWARD_METRIC", "RewardReplayBuffer", "extend"]
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
@@ -30,17 +29,14 @@ NAMED_PROMPTS = 5
 class RewardReplayBuffer(ReplayBuffer):
     """Overrides of verl's replay buffer. Mixed in before the class of a buffer by :func:`extend`.
 
+    A wait fails after the mode's ``stall_timeout_s`` in which no prompt started or ended, and no rollout with its
+    reward arrived.
+
     Args:
         buffer: the buffer whose attributes the new one copies.
-        poll_interval_s: seconds between two polls. verl's ``poll_interval`` keeps its value outside of a wait: in the
-            mode ``separate_async``, verl compares it with the time of a wait to decide whether the trainer was idle.
-        stall_timeout_s: the wait fails after this many seconds in which no prompt started or ended, and no rollout
-            with its reward arrived; ``None`` waits indefinitely.
-        stall_option: the name of ``stall_timeout_s`` for messages.
-        check_parts: turns samples of finished groups into failed samples if their dense rewards do not fit; called
-            before groups are filtered.
-        post_process: applies ``post_process_scores`` to the trajectories of finished groups; called before groups are
-            filtered by their rewards.
+        mode: the options of the trainer mode.
+        final_rewards: returns the rewards by which finished groups are filtered, by key of the trajectory. Its second
+            argument is the metric.
     """
 
     poll_interval: float
@@ -48,23 +44,17 @@ class RewardReplayBuffer(ReplayBuffer):
     def __init__(
         self,
         buffer: ReplayBuffer,
-        *,
-        poll_interval_s: float,
-        stall_timeout_s: float | None = None,
-        stall_option: str = "",
-        check_parts: Callable[[KVBatchMeta], None] | None = None,
-        post_process: Callable[[KVBatchMeta], None] | None = None,
+        mode: ModeOptions,
+        final_rewards: Callable[[KVBatchMeta, str], Rewards],
     ) -> None:
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
         """Functions that are called at every poll. An exception from one of them ends the wait."""
         self.check_failed_groups: Callable[[Collection[str], Collection[str]], None] | None = None
         """Called with the uids of the failed and of the finished groups before training groups are evicted."""
-        self._poll_interval_s = poll_interval_s
-        self._stall_timeout_s = stall_timeout_s
-        self._stall_option = stall_option
-        self._check_parts = check_parts
-        self._post_process = post_process
+        self._poll_interval_s = mode.poll_interval_s
+        self._stall_timeout_s, self._stall_option = mode.stall_timeout
+        self._final_rewards = final_rewards
         self._state: Any = None
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
@@ -72,13 +62,15 @@ class RewardReplayBuffer(ReplayBuffer):
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         for check in self.checks:
             check()
-        waiting = self._waiting(partition_id)
+        waiting = self.pending_keys[partition_id] | self.running_keys[partition_id]
         state = (partition_id, waiting, len(self.partitions[partition_id]))
         if state != self._state:
             self._state, self._quiet = state, 0.0
         if self._stall_timeout_s is not None and self._quiet > self._stall_timeout_s:
             raise RewardLoopError(self._stalled(partition_id, sorted(waiting)))
         began = monotonic()
+        # Only during the wait: the mode `separate_async` compares `poll_interval` with the time of a wait to decide
+        # whether the trainer was idle.
         verls_interval, self.poll_interval = self.poll_interval, self._poll_interval_s
         try:
             return super()._wait_for_next_poll(partition_id, last_debug_time)
@@ -90,6 +82,17 @@ class RewardReplayBuffer(ReplayBuffer):
         if self.check_failed_groups is not None and partition_id == "train":
             self.check_failed_groups(eviction_reasons[2], self.finished_keys[partition_id])
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+        """Evicts the finished training groups that are filtered, and those that failed without a trajectory.
+
+        Adds verl's metrics of evictions. Returns the uids of the evicted groups, and how many of them failed.
+        """
+        self._sync_metadata_from_transfer_queue()
+        reasons = self._terminal_eviction_reasons(step, "train")
+        evicted, stale, _, eviction_metrics = self._evict_terminal_groups(step, "train", reasons)
+        _accumulate_eviction_metrics(metrics, eviction_metrics, stale)
+        return evicted, len(reasons[2])
 
     def _dapo_filtered_keys(self, partition_id: str) -> Any:
         if partition_id != "val" and self.filter_groups_metric is not None:
@@ -116,37 +119,24 @@ class RewardReplayBuffer(ReplayBuffer):
         keys = [key for key in partition if uid_of(key) in new]
         if not keys:
             return
-        by_reward = metric == REWARD_METRIC
         batch = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[partition[key] for key in keys])
-        if self._check_parts is not None:
-            self._check_parts(batch)
-        if by_reward and self._post_process is not None:
-            self._post_process(batch)
-        fields = ["extra_fields", "rm_scores"] if by_reward else ["extra_fields"]
-        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
-        rewards = [float(scores.sum()) for scores in data["rm_scores"]] if by_reward else [None] * len(keys)
         values: dict[str, dict[str, float]] = {uid_of(key): {} for key in keys}
         kept, undecided = set(), set()
-        for key, extra, reward in zip(keys, extra_fields_of(data), rewards, strict=True):
+        for key, reward in self._final_rewards(batch, metric).items():
             uid, session, _ = key.rsplit("_", 2)
-            info = extra.get("reward_extra_info") or {}
-            value = reward if by_reward else info.get(metric)
-            if info.get("reward_masked"):
+            value = reward.reward if metric == REWARD_METRIC else reward.info.get(metric)
+            if reward.is_masked:
                 continue
             if value is not None:
                 values[uid][session] = float(value)
-            elif info.get("reward_outcome") in (Outcome.FAILED, Outcome.UNSCORED):
-                kept.add(uid)
-            else:
+            elif reward.is_scored:
                 undecided.add(uid)
+            else:
+                kept.add(uid)
         for uid in values.keys() - undecided:
             scores = list(values[uid].values())
             alike = uid not in kept and len(scores) > 1 and min(scores) == max(scores)
             decided[uid] = scores[0] if alike else None
-
-    def _waiting(self, partition_id: str) -> frozenset[str]:
-        """Returns the uids of the prompts that lack a rollout or a reward."""
-        return frozenset(self.pending_keys[partition_id] | self.running_keys[partition_id])
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
         what = "validation" if partition_id == "val" else "training"
@@ -164,10 +154,10 @@ class RewardReplayBuffer(ReplayBuffer):
         )
 
 
-def extend(buffer: Any, **options: Any) -> RewardReplayBuffer:
+def extend(buffer: Any, *arguments: Any) -> RewardReplayBuffer:
     """Returns a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
 
-    The options are the keyword arguments of `RewardReplayBuffer`.
+    The further arguments are those of `RewardReplayBuffer`.
 
     Raises:
         ConfigError: the class of ``trainer.v1.sampler.custom_sampler`` is not a subclass of verl's ReplayBuffer.
@@ -178,4 +168,4 @@ def extend(buffer: Any, **options: Any) -> RewardReplayBuffer:
             f"trainer.v1.sampler.custom_sampler.name={cls.__name__}: the class must inherit from "
             "verl.trainer.ppo.v1.replay_buffer.ReplayBuffer or ReplayBufferAsync"
         )
-    return type(f"Reward{cls.__name__}", (RewardReplayBuffer, cls), {})(buffer, **options)
+    return type(f"Reward{cls.__name__}", (RewardReplayBuffer, cls), {})(buffer, *arguments)

@@ -20,7 +20,9 @@ from reward_loop.types import RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
 
 __all__ = [
+    "Rewards",
     "StepRewards",
+    "TrajectoryReward",
     "added_seconds",
     "audit_metrics",
     "spread",
@@ -46,41 +48,71 @@ def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
         seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
 
 
+@dataclass(frozen=True, slots=True)
+class TrajectoryReward:
+    """The reward of a trajectory: of one output of a session."""
+
+    info: Info
+    reward: float
+    """The sum of the rewards of its tokens."""
+    raw_score: float
+    """The score before ``post_process_scores``."""
+    post_processed: bool = False
+    """Whether `reward` is a result of ``post_process_scores``."""
+    tokens: int = 0
+    """The number of tokens of the response."""
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of scoring. A sample without one got its score from the agent loop."""
+        return str(self.info.get("reward_outcome", Outcome.SCORED))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the sample has a score."""
+        return self.outcome == Outcome.SCORED
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the sample is excluded from training."""
+        return bool(self.info.get("reward_masked"))
+
+
+Rewards = Mapping[str, TrajectoryReward]
+"""The rewards of a batch by key of the trajectory."""
+
+
 @dataclass
 class StepRewards:
     """The rewards of all parts of a training step."""
 
-    infos: dict[str, Info] = field(default_factory=dict)
-    """The ``reward_extra_info`` by key, for the trajectories that reached the computation of advantages."""
-    raw_scores: dict[str, float] = field(default_factory=dict)
-    """The scores of these trajectories before ``post_process_scores``, by key."""
+    trajectories: dict[str, TrajectoryReward] = field(default_factory=dict)
+    """The trajectories that reached the computation of advantages, by key."""
     trained: set[str] = field(default_factory=set)
     """The keys of the trajectories that have an advantage: they are not masked, and have a baseline."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Metrics in seconds, summed over the parts."""
 
-    def add(self, infos: Mapping[str, Info], raw_scores: Mapping[str, float]) -> None:
-        """Adds the trajectories of a part."""
-        self.infos.update(infos)
-        self.raw_scores.update(raw_scores)
+    def samples(self) -> dict[str, TrajectoryReward]:
+        """Returns the last output of each session by key: a sample with several outputs counts once."""
+        return {key: self.trajectories[key] for key in final_outputs(self.trajectories)}
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics for verl's logger: outcomes, means of the returned numbers, seconds and attempts.
 
         Keys may differ between samples: a mean covers the samples that have the key.
         """
-        final = final_outputs(self.infos)
-        outcomes = Counter(self.infos[key].get("reward_outcome") for key in final)
+        samples = self.samples().values()
+        outcomes = Counter(sample.info.get("reward_outcome") for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)
-        for key in final:
-            info = self.infos[key]
-            for name in _MEASURED & info.keys():
-                measured[name.removeprefix("reward_")].append(info[name])
-            for name, value in info.items():
-                if name not in RESERVED_KEYS and (number := finite_number(value)) is not None:
+        for sample in samples:
+            for name, value in sample.info.items():
+                if name in _MEASURED:
+                    measured[name.removeprefix("reward_")].append(value)
+                elif name not in RESERVED_KEYS and (number := finite_number(value)) is not None:
                     returned[name].append(number)
-        raw = [self.raw_scores[key] for key in final if is_scored(self.infos[key]) and key in self.raw_scores]
+        raw = [sample.raw_score for sample in samples if sample.is_scored]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
         if raw:
@@ -115,11 +147,6 @@ def audit_metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["reward_loop/audit/agreement"] = agreed / len(differences)
         metrics["reward_loop/audit/difference/mean"] = float(np.mean(differences))
     return metrics
-
-
-def is_scored(info: Info) -> bool:
-    """Returns whether the sample has a score. A sample without an outcome got its score from the agent loop."""
-    return info.get("reward_outcome", Outcome.SCORED) == Outcome.SCORED
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -168,67 +195,61 @@ def validation_metrics(
         sizes: the number of requested rollouts of each prompt. Failed rollouts count as ``acc`` 0, as in verl.
     """
     prompts = [(str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True)]
-    there = Counter(prompts)
-    sizes = dict(there) | dict(sizes or {})
+    sizes = Counter(prompts) | Counter(sizes)
     numbers = only_numbers(columns)
     numbers["reward"] = unmasked(numbers["reward"], columns.get("reward_masked"))
     acc = numbers.get("acc") or [None] * len(prompts)
-    without_acc = Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
     # verl treats a sample without `acc` as a failed rollout, and counts 0 for it.
-    expected = {prompt: size - without_acc[prompt] for prompt, size in sizes.items()}
+    expected = sizes - Counter(prompt for prompt, value in zip(prompts, acc, strict=True) if value is None)
     metrics = verls(data_sources, uids, numbers, turns, expected_acc_counts=expected)
-    failed_rollouts = {prompt: size - there[prompt] for prompt, size in sizes.items()}
     outcomes = Counter(columns.get("reward_outcome", ()))
     return {
         **_of_whole_prompts(metrics, sizes),
-        **_means(numbers, prompts, sizes, failed_rollouts),
+        **_means(numbers, prompts, sizes),
         **{f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if any(outcomes)},
     }
 
 
-def _means(
-    numbers: Mapping[str, Sequence[Any]],
-    prompts: Sequence[Prompt],
-    sizes: Mapping[Prompt, int],
-    failed_rollouts: Mapping[Prompt, int],
-) -> dict[str, float]:
+def _means(numbers: Mapping[str, Sequence[Any]], prompts: Sequence[Prompt], sizes: Counter[Prompt]) -> dict[str, float]:
+    samples = [
+        (prompt, name, value)
+        for name, column in numbers.items()
+        for prompt, value in zip(prompts, column, strict=True)
+        if isinstance(value, float)
+    ]
+    of_acc = [(prompt, value) for prompt, name, value in samples if name == "acc"]
+    with_acc = {source for (source, _), _ in of_acc}
+    samples += [(prompt, "acc_success_only", value) for prompt, value in of_acc]
+    failed_rollouts = sizes - Counter(prompts)
+    samples += [(prompt, "acc", 0.0) for prompt in failed_rollouts.elements() if prompt[0] in with_acc]
     values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for name, column in numbers.items():
-        for prompt, value in zip(prompts, column, strict=True):
-            if isinstance(value, float):
-                values[prompt[0], name, sizes[prompt]].append(value)
-    with_acc = {source for source, name, _ in values if name == "acc"}
-    for source, name, size in list(values):
-        if name == "acc":
-            values[source, "acc_success_only", size] = list(values[source, name, size])
-    for prompt, count in failed_rollouts.items():
-        if prompt[0] in with_acc:
-            values[prompt[0], "acc", sizes[prompt]] += [0.0] * count
+    for prompt, name, value in samples:
+        values[prompt[0], name, sizes[prompt]].append(value)
     largest = _largest(sizes)
     means = {}
-    for (source, name, size), samples in values.items():
+    for (source, name, size), of_size in values.items():
         core = name == ("acc" if source in with_acc else "reward") and size == largest[source]
-        means[f"val-{'core' if core else 'aux'}/{source}/{name}/mean@{size}"] = float(np.mean(samples))
+        means[f"val-{'core' if core else 'aux'}/{source}/{name}/mean@{size}"] = float(np.mean(of_size))
     return means
 
 
 def _of_whole_prompts(metrics: Mapping[str, float], sizes: Mapping[Prompt, int]) -> dict[str, float]:
     """Returns verl's metrics without its means, and without sizes that occur only for prompts with masked samples."""
     largest = _largest(sizes)
+    sources = "|".join(re.escape(source) for source in sorted(largest, key=len, reverse=True))
+    name = re.compile(rf"val-(core|aux)/(({sources})/.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)")
     kept = {}
     for metric, value in metrics.items():
-        found = re.fullmatch(r"val-(core|aux)/(.+)/((mean|std|best|worst|maj)@(\d+)(?:/(?:mean|std))?)", metric)
-        source = max((s for s in largest if found and found[2].startswith(f"{s}/")), key=len, default=None)
-        if found is None or source is None:
+        found = name.fullmatch(metric)
+        if found is None:
             kept[metric] = value
             continue
-        kind, size = found[4], int(found[5])
+        section, variable, source, statistic, kind, size = *found.groups()[:5], int(found[6])
         whole = {n for (of, _), n in sizes.items() if of == source}
         # verl's bootstrap draws 2, 4, 8, ... values of a prompt, and all of them.
         drawn = kind != "std" and size & (size - 1) == 0 and size < largest[source]
         if kind != "mean" and (size in whole or drawn):
-            section = found[1] if size == largest[source] else "aux"
-            kept[f"val-{section}/{found[2]}/{found[3]}"] = value
+            kept[f"val-{section if size == largest[source] else 'aux'}/{variable}/{statistic}"] = value
     return kept
 
 

@@ -22,9 +22,6 @@ __all__ = ["RecordingAgentLoopWorker"]
 _times: ContextVar[dict[str, float] | None] = ContextVar("times", default=None)
 """The times of the fields ``end``, ``scoring`` and ``scored`` of the current session's event."""
 
-_validates: ContextVar[bool] = ContextVar("validates", default=False)
-"""Whether the current session belongs to a validation."""
-
 
 class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """Records each session, in the folder ``reward_loop.log_dir``. A Ray actor."""
@@ -56,19 +53,15 @@ class RecordingAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         _mark("end")
-        token = _validates.set(bool(validate))
-        try:
-            await super()._agent_loop_postprocess(output, validate, **kwargs)
-        finally:
-            _validates.reset(token)
+        if validate:
+            kwargs[VALIDATE] = True  # a column of the sample
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
         # `options`: further arguments of newer versions of verl.
         is_scored = outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None
         if is_scored:
             _mark("scoring")
-        if _validates.get():
-            kwargs = {**kwargs, VALIDATE: True}
         await super()._compute_score(outputs, kwargs, **options)
         if is_scored:
             _mark("scored")

@@ -11,9 +11,9 @@ from typing import Any, Self
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import cleaned
 from reward_loop.records.configuration import hide_environment
-from reward_loop.types import Outcome, is_returned
-from reward_loop.verl.reward_metrics import Info, StepRewards, is_scored
-from reward_loop.verl.trajectory_keys import final_outputs, session_of
+from reward_loop.types import is_returned
+from reward_loop.verl.reward_metrics import Info, StepRewards
+from reward_loop.verl.trajectory_keys import session_of
 
 __all__ = ["COLUMNS", "NAME", "SampleTable", "chosen_keys"]
 
@@ -33,17 +33,12 @@ lists all files of a run in a tag of at most 8,000 characters."""
 
 Table = Sequence[Sequence[Any]]
 
-ReadSamples = Callable[[list[str]], Iterable[tuple[str, str, float]]]
-"""Returns the prompt, the response and the reward of each key."""
+ReadTexts = Callable[[list[str]], Iterable[tuple[str, str]]]
+"""Returns the prompt and the response of each key."""
 
 
 class SampleTable:
-    """Logs samples of training steps as tables.
-
-    Args:
-        size: the largest number of samples in a table.
-        every: the number of steps from one table to the next.
-    """
+    """Logs at most ``size`` samples of every ``every``-th training step as a table."""
 
     def __init__(self, size: int, every: int) -> None:
         self._size = size
@@ -72,16 +67,12 @@ class SampleTable:
         logger.info("reward_loop.log_samples: samples are logged as tables to %s", ", ".join(sorted(with_tables)))
         return cls(options.log_samples, options.log_samples_every)
 
-    def log(self, step: int, rewards: StepRewards, read: ReadSamples, loggers: Collection[str]) -> None:
-        """Logs the samples of a step, if it is one of those with a table. Errors are logged, and cost only the table.
+    def log(self, step: int, rewards: StepRewards, read: ReadTexts, loggers: Collection[str]) -> None:
+        """Logs the samples of a step, if it is one of those with a table, to those of the loggers that are running.
 
-        Args:
-            step: the training step.
-            rewards: the rewards of the step.
-            read: returns the texts and rewards of samples.
-            loggers: the names of the loggers that are running.
+        Errors are logged, and cost only the table.
         """
-        if step % self._every or not rewards.infos:
+        if step % self._every or not rewards.trajectories:
             return
         rows: Table | None = None
         for name in sorted(_WRITERS.keys() & loggers):
@@ -93,22 +84,22 @@ class SampleTable:
                     logger.exception("reward_loop.log_samples: no table of step %d in %s", step, name)
                 self._failed.add(name)
 
-    def _rows(self, step: int, rewards: StepRewards, read: ReadSamples) -> Table:
+    def _rows(self, step: int, rewards: StepRewards, read: ReadTexts) -> Table:
         chosen = chosen_keys(rewards, self._size, random.Random(step))
         rows = []
-        for (key, why), (prompt, response, reward) in zip(chosen.items(), read(list(chosen)), strict=True):
-            info = rewards.infos[key]
+        for (key, why), (prompt, response) in zip(chosen.items(), read(list(chosen)), strict=True):
+            sample = rewards.trajectories[key]
             row = {
                 "step": step,
                 "why": why,
                 "uid": session_of(key)[0],
                 "prompt": prompt,
                 "response": response,
-                "score": float(rewards.raw_scores[key]) if is_scored(info) else None,
-                "reward": None if info.get("reward_masked") else reward,
-                "outcome": str(info.get("reward_outcome", Outcome.SCORED)),
-                "components": _components(info),
-                "error": str(info.get("reward_error") or ""),
+                "score": float(sample.raw_score) if sample.is_scored else None,
+                "reward": None if sample.is_masked else sample.reward,
+                "outcome": sample.outcome,
+                "components": _components(sample.info),
+                "error": str(sample.info.get("reward_error") or ""),
             }
             rows.append([_bounded(value) for value in cleaned(row).values()])
         return rows
@@ -120,11 +111,12 @@ def chosen_keys(rewards: StepRewards, size: int, generator: random.Random) -> di
     In turn: a sample without a score, failed ones first; the one with the lowest score; the one with the highest score;
     one at random.
     """
-    keys = final_outputs(rewards.infos)
-    outcomes = {key: str(rewards.infos[key].get("reward_outcome", Outcome.SCORED)) for key in keys}
-    without = sorted((key for key in keys if not is_scored(rewards.infos[key])), key=lambda key: outcomes[key])
-    ordered = sorted(set(keys).difference(without), key=lambda key: (rewards.raw_scores[key], key))
-    at_random = sorted(keys)
+    samples = rewards.samples()
+    without = sorted(
+        (key for key, sample in samples.items() if not sample.is_scored), key=lambda key: samples[key].outcome
+    )
+    ordered = sorted(samples.keys() - set(without), key=lambda key: (samples[key].raw_score, key))
+    at_random = sorted(samples)
     generator.shuffle(at_random)
     queues: list[tuple[str | None, Iterator[str]]] = [
         (None, iter(without)),
@@ -133,11 +125,11 @@ def chosen_keys(rewards: StepRewards, size: int, generator: random.Random) -> di
         ("random", iter(at_random)),
     ]
     chosen: dict[str, str] = {}
-    while len(chosen) < min(size, len(keys)):
+    while len(chosen) < min(size, len(samples)):
         for reason, queue in queues:
             key = next((key for key in queue if key not in chosen), None)
             if key is not None and len(chosen) < size:
-                chosen[key] = reason or outcomes[key]
+                chosen[key] = reason or samples[key].outcome
     return chosen
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -22,7 +22,7 @@ from reward_loop.types import Outcome
 from reward_loop.verl.agent_loop_workers import ReplacingAgentLoopManager, WatchedAgentLoopWorker
 from reward_loop.verl.judging_queue import JudgingQueue, Reservation, merge_metrics
 from reward_loop.verl.mode_options import REWARD_QUEUE, queue_shares, read_mode
-from reward_loop.verl.progress import FailureStreak
+from reward_loop.verl.refills import FailureStreak
 
 __all__ = [
     "QUEUE_AGENT_LOOP_MANAGER",
@@ -170,11 +170,6 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
         super().on_init_end()
 
-    def fit(self, agent_loop_manager: Any) -> None:
-        """Trains."""
-        self._agent_loop_workers = agent_loop_manager.agent_loop_workers  # the same list: workers may be replaced
-        super().fit(agent_loop_manager)
-
     def _raise_if_all_fail(self, failed: Collection[str], finished: Collection[str]) -> None:
         """Raises if too many groups, replacements included, failed in a row."""
         if self._failures.exhausted(len(failed), finished):
@@ -185,31 +180,31 @@ class QueueSeparateAsyncTrainer(PPOTrainerSeparateAsync):
             )
 
     def _last_failure(self) -> str:
-        requests = [worker.last_failure.remote() for worker in self._agent_loop_workers]
-        with suppress(RayError):  # includes GetTimeoutError
-            for failure in ray.get(requests, timeout=ANSWER_S):
-                if failure:
-                    return f"A rollout that failed is {failure}"
-        return "See the log of the agent loop workers"
+        failure = next(filter(None, self._ask("last_failure")), None)
+        return f"A rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of all agent loop workers, and returns the answers that arrive within `ANSWER_S` seconds."""
+        requests = [getattr(w, method).remote(*arguments) for w in self.agent_loop_manager.agent_loop_workers]
+        answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
+        answers = []
+        for answer in answered:
+            with suppress(RayActorError):  # a worker that has died, and will be replaced
+                answers.append(ray.get(answer))
+        if missing:
+            logger.warning(
+                "%d of %d agent loop workers did not answer within %g s", len(missing), len(requests), ANSWER_S
+            )
+        return answers
 
     def on_step_end(self) -> None:
         """Sends new weights to the rollout, and the number of the next step to the agent loop workers."""
         super().on_step_end()
-        for worker in self._agent_loop_workers:
+        for worker in self.agent_loop_manager.agent_loop_workers:
             worker.start_step.remote(self.global_steps + 1)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # The rollout has the weights of this step now.
-        requests = [worker.queue_metrics.remote(self.global_steps) for worker in self._agent_loop_workers]
-        answered, missing = ray.wait(requests, num_returns=len(requests), timeout=ANSWER_S)
-        queues = []
-        for answer in answered:
-            with suppress(RayActorError):  # a worker that has died, and will be replaced
-                queues.append(ray.get(answer))
-        if missing:
-            logger.warning(
-                "%d of %d agent loop workers did not answer within %g s", len(missing), len(requests), ANSWER_S
-            )
-        if queues:
+        if queues := self._ask("queue_metrics", self.global_steps):
             metrics.update(merge_metrics(queues))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Self
@@ -45,13 +45,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, uids: list[str], whole: KVBatchMeta, *, in_order: bool) -> Self:
-        """Returns the batch of these prompts.
-
-        Args:
-            uids: the uids of the prompts, oldest first.
-            whole: the rows of their rollouts, and padding rows.
-            in_order: see the attribute.
-        """
+        """Returns the batch of these prompts, oldest first; ``whole`` are the rows of their rollouts, and padding."""
         groups: dict[str, list[int]] = {uid: [] for uid in uids}
         padding = []
         for position, (key, tag) in enumerate(zip(whole.keys, whole.tags, strict=True)):
@@ -62,11 +56,7 @@ class StepBatch:
         return cls(uids, whole, groups, padding, in_order)
 
     def complete_groups(self, unfinished: Collection[str]) -> list[str]:
-        """Returns the uids of the groups that can be trained on next, in order: all their rewards have arrived.
-
-        Args:
-            unfinished: the uids of prompts that lack a rollout or a reward.
-        """
+        """Returns the uids of the groups that can be trained on next, in order: all their rewards have arrived."""
         if self.in_order:
             return list(takewhile(lambda uid: uid not in unfinished, self.groups))
         return [uid for uid in self.groups if uid not in unfinished]
@@ -74,16 +64,17 @@ class StepBatch:
     def ready_mini_batches(self, unfinished: Collection[str], total: int, size: int) -> int:
         """Returns how many mini-batches have all their rewards, including those already trained on.
 
-        Args:
-            unfinished: the uids of prompts that lack a rollout or a reward.
-            total: the number of mini-batches of the step.
-            size: the number of groups in a mini-batch.
+        ``total`` is the number of mini-batches of the step, and ``size`` the number of groups in one.
         """
         complete = len(self.complete_groups(unfinished))
         if complete == len(self.groups):
             return total
         trained = len(self.uids) - len(self.groups)
         return min(total - 1, (trained + complete) // size)
+
+    def keys(self, rows: Sequence[int]) -> list[str]:
+        """Returns the keys of the rows at these positions."""
+        return [self.whole.keys[row] for row in rows]
 
     def staleness(self, step: int) -> list[int]:
         """Returns, for each trajectory, how many training steps older its weights are than those of step ``step``."""
@@ -104,8 +95,7 @@ class StepBatch:
         One call is cheaper than several. With `in_order`, each mini-batch has its own call: otherwise the assignment of
         rows to ranks, and the rows that ``ppo_epochs`` repeats, would depend on the other mini-batches in the call.
 
-        Args:
-            multiple: the number of rows of a mini-batch.
+        ``multiple`` is the number of rows of a mini-batch.
         """
         full = len(self.rows) // multiple * multiple
         now, self.rows = self.rows[:full], self.rows[full:]

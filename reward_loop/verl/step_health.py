@@ -7,14 +7,14 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import transfer_queue as tq
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, JudgeCalls, Observation
 from reward_loop.records.health import open_health, values_row, warning_row
 from reward_loop.types import Outcome, returned_numbers
-from reward_loop.verl.reward_metrics import Info, StepRewards, is_scored
-from reward_loop.verl.trajectory_keys import final_outputs, uid_of
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
+from reward_loop.verl.tq_batches import read_rows
+from reward_loop.verl.trajectory_keys import uid_of
 from reward_loop.verl.workers import RewardWorkers
 
 __all__ = ["StepHealth"]
@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class StepHealth:
     """Runs the monitors on each training step. Without records, the monitors of judges have no values.
 
-    Args:
-        options: the options of the run.
-        workers: the reward workers, which count the requests to judges.
+    The reward workers count the requests to judges.
     """
 
     def __init__(self, options: RewardLoopConfig, workers: RewardWorkers) -> None:
@@ -36,15 +34,15 @@ class StepHealth:
         self._watch = HealthWatch(options.health)
         self._records = open_health(options.log_dir) if options.log_dir else None
 
-    def metrics(self, step: int, rewards: StepRewards, partition_id: str) -> dict[str, float]:
+    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
         """Returns the values of the monitors for a step, and logs and records the warnings that begin with it.
 
         An error of a monitor is logged, and does not stop the run.
         """
-        if not self._options.health.enabled or not rewards.infos:
+        if not self._options.health.enabled or not rewards.trajectories:
             return {}
         try:
-            found = self._watch.check(self._observe(step, rewards, partition_id))
+            found = self._watch.check(self._observe(step, rewards))
         except Exception:  # observability must not stop a run
             logger.exception("the monitors of reward_loop.health failed in step %d", step)
             return {}
@@ -62,28 +60,23 @@ class StepHealth:
         if self._records is not None:
             self._records.flush()
 
-    def _observe(self, step: int, rewards: StepRewards, partition_id: str) -> Observation:
-        keys = final_outputs(rewards.infos)
-        infos = [rewards.infos[key] for key in keys]
-        # Both the score and the length of a response are in `rm_scores`: it has one entry for each token.
-        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores"])
-        rows = data["rm_scores"].unbind()
-        masked = [bool(info.get("reward_masked")) for info in infos]
+    def _observe(self, step: int, rewards: StepRewards) -> Observation:
+        by_key = rewards.samples()
+        keys, samples = list(by_key), list(by_key.values())
         _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
         options = self._options.health
+        sampled = sampled_keys(keys, groups, options.sampled_responses)
         return Observation(
             step=step,
-            rewards=np.array([np.nan if out else float(row.sum()) for row, out in zip(rows, masked, strict=True)]),
+            rewards=np.array([np.nan if sample.is_masked else sample.reward for sample in samples]),
             groups=groups,
-            lengths=np.array([len(row) for row in rows]),
-            scores=np.array(
-                [rewards.raw_scores[key] if is_scored(info) else np.nan for key, info in zip(keys, infos, strict=True)]
-            ),
-            components=_components(infos),
-            unscored=sum(info.get("reward_outcome") == Outcome.UNSCORED for info in infos),
-            responses=_responses(
-                sampled_keys(keys, groups, options.sampled_responses), partition_id, options.sampled_tokens
-            ),
+            lengths=np.array([sample.tokens for sample in samples]),
+            scores=np.array([sample.raw_score if sample.is_scored else np.nan for sample in samples]),
+            components=_components(samples),
+            unscored=sum(sample.outcome == Outcome.UNSCORED for sample in samples),
+            responses=[
+                response[: options.sampled_tokens].numpy() for (response,) in read_rows(sampled, "train", "responses")
+            ],
             judges=self._judges(),
         )
 
@@ -112,13 +105,8 @@ def sampled_keys(keys: Sequence[str], groups: np.ndarray, size: int) -> list[str
     return [key for key, chosen in zip(keys, is_chosen, strict=True) if chosen][:size]
 
 
-def _responses(keys: Sequence[str], partition_id: str, tokens: int) -> list[np.ndarray]:
-    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=["responses"])
-    return [row[:tokens].numpy() for row in data["responses"].unbind()]
-
-
-def _components(infos: Sequence[Info]) -> Mapping[str, np.ndarray]:
+def _components(samples: Sequence[TrajectoryReward]) -> Mapping[str, np.ndarray]:
     """Returns the numbers that the function returned, without the measurements of the reward loop."""
-    numbers = [returned_numbers(info) for info in infos]
+    numbers = [returned_numbers(sample.info) for sample in samples]
     names = dict.fromkeys(name for of_sample in numbers for name in of_sample if name != "score")
     return {name: np.array([of_sample.get(name, np.nan) for of_sample in numbers]) for name in names}

@@ -1,4 +1,4 @@
-"""Helpers for the rows of a batch in TransferQueue: read tags and extra fields, select rows, write zeros."""
+"""The rows of a batch in TransferQueue: select, read and write them, and read tags."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict, is_non_tensor
 from transfer_queue import KVBatchMeta
 
 from reward_loop.verl.trajectory_keys import uid_of
 
-__all__ = ["MASKS", "copy", "extra_fields_of", "read_tags", "read_trajectories", "select", "unfinished_prompts", "zero"]
+__all__ = [
+    "MASKS",
+    "copy",
+    "field_names",
+    "read_rows",
+    "read_tags",
+    "read_trajectories",
+    "select",
+    "unfinished_prompts",
+    "unpadded",
+    "write_rows",
+    "zero",
+]
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -36,18 +48,70 @@ def select(batch: KVBatchMeta, positions: Sequence[int]) -> KVBatchMeta:
     )
 
 
+def unpadded(batch: KVBatchMeta) -> list[str]:
+    """Returns the keys of a batch without its padding rows, which are copies of other rows."""
+    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+
+
+def read_rows(keys: Sequence[str], partition_id: str, *fields: str) -> list[tuple[Any, ...]]:
+    """Returns the values of these fields, as a tuple for each key."""
+    if not keys:
+        return []
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=list(fields))
+    return list(zip(*(_values(data[field]) for field in fields), strict=True))
+
+
+def _values(column: Any) -> Sequence[Any]:
+    if isinstance(column, torch.Tensor):
+        return column.unbind()
+    return [value.data if is_non_tensor(value) else value for value in column]
+
+
+def field_names(key: str, tag: dict, partition_id: str) -> list[str]:
+    """Returns the names of the fields that a row has."""
+    # TransferQueue returns them after a write. This write changes nothing.
+    return tq.kv_batch_put(keys=[key], partition_id=partition_id, tags=[tag]).fields
+
+
+def write_rows(keys: Sequence[str], partition_id: str, **columns: Sequence[Any]) -> None:
+    """Writes fields of some rows. Each column has a value for each key: a tensor, or any other object."""
+    if not keys:
+        return
+    fields = {
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        if isinstance(values[0], torch.Tensor)
+        else NonTensorStack(*values)
+        for name, values in columns.items()
+    }
+    tq.kv_batch_put(keys=list(keys), partition_id=partition_id, fields=TensorDict(fields, batch_size=len(keys)))
+
+
+def zero(keys: Sequence[str], *fields: str) -> None:
+    """Writes zeros to fields of some training rows, one for each token of the response."""
+    masks = [mask for (mask,) in read_rows(keys, "train", "response_mask")]
+    zeros = {
+        field: [torch.zeros_like(mask, dtype=None if field in MASKS else torch.float32) for mask in masks]
+        for field in fields
+    }
+    write_rows(keys, "train", **zeros)
+
+
 def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
     """Returns the tags of the training prompts, and the tags of their trajectories, that are in TransferQueue."""
-    items = (tq.kv_list("train") or {}).get("train", {})
+    items = _all_tags("train")
     prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
     return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
 
 def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:
     """Returns the trajectories of these prompts that are in TransferQueue."""
-    items = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    items = _all_tags(partition_id)
     rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and uid_of(key) in uids}
     return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
+
+
+def _all_tags(partition_id: str) -> dict[str, dict]:
+    return (tq.kv_list(partition_id) or {}).get(partition_id, {})
 
 
 def unfinished_prompts() -> dict[str, tuple[str, dict]]:
@@ -58,25 +122,3 @@ def unfinished_prompts() -> dict[str, tuple[str, dict]]:
         for key, tag in items.items()
         if tag.get("is_prompt") and tag["status"] in ("pending", "running")
     }
-
-
-def extra_fields_of(rows: TensorDict) -> list[dict[str, Any]]:
-    """Returns the column ``extra_fields`` of rows from TransferQueue, which may wrap each entry."""
-    return [getattr(extra, "data", extra) for extra in rows["extra_fields"]]
-
-
-def zero(keys: Sequence[str], *fields: str, partition_id: str = "train") -> None:
-    """Writes zeros to fields of some rows, one for each token of the response."""
-    if not keys:
-        return
-    keys = list(keys)
-    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["response_mask"])
-    masks = data["response_mask"].unbind()
-    zeros = {
-        field: torch.nested.as_nested_tensor(
-            [mask.new_zeros(mask.shape, dtype=None if field in MASKS else torch.float32) for mask in masks],
-            layout=torch.jagged,
-        )
-        for field in fields
-    }
-    tq.kv_batch_put(keys=keys, partition_id=partition_id, fields=TensorDict(zeros, batch_size=len(keys)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import ray
-import transfer_queue as tq
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
@@ -24,10 +23,11 @@ from reward_loop.verl.gdpo import GDPO, component_rewards, switch_estimator, use
 from reward_loop.verl.group_size import WithGroupSize, group_sizes
 from reward_loop.verl.recording_trainer import RecordingTrainer
 from reward_loop.verl.recovery import Recovery
-from reward_loop.verl.replay_buffer import extend
+from reward_loop.verl.replay_buffer import REWARD_METRIC, extend
 from reward_loop.verl.resolve import without_reward
-from reward_loop.verl.reward_changes import post_process, reject_parts
+from reward_loop.verl.reward_changes import place_parts, post_process, reject_parts
 from reward_loop.verl.reward_metrics import (
+    Rewards,
     StepRewards,
     added_seconds,
     audit_metrics,
@@ -38,8 +38,8 @@ from reward_loop.verl.reward_metrics import (
 )
 from reward_loop.verl.services import RewardServices
 from reward_loop.verl.step_health import StepHealth
-from reward_loop.verl.tq_batches import MASKS, copy, select, zero
-from reward_loop.verl.tq_rewards import place_parts, read_reward_infos, read_sessions, write_rewards
+from reward_loop.verl.tq_batches import MASKS, copy, read_rows, select, zero
+from reward_loop.verl.tq_rewards import read_rewards, read_sessions, write_rewards
 from reward_loop.verl.training_workers import masking
 from reward_loop.verl.trajectory_keys import final_outputs
 from reward_loop.verl.workers import RewardWorkers
@@ -88,15 +88,7 @@ class RewardLoopTrainer(RecordingTrainer):
         self.replay_buffer.checks.append(self._poll_fatal_errors)
 
     def _build_replay_buffer(self) -> Any:
-        stall_timeout_s, stall_option = self._settings.mode.stall_timeout
-        return extend(
-            super()._build_replay_buffer(),
-            poll_interval_s=self._settings.mode.poll_interval_s,
-            stall_timeout_s=stall_timeout_s,
-            stall_option=stall_option,
-            check_parts=self._check_parts,
-            post_process=self._post_process,
-        )
+        return extend(super()._build_replay_buffer(), self._settings.mode, self._rewards_to_filter_by)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -168,7 +160,7 @@ class RewardLoopTrainer(RecordingTrainer):
             if self.local_trigger_step == self.parameter_sync_step - 1 and not self._rewards.trained:
                 raise
             logger.warning("update %d of the step is skipped: %s", self.local_trigger_step + 1, error)
-            zero(self._part.keys, *self._advantage_fields(), *MASKS, partition_id=self._part.partition_id)
+            self._mask(self._part.keys)
             return self._part
 
     def _validate(self) -> dict[str, float]:
@@ -205,24 +197,18 @@ class RewardLoopTrainer(RecordingTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **kwargs)
         # In verl's own values of these metrics, masked samples count as 0.
-        metrics.update(self._trained_rewards(batch.partition_id))
-        metrics.update(self._health.metrics(self.global_steps, self._rewards, batch.partition_id))
+        metrics.update(self._trained_rewards())
+        metrics.update(self._health.metrics(self.global_steps, self._rewards))
         if self._settings.options.audit.reask:
             metrics.update(audit_metrics(self.reward_workers.audit_counts()))
 
-    def _trained_rewards(self, partition_id: str) -> dict[str, float]:
+    def _trained_rewards(self) -> dict[str, float]:
         """Returns verl's metrics of scores and rewards, over the samples that have an advantage."""
         keys = final_outputs(self._rewards.trained)
-        if not keys:
-            return {}
-        fields = {"critic/score": "rm_scores", "critic/rewards": "rm_scores"}
+        scores = rewards = [self._rewards.trajectories[key].reward for key in keys]
         if self.config.algorithm.use_kl_in_reward:
-            fields["critic/rewards"] = "token_level_rewards"
-        data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=sorted(set(fields.values())))
-        metrics: dict[str, float] = {}
-        for name, column in fields.items():
-            metrics |= spread(name, [float(row.sum()) for row in data[column].unbind()])
-        return metrics
+            rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
+        return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
@@ -281,66 +267,75 @@ class RewardLoopTrainer(RecordingTrainer):
             NothingToLearnError: there is no such row.
         """
         self._part = copy(batch)
-        infos = self._final_rewards(batch)
-        learning = self._learning(batch, infos)
+        rewards = self._final_rewards(batch)
+        learning = self._learning(batch, rewards)
         rows = select(batch, learning)
-        with ExitStack() as stack:
-            if self.config.algorithm.adv_estimator == GDPO:
-                names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
-                stack.enter_context(use_rewards(component_rewards(rows.keys, infos, names, default)))
+        components: Mapping[str, Any] = {}
+        if self.config.algorithm.adv_estimator == GDPO:
+            names, default = self.config.algorithm.gdpo_reward_keys, self._settings.options.default_score
+            components = component_rewards(rows.keys, rewards, names, default)
+        with use_rewards(components):
             super()._compute_advantage(rows, metrics)
         learned = {batch.keys[i] for i in learning}
         self._rewards.trained |= learned
-        zero(
-            [key for key in batch.keys if key not in learned],
-            *(*self._advantage_fields(), *MASKS),
-            partition_id=batch.partition_id,
-        )
+        self._mask([key for key in batch.keys if key not in learned])
         return copy(batch)
 
-    def _final_rewards(self, batch: Any) -> dict[str, dict[str, Any]]:
-        """Returns the extra info of the rewards by key, after their last changes. Adds them to those of the step."""
+    def _final_rewards(self, batch: Any) -> Rewards:
+        """Returns the rewards by key, after their last changes. Adds them to those of the step."""
         if self._pending_rewards is not None:
             keys, pending = self._pending_rewards
             self._pending_rewards = None
             with self._apart_from_advantage("wait_reward"):
-                rewards = self.reward_workers.finish_batch(pending)
-            write_rewards(batch, keys, rewards)
-        infos, raw_scores = read_reward_infos(batch)
-        changed = self._reject_parts(batch, infos)  # before `post_process_scores` compares the scores of a group
+                finished = self.reward_workers.finish_batch(pending)
+            write_rewards(batch, keys, finished)
+        rewards = self._fitting_rewards(batch)
         if self._post_processes:
             with self._apart_from_advantage("post_process"):
-                self._post_process(batch)
-        if changed or self._post_processes:
-            infos, raw_scores = read_reward_infos(batch)
-        place_parts(batch, infos)
-        self._rewards.add(infos, raw_scores)
-        return infos
+                rewards = post_process(batch, rewards, self.reward_workers)
+        place_parts(batch, rewards)
+        self._rewards.trajectories.update(rewards)
+        return rewards
 
-    def _learning(self, batch: Any, infos: Mapping[str, Mapping[str, Any]]) -> list[int]:
+    def _fitting_rewards(self, batch: Any) -> Rewards:
+        """Returns the rewards after dense rewards that do not fit were rejected, except in groups examined before.
+
+        To be called before `post_process_scores` compares the scores of a group.
+        """
+        examined = self.replay_buffer.classified_groups(batch.partition_id)
+        return reject_parts(batch, read_rewards(batch), self.reward_workers, examined)
+
+    def _rewards_to_filter_by(self, batch: Any, metric: str) -> Rewards:
+        """Returns the rewards of finished groups, before they are filtered by a metric."""
+        rewards = self._fitting_rewards(batch)
+        if self._post_processes and metric == REWARD_METRIC:
+            rewards = post_process(batch, rewards, self.reward_workers)
+        return rewards
+
+    def _learning(self, batch: Any, rewards: Rewards) -> list[int]:
         """Returns the positions of the rows that are not padding, not masked, and not without a baseline.
 
         Raises:
             NothingToLearnError: there are none.
         """
-        masked = {key for key, info in infos.items() if info.get("reward_masked")}
+        masked = {key for key, reward in rewards.items() if reward.is_masked}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
-            masked |= without_baseline(infos, masked)
-        learning = [i for i, key in enumerate(batch.keys) if key in infos and key not in masked]
+            masked |= without_baseline(rewards, masked)
+        learning = [i for i, key in enumerate(batch.keys) if key in rewards and key not in masked]
         if not learning:
-            info = next(info for info in infos.values() if info.get("reward_masked"))
+            info = next(reward.info for reward in rewards.values() if reward.is_masked)
             raise NothingToLearnError(
                 f"no sample of step {self.global_steps} has a score to learn from; the first one is "
                 f"{info['reward_outcome']}{': ' if info['reward_error'] else ''}{info['reward_error']}"
             )
         return learning
 
-    def _advantage_fields(self) -> list[str]:
-        """Returns the fields that verl writes with the advantage, apart from the masks.
+    def _mask(self, keys: list[str]) -> None:
+        """Excludes training rows from the loss: writes zeros to the masks, and to all fields of the advantage.
 
-        Rows without an advantage need zeros in these fields, because verl reads only fields that all rows have.
+        verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
-        fields = ["advantages", "returns"]
+        fields = ["advantages", "returns", *MASKS]
         if self.config.algorithm.use_kl_in_reward:
             fields.append("token_level_rewards")
         correction = self.config.algorithm.get("rollout_correction")
@@ -351,7 +346,7 @@ class RewardLoopTrainer(RecordingTrainer):
             and self.config.actor_rollout_ref.rollout.calculate_log_probs
         ):
             fields.append("rollout_is_weights")
-        return fields
+        zero(keys, *fields)
 
     @contextmanager
     def _apart_from_advantage(self, name: str) -> Iterator[None]:
@@ -361,19 +356,6 @@ class RewardLoopTrainer(RecordingTrainer):
             yield
         self.timing_raw[name] = self.timing_raw.get(name, 0.0) + seconds[name]
         self.timing_raw["adv"] = self.timing_raw.get("adv", 0.0) - seconds[name]
-
-    def _reject_parts(self, batch: Any, infos: Mapping[str, dict[str, Any]]) -> bool:
-        """Rejects dense rewards that do not fit, except in groups that `_check_parts` has examined."""
-        examined = self.replay_buffer.classified_groups(batch.partition_id)
-        return reject_parts(batch, infos, self.reward_workers, examined)
-
-    def _check_parts(self, batch: Any) -> None:
-        """Does the same as `_reject_parts` for finished groups, before they are filtered by their rewards."""
-        self._reject_parts(batch, read_reward_infos(batch)[0])
-
-    def _post_process(self, batch: Any) -> None:
-        if self._post_processes:
-            post_process(batch, self.reward_workers)
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:

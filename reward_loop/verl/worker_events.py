@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from reward_loop.errors import RewardLoopError
-from reward_loop.verl.progress import Progress, Recovered
+from reward_loop.verl.progress import Progress
 
 __all__ = ["Listener"]
 
@@ -40,10 +40,10 @@ class Listener:
     Each worker has one open call of ``next_events``, which returns as soon as there is an event.
 
     Args:
-        workers: the handles of the agent loop workers.
+        workers: the handles of the agent loop workers; ``recover`` replaces them in this list.
         progress: changed only while `lock` is held.
-        recover: replaces the workers with these numbers, because they have died, and repeats what is lost. Called
-            during a wait, and by `check`.
+        recover: replaces the workers with these numbers, because they have died, and repeats what is lost. Returns the
+            prompts that they had received. Called during a wait, and by `check`.
         resync: records events that the workers have not reported; called during a wait without events.
         poll: called every `RESYNC_S` seconds of a wait; raises `RewardLoopError` if the run must stop.
         stall_timeout_s: a wait fails after this many seconds without an event; ``None`` waits indefinitely.
@@ -55,13 +55,13 @@ class Listener:
         workers: Sequence[Any],
         progress: Progress,
         *,
-        recover: Callable[[Collection[int]], Recovered],
+        recover: Callable[[Collection[int]], Collection[str]],
         resync: Callable[[], None],
         poll: Callable[[], None],
         stall_timeout_s: float | None,
         stall_option: str,
     ) -> None:
-        self._workers = list(workers)
+        self._workers = workers
         self._progress = progress
         self._recover = recover
         self._resync = resync
@@ -145,18 +145,13 @@ class Listener:
             dead, self._dead = sorted(self._dead), set()
         if not dead:
             return
-        recovered = self._recover(dead)
+        received = self._recover(dead)
         with self._changed:
             # Counts as an event: the recovery may have taken longer than `stall_timeout_s`, and is not a stall.
-            self._progress.lose_rewards(recovered.received)
-            self._progress.submit(recovered.generated_again)
-            for uid in recovered.judged_again:
-                self._progress.record(("over", uid), time.monotonic())
-            for number, worker in recovered.workers.items():
-                self._workers[number] = worker
-            self._joined |= recovered.workers
+            self._progress.restart(received)
+            self._joined |= {number: self._workers[number] for number in dead}
             self._changed.notify_all()
-        self._resync()  # the last events of the dead workers are lost
+        self._resync()
 
     @property
     def lock(self) -> threading.Condition:

@@ -62,6 +62,7 @@ class Trainer(RewardPipelineTrainer):
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
+        self.masked: list[str] = []
         self._schedule, self._actions, self._submitted = schedule, None, []
         self._mini_batch_groups = 2
         self._progress = Progress()
@@ -108,13 +109,8 @@ class Trainer(RewardPipelineTrainer):
     def _data_parallel_size(self) -> int:
         return 1
 
-    def _advantage_fields(self) -> list[str]:
-        return []
-
-
-@pytest.fixture(autouse=True)
-def _without_transfer_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "zero", lambda *args: None)
+    def _mask(self, keys: list[str]) -> None:
+        self.masked += keys
 
 
 def done(*args: Any, **kwargs: Any) -> list[str]:
@@ -312,7 +308,7 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     monkeypatch.setattr(pipeline.tq, "kv_clear", lambda **_: None)
     trainer = Trainer(PIPELINE, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
-    trainer.global_steps, trainer._seconds = 3, {"judging": 0.0}
+    trainer.global_steps, trainer._judging_s = 3, 0.0
     tags = [{"min_global_steps": version} for version in versions]
     batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(4)], tags=tags), {}, [], learnable=True)
     metrics: dict[str, float] = {}
@@ -328,17 +324,15 @@ def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
     assert trainer.done.count("generate") == 1
 
 
-def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    masked: list[str] = []
-    monkeypatch.setattr(pipeline, "zero", lambda keys, *fields: masked.extend(keys))
-    assert done(PIPELINE, EVEN, "abcd", fully_masked="ab") == [
+def test_a_mini_batch_in_which_nothing_has_a_score_is_masked_for_the_workers_to_skip() -> None:
+    trainer = Trainer(PIPELINE, EVEN, "abcd", fully_masked="ab")
+    trainer.step({}, {})
+    assert trainer.done == [
         *("generate", "prepare"),
         *("advantage of ab", "update on 8 rows"),
         *("advantage of cd", "update on 8 rows"),
     ]
-    assert masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
+    assert trainer.masked == [f"{uid}_{session}_0" for uid in "ab" for session in range(4)]
     with pytest.raises(NothingToLearnError):
         done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
 
@@ -349,19 +343,14 @@ def test_a_wait_that_fails_ends_the_step() -> None:
 
 
 class FailingBuffer:
-    """verl's buffer, to which every group that has ended failed."""
+    """The replay buffer, to which every group that has ended failed."""
 
     def __init__(self, trainer: RewardPipelineTrainer) -> None:
         self.trainer = trainer
 
-    def _sync_metadata_from_transfer_queue(self) -> None:
-        pass
-
-    def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        return set(), set(), set(self.trainer._submitted) - self.trainer._progress.unfinished, {}
-
-    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
-        return reasons[2], 0, 0, {}
+    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+        failed = set(self.trainer._submitted) - self.trainer._progress.unfinished
+        return failed, len(failed)
 
 
 class Failing(RewardPipelineTrainer):
@@ -372,7 +361,7 @@ class Failing(RewardPipelineTrainer):
         self.options = PipelineOptions(max_refills=max_refills)
         self.global_steps = 1
         self.submitted = 0
-        self._submitted, self._seconds = [], {"generation": 0.0}
+        self._submitted: list[str] = []
         self._replaces, self._filters = True, False
         self._progress = Progress()
         self._listener = Judges(self._progress, "")  # type: ignore[assignment]
@@ -438,18 +427,14 @@ class Filtering(Failing):
         super().__init__(max_refills=1)
         self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
         self._filters = True
-        self._seconds["rewards"] = 0.0
         self.replay_buffer = FilteringBuffer(self)
 
 
 class FilteringBuffer(FailingBuffer):
-    """verl's buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
+    """The replay buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
 
-    def _terminal_eviction_reasons(self, *args: Any) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        return set(), set() if self.trainer.submitted > 20 else set(self.trainer._submitted), set(), {}
-
-    def _evict_terminal_groups(self, step: int, partition: str, reasons: Any) -> tuple[set[str], int, int, dict]:
-        return reasons[1], 0, len(reasons[1]), {}
+    def evict(self, step: int, metrics: dict) -> tuple[set[str], int]:
+        return set() if self.trainer.submitted > 20 else set(self.trainer._submitted), 0
 
 
 def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
@@ -480,7 +465,7 @@ class Writing(RewardPipelineTrainer):
         self.global_steps = 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
         self.use_teacher_policy = False
-        self._submitted, self._seconds = ["a", "b"], {"generation": 0.0}
+        self._submitted = ["a", "b"]
         self._replaces = self._filters = False
         self._progress = Progress()
         self._progress.submit("ab")

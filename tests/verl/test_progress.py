@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.progress import GENERATED, Event, FailureStreak, Progress, RefillLimit, StepTimes
+from reward_loop.verl.progress import GENERATED, Event, Progress, overlap_metrics
 
 
 def told(*events: tuple[float, Event], uids: str = "") -> Progress:
@@ -41,7 +41,7 @@ def test_tags_complete_the_events_that_are_missing() -> None:
 
 def test_the_pending_rewards_of_a_dead_worker_are_removed() -> None:
     progress = told((1, ("judging", "a_0")), (2, ("judging", "b_0")), (3, ("judging", "b_11")), uids="ab")
-    progress.lose_rewards({"b", "z"})
+    progress.restart({"b", "z"})
     assert progress.metrics(5) == {
         "reward_pipeline/rewards_pending": 1,
         "reward_pipeline/rewards_pending_max": 3,
@@ -51,56 +51,19 @@ def test_the_pending_rewards_of_a_dead_worker_are_removed() -> None:
     assert progress.pending == 0
 
 
+def test_the_unfinished_prompts_of_a_dead_worker_are_generated_again_unless_their_tags_show_more() -> None:
+    progress = told((1, ("published", "a")), (2, ("published", "b")), (3, ("over", "c")), uids="abcd")
+    # The training progress does not contain prompts of a validation, such as `v`, and would wait for them indefinitely.
+    progress.restart({"a", "b", "c", "v"})
+    assert progress.generating == progress.unfinished == {"a", "b", "d"}
+    progress.record_tags({"a": {"status": "pending", GENERATED: False}, "b": {"status": "finished"}}, 4)
+    assert progress.generating == progress.unfinished == {"a", "d"}
+
+
 def test_the_latest_failure_is_remembered_and_ends_nothing() -> None:
     progress = told((1, ("failed", "a_0: KeyError: 'x'")), uids="a")
     assert progress.failure == "a_0: KeyError: 'x'"
     assert progress.generating == progress.unfinished == {"a"}
-
-
-def test_replacements_that_fail_again_and_again_are_too_many() -> None:
-    limit = RefillLimit(2)
-    assert not limit.exhausted(failed=3, filtered=0, kept=5)  # what was kept is new
-    assert [limit.exhausted(failed=3, filtered=0, kept=5) for _ in range(3)] == [False, False, True]
-
-
-@pytest.mark.parametrize("success", [{"failed": 2, "filtered": 0, "kept": 6}, {"failed": 2, "filtered": 1, "kept": 5}])
-def test_one_replacement_that_does_not_fail_counts_as_a_success(success: dict[str, int]) -> None:
-    limit = RefillLimit(2)
-    for _ in range(5):
-        assert not limit.exhausted(failed=3, filtered=0, kept=5)
-        assert not limit.exhausted(failed=3, filtered=0, kept=5)
-        assert not limit.exhausted(**success)
-        limit.exhausted(failed=0, filtered=0, kept=0)  # the next step
-
-
-def test_without_a_bound_groups_are_replaced_for_ever() -> None:
-    limit = RefillLimit(None)
-    assert not any(limit.exhausted(failed=1, filtered=0, kept=0) for _ in range(1000))
-
-
-def test_filtered_groups_are_counted() -> None:
-    limit = RefillLimit(1)
-    for filtered in (3, 0, 2):
-        limit.exhausted(failed=0, filtered=filtered, kept=5)
-    assert limit.filtered == 5
-
-
-def test_groups_that_fail_one_after_the_other_are_too_many() -> None:
-    streak = FailureStreak(4)
-    assert not streak.exhausted(3, ())
-    assert not streak.exhausted(1, ())
-    assert streak.exhausted(1, ())
-    assert streak.in_a_row == 5
-
-
-def test_a_group_that_ends_well_begins_the_count_again() -> None:
-    streak = FailureStreak(4)
-    assert not streak.exhausted(3, ())
-    assert not streak.exhausted(3, {"a"})
-    # It is still there, and says nothing of those that failed after it.
-    assert streak.exhausted(2, {"a"})
-    assert not streak.exhausted(4, {"b"})
-    assert not FailureStreak(None).exhausted(10**9, ())
 
 
 def test_pending_rewards_are_counted_and_the_most_of_a_step_remembered() -> None:
@@ -180,8 +143,7 @@ def test_a_reward_that_was_out_before_the_step_is_hidden_for_that_time() -> None
     progress = told((0, ("judging", "a_0")))
     progress.start_step()
     progress.record(("judged", "a_0"), 3.01)
-    times = StepTimes(step=3, generation=0.2, waiting=1.69, training=1.11, judging=progress.judging_s())
-    metrics = times.metrics()
+    metrics = overlap_metrics(3, generation=0.2, waiting=1.69, judging=progress.judging_s())
     assert metrics["reward_pipeline/judging_s"] == pytest.approx(3.01)
     assert metrics["reward_pipeline/hidden_share"] == pytest.approx(1 - 1.69 / 3.01)
     # The floor of a step is not longer than the step.
@@ -199,7 +161,7 @@ def test_a_reward_of_a_forgotten_prompt_still_ends_its_judging() -> None:
 
 
 def test_the_metrics_of_a_step_by_hand() -> None:
-    metrics = StepTimes(step=10, generation=3, waiting=1, training=6, judging=4).metrics()
+    metrics = overlap_metrics(10, generation=3, waiting=1, judging=4)
     assert metrics == {
         "reward_pipeline/generation_s": 3,
         "reward_pipeline/judging_s": 4,
@@ -210,7 +172,7 @@ def test_the_metrics_of_a_step_by_hand() -> None:
         "reward_pipeline/floor_s": 9,
         "reward_pipeline/over_floor": pytest.approx(1 / 9),
     }
-    judging_takes_longest = StepTimes(step=22, generation=3, waiting=13, training=6, judging=20).metrics()
+    judging_takes_longest = overlap_metrics(22, generation=3, waiting=13, judging=20)
     assert judging_takes_longest["reward_pipeline/floor_s"] == 20
     assert judging_takes_longest["reward_pipeline/over_floor"] == pytest.approx(0.1)
     assert judging_takes_longest["reward_pipeline/hidden_share"] == pytest.approx(0.35)
@@ -221,7 +183,8 @@ seconds = st.just(0.0) | st.floats(min_value=1e-3, max_value=1e6)
 
 @given(seconds, seconds, seconds, seconds)
 def test_shares_stay_between_0_and_1(generation: float, waiting: float, training: float, judging: float) -> None:
-    metrics = StepTimes(generation + waiting + training, generation, waiting, training, judging).metrics()
+    step = generation + waiting + training
+    metrics = overlap_metrics(step, generation=generation, waiting=waiting, judging=judging)
     assert all(math.isfinite(value) for value in metrics.values())
     assert 0 <= metrics["reward_pipeline/hidden_share"] <= 1
     assert 0 <= metrics["reward_pipeline/waiting_share"] <= 1 + 1e-9

@@ -16,9 +16,9 @@ from verl.utils.tracking import Tracking
 
 from reward_loop.records import Records
 from reward_loop.records.events import read_events
-from reward_loop.verl import recording_trainer, sample_table
+from reward_loop.verl import sample_table, tq_batches
 from reward_loop.verl.recording_trainer import RecordedSeconds
-from reward_loop.verl.reward_metrics import StepRewards, added_seconds
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, added_seconds
 from reward_loop.verl.trainer import with_reward_loop
 from tests.verl.configs import resolved
 
@@ -45,7 +45,7 @@ def trainer(tmp_path: Path) -> Any:
     made: Any = object.__new__(with_reward_loop(PPOTrainerSync))
     made._settings, made._colocated = resolved(f"reward_loop.log_dir={tmp_path}"), None
     made._records, made._rewards = Records(tmp_path), StepRewards()
-    made._health = SimpleNamespace(metrics=lambda step, rewards, partition_id: {})
+    made._health = SimpleNamespace(metrics=lambda step, rewards: {})
     made.global_steps = 7
     return made
 
@@ -107,9 +107,9 @@ def test_the_advantage_is_the_mean_over_the_tokens_that_are_trained_on(
             nested[field] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
         return nested
 
-    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._rewards.trained = set(rows)
     trainer._compute_metrics(SimpleNamespace(partition_id="train"), {}, {}, global_steps=7, epoch=0)
     assert trainer._records.flush()
@@ -124,9 +124,9 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     def fail(**_: Any) -> None:
         raise KeyError("advantages")
 
-    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=fail))
+    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=fail))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {"critic/score/mean": 1.0})
+    monkeypatch.setattr(trainer, "_trained_rewards", lambda: {"critic/score/mean": 1.0})
     trainer._rewards.trained = {"q_0_0"}
     metrics: dict[str, float] = {}
     trainer._compute_metrics(SimpleNamespace(partition_id="train"), metrics, {}, global_steps=7, epoch=0)
@@ -141,7 +141,7 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
 ) -> None:
     def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
         assert (keys, partition_id) == (["q_0_0"], "train")
-        values = {"prompts": [8, 9], "responses": [1, 2, 0], "rm_scores": [0.0, 0.25, 0.5]}
+        values = {"prompts": [8, 9], "responses": [1, 2, 0]}
         return {
             field: torch.nested.as_nested_tensor([torch.tensor(values[field])], layout=torch.jagged)
             for field in select_fields
@@ -159,13 +159,14 @@ def test_a_table_of_samples_is_logged_with_the_metrics_of_the_step(
 
     written: list[Any] = []
     monkeypatch.setattr(sample_table, "_WRITERS", {"wandb": lambda step, rows: written.append((step, rows))})
-    monkeypatch.setattr(recording_trainer, "tq", SimpleNamespace(kv_batch_get=get))
+    monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=get))
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, timing_raw, **kwargs: None)
     monkeypatch.setattr(PPOTrainer, "fit", fit)
-    monkeypatch.setattr(trainer, "_trained_rewards", lambda partition_id: {})
+    monkeypatch.setattr(trainer, "_trained_rewards", dict)
     trainer._settings, trainer._records = resolved("reward_loop.log_samples=3"), None
     trainer._health.flush = lambda: None
-    trainer._rewards.add({"q_0_0": {"reward_outcome": "scored", "format": 1.0}}, {"q_0_0": 0.5})
+    info = {"reward_outcome": "scored", "format": 1.0}
+    trainer._rewards.trajectories["q_0_0"] = TrajectoryReward(info, reward=0.75, raw_score=0.5)
     trainer.config = SimpleNamespace(trainer=SimpleNamespace(logger=["console", "wandb"]))
     trainer.tokenizer = SimpleNamespace(decode=decode)
     trainer.fit(SimpleNamespace(agent_loop_workers=[]))

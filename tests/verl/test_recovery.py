@@ -135,9 +135,8 @@ def test_prompts_without_all_trajectories_are_generated_again_from_nothing(
         tag = {"is_prompt": True, "status": "pending", "global_steps": 7, GENERATED: False}
         assert queue.tags[partition][uid] == tag
     assert rewards.abandoned == [{"a", "b", "v"}] * 2
-    # The training progress does not contain prompts of a validation, and would wait for them indefinitely.
-    assert (recovered.generated_again, recovered.judged_again) == ({"a", "b"}, set())
-    assert recovered.workers == {0: "new 0"}
+    assert recovered == {"a", "b", "v"}
+    assert manager.agent_loop_workers == ["new 0", "old 1"]
 
 
 def test_finished_prompts_stay_even_if_their_status_arrives_late(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_finished_prompts_stay_even_if_their_status_arrives_late(queue: Queue, m
     assert queue.tags["train"] == before | {"late": before["late"] | {"status": "finished"}}
     assert not manager.sent
     assert not rewards.judged
-    assert recovered.received == {"a", "b", "late", "trained"}
+    assert recovered == {"a", "b", "late", "trained"}
 
 
 def test_published_prompts_keep_their_trajectories_and_only_missing_rewards_are_computed(
@@ -167,7 +166,7 @@ def test_published_prompts_keep_their_trajectories_and_only_missing_rewards_are_
     assert queue.tags["train"]["a"]["status"] == "finished"
     assert queue.tags["train"]["b"]["status"] == "failure"
     assert not manager.sent
-    assert (recovered.generated_again, recovered.judged_again) == (set(), {"a", "b"})
+    assert recovered == {"a", "b"}
 
 
 def test_without_judges_in_the_agent_loop_published_prompts_need_no_reward(

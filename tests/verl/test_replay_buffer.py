@@ -9,17 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl import replay_buffer
+from reward_loop.verl.mode_options import ModeOptions, PipelineOptions
 from reward_loop.verl.replay_buffer import RewardReplayBuffer, extend
+from reward_loop.verl.reward_metrics import TrajectoryReward
 
 pytestmark = pytest.mark.integration  # imports verl
-
-OPTION = "trainer.stall"
 
 
 class Clock:
@@ -45,7 +44,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def buffer(cls: type[ReplayBuffer] = ReplayBuffer, metric: str | None = None, **options: Any) -> RewardReplayBuffer:
+def mode(poll_interval_s: float = 0.2, stall_timeout_s: float | None = None) -> ModeOptions:
+    return ModeOptions("reward_pipeline", poll_interval_s, pipeline=PipelineOptions(stall_timeout_s=stall_timeout_s))
+
+
+def buffer(
+    cls: type[ReplayBuffer] = ReplayBuffer,
+    metric: str | None = None,
+    options: ModeOptions | None = None,
+    final_rewards: Any = None,
+) -> RewardReplayBuffer:
     plain = cls(
         trainer_mode="sync",
         trainer_config={},
@@ -55,11 +63,11 @@ def buffer(cls: type[ReplayBuffer] = ReplayBuffer, metric: str | None = None, **
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, **{"poll_interval_s": 0.2, **options})
+    return extend(plain, options or mode(), final_rewards)
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
-    return buffer(stall_timeout_s=stall_timeout_s, stall_option=OPTION)
+    return buffer(options=mode(stall_timeout_s=stall_timeout_s))
 
 
 def poll(buffer: RewardReplayBuffer, times: int, partition_id: str = "train") -> None:
@@ -74,7 +82,7 @@ def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> Non
     with pytest.raises(RewardLoopError) as caught:
         poll(stalled, 20, "val")
     message = str(caught.value)
-    assert "11 s while validation waited for 7 prompts (trainer.stall=10)" in message
+    assert "11 s while validation waited for 7 prompts (trainer.v1.reward_pipeline.stall_timeout_s=10)" in message
     assert "prompt p1: rewards of rollouts 0, 2 have arrived" in message
     assert "prompt p0: rewards of rollouts none have arrived" in message
     assert "and 2 more prompts" in message
@@ -111,7 +119,7 @@ def test_an_error_of_a_check_ends_the_wait(clock: Clock) -> None:
 
 def test_the_polling_interval_is_ours_and_verls_attribute_stays(clock: Clock) -> None:
     """verl's `separate_async` compares the time of a wait with `poll_interval` to find idle steps."""
-    polled = buffer(ReplayBufferAsync, poll_interval_s=0.05)
+    polled = buffer(ReplayBufferAsync, options=mode(0.05))
     assert polled.poll_interval == 2.0
     poll(polled, 2)
     assert clock.pauses == [0.05, 0.05]
@@ -126,28 +134,30 @@ def test_the_buffer_keeps_verls_class_and_state() -> None:
 
 def test_a_custom_sampler_that_is_not_a_replay_buffer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"custom_sampler.*must inherit from .*ReplayBuffer"):
-        extend(object(), poll_interval_s=1.0)
+        extend(object(), mode(), None)
+
+
+ALIKE = TrajectoryReward({"acc": 1.0}, reward=1.0, raw_score=1.0)
 
 
 def finished(
     monkeypatch: pytest.MonkeyPatch,
     rows: dict[str, dict[str, Any]],
     metric: str | None,
-    post_process: Callable[[Any], None] | None = None,
-    check_parts: Callable[[Any], None] | None = None,
+    change: Callable[[Any, str], None] = lambda batch, metric: None,
 ) -> RewardReplayBuffer:
-    """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``."""
+    """A buffer whose groups have finished, with these rewards and this ``reward_extra_info``, which `change` changes
+    before groups are filtered."""
 
     def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {
-            "extra_fields": [{"reward_extra_info": rows[key]} for key in keys],
-            "rm_scores": [torch.tensor([0.0, rows[key].get("score", 0.0)]) for key in keys],
-        }
-        return {field: columns[field] for field in select_fields}
+        return {"extra_fields": [{"reward_extra_info": rows[key]} for key in keys]}
 
-    for module in (verls, replay_buffer):
-        monkeypatch.setattr(module, "tq", SimpleNamespace(kv_batch_get=get))
-    filled = buffer(metric=metric, post_process=post_process, check_parts=check_parts)
+    def final_rewards(batch: Any, metric: str) -> dict[str, TrajectoryReward]:
+        change(batch, metric)
+        return {key: TrajectoryReward(rows[key], rows[key].get("score", 0.0), raw_score=0.0) for key in batch.keys}
+
+    monkeypatch.setattr(verls, "tq", SimpleNamespace(kv_batch_get=get))
+    filled = buffer(metric=metric, final_rewards=final_rewards)
     for key in rows:
         filled.partitions["train"][key] = {"tag": key}
         filled.finished_keys["train"].add(key.split("_")[0])
@@ -201,47 +211,20 @@ def test_a_score_without_the_metric_ends_the_run_as_in_verl(monkeypatch: pytest.
         ours._dapo_filtered_keys("train")
 
 
-def test_groups_are_filtered_by_the_rewards_after_post_processing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {**group("apart", 0.25, 0.5), **group("alike", 1.0, 1.0)}
-    batches = []
-
-    def to_signs(batch: Any) -> None:
-        batches.append(batch)
-        for key in batch.keys:
-            rows[key]["score"] = 1.0 if rows[key]["score"] else 0.0
-
-    ours = finished(monkeypatch, rows, "reward", to_signs)
-    for _ in range(2):
-        assert ours._dapo_filtered_keys("train")[0] == {"apart", "alike"}
-    (batch,) = batches
-    assert (batch.keys, batch.tags, batch.partition_id) == (list(rows), [{"tag": key} for key in rows], "train")
-
-
 @pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_groups_are_filtered_without_samples_whose_dense_rewards_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, metric: str
-) -> None:
+def test_groups_are_filtered_once_by_their_final_rewards(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
     rows = {**group("alike", 1.0, 1.0, 9.0), **group("apart", 0.0, 1.0)}
-    order = []
+    seen = []
 
-    def reject(batch: Any) -> None:
-        order.append(("parts", batch.keys))
+    def reject(batch: Any, by: str) -> None:
+        seen.append((batch.keys, batch.tags, batch.partition_id, by))
         rows["alike_2_0"] = {"reward_outcome": "failed", "reward_masked": True}
 
-    def post_process(batch: Any) -> None:
-        order.append(("post_process", batch.keys))
-
-    ours = finished(monkeypatch, rows, metric, post_process, reject)
-    keys = list(rows)
+    ours = finished(monkeypatch, rows, metric, reject)
     for _ in range(2):
         assert ours._dapo_filtered_keys("train")[0] == {"alike"}
         assert set(ours.classified_groups("train")) == {"alike", "apart"}
-    assert order == [("parts", keys), *([("post_process", keys)] if metric == "reward" else [])]
-
-
-def test_other_metrics_need_no_post_processing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = finished(monkeypatch, group("a", 1.0, 1.0), "acc", lambda batch: pytest.fail("called"))
-    assert ours._dapo_filtered_keys("train")[0] == {"a"}
+    assert seen == [(list(rows), [{"tag": key} for key in rows], "train", metric)]
 
 
 def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +238,17 @@ def test_failed_groups_are_checked_before_they_are_evicted(monkeypatch: pytest.M
     ours._evict_terminal_groups(1, "val", (set(), set(), set(), Counter()))
     assert seen == [({"a", "b"}, {"c"}, [])]
     assert sorted(cleared) == ["a", "b"]
+
+
+def test_evicted_groups_are_named_with_the_number_of_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"is_prompt": True, "global_steps": 1}
+    items = {"a": {**prompt, "status": "failure"}, "b": {**prompt, "status": "finished"}, "b_0_0": {}, "b_1_0": {}}
+    cleared: list[str] = []
+    queue = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=lambda partition_id, keys: cleared.extend(keys))
+    monkeypatch.setattr(verls, "tq", queue)
+    ours = buffer(metric="acc", final_rewards=lambda batch, metric: dict.fromkeys(batch.keys, ALIKE))
+    ours.sync_refill_failed_groups = True
+    metrics: dict[str, Any] = {}
+    assert ours.evict(1, metrics) == ({"a", "b"}, 1)
+    assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0"]
+    assert metrics["training/rollout_failure/evicted_samples"] == metrics["training/filter_groups/evicted_samples"] == 1

@@ -17,15 +17,19 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from reward_loop.verl import reward_changes, tq_batches, tq_rewards, trainer
+from reward_loop.verl import tq_batches, tq_rewards, trainer
 from reward_loop.verl.compat.adapters import with_missing_values
-from reward_loop.verl.reward_metrics import StepRewards, audit_metrics, only_numbers
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward, audit_metrics, only_numbers
 from reward_loop.verl.trainer import NothingToLearnError, with_reward_loop
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration  # imports verl
 
 RewardLoopTrainer = with_reward_loop(PPOTrainerSeparateAsync)
+
+
+def step_rewards(infos: dict[str, dict[str, Any]], scores: dict[str, float]) -> StepRewards:
+    return StepRewards({key: TrajectoryReward(info, scores[key], raw_score=scores[key]) for key, info in infos.items()})
 
 
 def test_metrics_of_samples_whose_keys_differ() -> None:
@@ -43,8 +47,7 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         "a_2_0": {"reward_outcome": "failed", "reward_seconds": 2.0, "steps": [1, 2]},
         "a_2_1": {"reward_outcome": "unscored", "reward_seconds": 2.0},  # the session's last output counts
     }
-    rewards = StepRewards()
-    rewards.add(infos, {"a_0_0": 1.0, "a_1_0": 3.0, "a_2_0": 0.0, "a_2_1": 0.0})
+    rewards = step_rewards(infos, {"a_0_0": 1.0, "a_1_0": 3.0, "a_2_0": 0.0, "a_2_1": 0.0})
     assert rewards.metrics() == {
         "reward_loop/scored": 2,
         "reward_loop/unscored": 1,
@@ -66,8 +69,7 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
 
 
 def test_an_integer_beyond_the_range_of_a_float_has_no_metric() -> None:
-    rewards = StepRewards()
-    rewards.add({"a_0_0": {"reward_outcome": "scored", "acc": 1, "huge": 10**400}}, {"a_0_0": 1.0})
+    rewards = step_rewards({"a_0_0": {"reward_outcome": "scored", "acc": 1, "huge": 10**400}}, {"a_0_0": 1.0})
     metrics = rewards.metrics()
     assert metrics["reward_loop/acc/mean"] == 1.0
     assert "reward_loop/huge/mean" not in metrics
@@ -113,8 +115,7 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (trainer, reward_changes, tq_batches, tq_rewards):
-        monkeypatch.setattr(module, "tq", queue)
+    monkeypatch.setattr(tq_batches, "tq", queue)
     return queue
 
 
@@ -148,7 +149,7 @@ class Run:
         self.trainer.parameter_sync_step, self.trainer.global_steps = len(parts), 1
         self.trainer._pending_rewards, self.trainer._rewards = None, StepRewards()
         self.trainer._post_processes = post_process is not None
-        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards, partition_id: {})
+        self.trainer._health = SimpleNamespace(metrics=lambda step, rewards: {})
         self.trainer.timing_raw = {}
         self.trainer.prepare_step = dict
         self.trainer.replay_buffer = SimpleNamespace(classified_groups=lambda partition_id: ())
@@ -218,11 +219,13 @@ def test_the_score_is_that_after_post_processing_and_the_raw_score_that_before(
 def test_a_group_is_post_processed_once(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
     run = Run(monkeypatch, queue, [[[0.5, 1.0]]], lambda scores: [10 * score for score in scores])
     batch = run.sample()
+    run.trainer._rewards_to_filter_by(batch, "acc")
+    assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [0.5, 1.0]
     # The replay buffer's filter comes first, then the advantage.
-    for _ in range(2):
-        run.trainer._post_process(batch)
+    run.trainer._rewards_to_filter_by(batch, "reward")
+    rewards = run.trainer._final_rewards(batch)
     assert [float(queue.rows[key]["rm_scores"].sum()) for key in batch.keys] == [5.0, 10.0]
-    assert tq_rewards.read_reward_infos(batch)[1] == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
+    assert {key: reward.raw_score for key, reward in rewards.items()} == {"p0g0_0_0": 0.5, "p0g0_1_0": 1.0}
 
 
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
@@ -277,6 +280,7 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
         "num_turns": 2,
         "extra_fields": {"tool": 1},
         **{name: f"of the data set: {name}" for name in ("uid", "data_source", "reward_model", "raw_prompt", "mine")},
+        "choices": np.array(["yes", "no"]),
         **dict.fromkeys(("routed_experts", "rollout_log_probs", "response_mask", "loss_mask", "rm_scores"), ids),
         "multi_modal_inputs": {"pixel_values": ids},
         "metrics": {"generate_sequences": 1.0},
@@ -286,11 +290,12 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: Queue
     (fetched,) = queue.fetched
     assert fetched == {
         *("prompts", "responses", "input_ids", "position_ids", "num_turns", "extra_fields"),
-        *("uid", "data_source", "reward_model", "raw_prompt", "mine"),
+        *("uid", "data_source", "reward_model", "raw_prompt", "mine", "choices"),
     }
     assert data.non_tensor_batch["mine"][0] == "of the data set: mine"
     assert data.non_tensor_batch["tool_extra_fields"][0] == {"tool": 1}
     assert data.non_tensor_batch["__num_turns__"][0] == 2
+    assert data.non_tensor_batch["choices"][0].tolist() == ["yes", "no"]
 
 
 @pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", None)])
@@ -398,8 +403,7 @@ def test_the_files_of_a_validation_have_no_score_for_masked_samples(monkeypatch:
 
 def test_numbers_of_numpy_and_torch_count_in_the_metrics() -> None:
     info = {"right": np.bool_(True), "short": torch.tensor(0.5), "long": np.array(2), "nan": math.nan, "note": "x"}
-    rewards = StepRewards()
-    rewards.add({"p_0_0": {**info, "reward_outcome": "scored"}}, {"p_0_0": 1.0})
+    rewards = step_rewards({"p_0_0": {**info, "reward_outcome": "scored"}}, {"p_0_0": 1.0})
     metrics = rewards.metrics()
     assert [metrics.get(f"reward_loop/{name}/mean") for name in info] == [1.0, 0.5, 2.0, None, None]
     found = validated([("s", "p", 1.0, info), ("s", "q", 0.0, {**info, "right": np.bool_(False)})], size=1)

@@ -14,7 +14,7 @@ import pytest
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.verl import sample_table
-from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.sample_table import COLUMNS, MAX_TEXT, SampleTable, chosen_keys
 
 INFO = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", "reward_seconds": 0.1}
@@ -22,9 +22,12 @@ INFO = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", 
 
 def step_rewards(**infos: dict[str, Any]) -> StepRewards:
     """Rewards of samples by key; a sample without other fields has the score in the field ``score``."""
-    rewards = StepRewards()
-    rewards.add({key: {**INFO, **info} for key, info in infos.items()}, {key: i["score"] for key, i in infos.items()})
-    return rewards
+    return StepRewards(
+        {
+            key: TrajectoryReward({**INFO, **info}, reward=2 * info["score"], raw_score=info["score"])
+            for key, info in infos.items()
+        }
+    )
 
 
 REWARDS = step_rewards(
@@ -37,8 +40,8 @@ REWARDS = step_rewards(
 )
 
 
-def read(keys: list[str]) -> list[tuple[str, str, float]]:
-    return [("question", f"answer of {key}", 2 * REWARDS.raw_scores[key]) for key in keys]
+def read(keys: list[str]) -> list[tuple[str, str]]:
+    return [("question", f"answer of {key}") for key in keys]
 
 
 def rows_of(
@@ -95,7 +98,7 @@ def test_texts_are_bounded_and_secrets_of_the_environment_are_hidden(monkeypatch
         c_0_0={"score": 0.1, "note": "x" * 10_000},
         e_0_0={"score": 0.0, "reward_outcome": "failed", "reward_error": error},
     )
-    rows = rows_of(monkeypatch, rewards, read=lambda keys: [("question", f"c{'a' * 9998}d", 0.0) for _ in keys])
+    rows = rows_of(monkeypatch, rewards, read=lambda keys: [("question", f"c{'a' * 9998}d") for _ in keys])
     assert rows["e_0"]["error"] == "refused [API key] \\ud800"
     response = rows["c_0"]["response"]
     assert response.startswith("caa")

@@ -161,7 +161,9 @@ def test_the_workers_learn_which_step_is_next(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PPOTrainerSeparateAsync, "on_step_end", lambda self: told.append(-1))
     running = trainer(by_group=False)
     running.global_steps = 4
-    running._agent_loop_workers = [SimpleNamespace(start_step=SimpleNamespace(remote=told.append))] * 2
+    running.agent_loop_manager = SimpleNamespace(
+        agent_loop_workers=[SimpleNamespace(start_step=SimpleNamespace(remote=told.append))] * 2
+    )
     running.on_step_end()
     assert told == [-1, 5, 5]
 
@@ -206,8 +208,9 @@ def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pyte
     check({"e", "f", "g"}, {"c"})
     answers = {"first": "", "second": "h_0: KeyError: 'tool'"}
     asked = [SimpleNamespace(last_failure=SimpleNamespace(remote=lambda name=name: name)) for name in answers]
-    failing._agent_loop_workers = asked  # type: ignore[assignment]
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: [answers[ref] for ref in refs])
+    failing.agent_loop_manager = SimpleNamespace(agent_loop_workers=asked)
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", answers.__getitem__)
     with pytest.raises(RewardLoopError, match=r"5 groups failed .*max_refills=2, .*=2\)\. A rollout .* h_0: KeyError"):
         check({"h"}, {"c"})
 
@@ -239,10 +242,12 @@ def test_the_metrics_of_a_dead_worker_are_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "get", get)
     running = trainer(by_group=False)
     running.global_steps = 4
-    running._agent_loop_workers = [Worker({"reward_queue/size": 2.0}), Worker(ActorDiedError())]
+    running.agent_loop_manager = SimpleNamespace(
+        agent_loop_workers=[Worker({"reward_queue/size": 2.0}), Worker(ActorDiedError())]
+    )
     metrics: dict[str, float] = {}
     running._compute_metrics(None, metrics, {})
     assert metrics == {"reward_queue/size": 2.0}
-    running._agent_loop_workers = [Worker(ActorDiedError())]
+    running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(ActorDiedError())])
     running._compute_metrics(None, metrics := {}, {})
     assert metrics == {}

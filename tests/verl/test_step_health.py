@@ -14,8 +14,8 @@ import torch
 
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.health import health, open_health
-from reward_loop.verl import step_health
-from reward_loop.verl.reward_metrics import StepRewards
+from reward_loop.verl import tq_batches
+from reward_loop.verl.reward_metrics import StepRewards, TrajectoryReward
 from reward_loop.verl.step_health import StepHealth, sampled_keys
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -29,19 +29,18 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 8) -> None:
         self.rows: dict[str, dict[str, torch.Tensor]] = {}
         self.infos: dict[str, dict[str, Any]] = {}
+        self.scores: dict[str, float] = {}
         self.counts: list[dict[str, Any]] = [{"calls": 0, "without_verdict": 0, "seconds": []}]
         self.fetched: list[tuple[str, int]] = []
         for group in range(groups):
             for session in range(4):
                 self._add(f"p{group}_{session}_0", group, session)
-        monkeypatch.setattr(step_health, "tq", SimpleNamespace(kv_batch_get=self._get))
+        monkeypatch.setattr(tq_batches, "tq", SimpleNamespace(kv_batch_get=self._get))
 
     def _add(self, key: str, group: int, session: int) -> None:
         score = session / 4
-        self.rows[key] = {
-            "rm_scores": torch.tensor([0.0] * (TOKENS - 1) + [score]),
-            "responses": torch.arange(TOKENS) + 100 * (4 * group + session),
-        }
+        self.rows[key] = {"responses": torch.arange(TOKENS) + 100 * (4 * group + session)}
+        self.scores[key] = score
         outcome = "unscored" if session == 2 else "scored"
         self.infos[key] = {"reward_outcome": outcome, "reward_masked": session == 2, "reward_seconds": 1.0}
         if session != 2:
@@ -53,9 +52,9 @@ class Run:
         return {field: torch.nested.as_nested_tensor([self.rows[key][field] for key in keys], layout=torch.jagged)}
 
     def rewards(self) -> StepRewards:
-        rewards = StepRewards()
-        rewards.add(self.infos, {key: float(row["rm_scores"].sum()) for key, row in self.rows.items()})
-        return rewards
+        return StepRewards(
+            {key: TrajectoryReward(self.infos[key], score, score, tokens=TOKENS) for key, score in self.scores.items()}
+        )
 
     def health(self, folder: Path | None = None, **options: Any) -> StepHealth:
         config = RewardLoopConfig(log_dir=folder and str(folder), health=HealthConfig(**options))
@@ -68,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_values_of_a_step_become_metrics(run: Run) -> None:
-    found = run.health().metrics(1, run.rewards(), "train")
+    found = run.health().metrics(1, run.rewards())
     assert found == {
         "reward_loop/health/zero_variance_groups": 0,
         "reward_loop/health/masked_share": 0.25,
@@ -85,7 +84,7 @@ def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Pat
         {"calls": 30, "without_verdict": 30, "seconds": [1.0] * 30},
         {"calls": 30, "without_verdict": 0, "seconds": [3.0] * 30},
     ]
-    found = run.health(tmp_path).metrics(1, run.rewards(), "train")
+    found = run.health(tmp_path).metrics(1, run.rewards())
     assert found["reward_loop/health/unparsable_verdicts"] == 0.5
     assert found["reward_loop/health/judge_latency"] == 3.0
 
@@ -93,7 +92,7 @@ def test_the_requests_to_judges_are_those_of_all_workers(run: Run, tmp_path: Pat
 def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitors = run.health(tmp_path, masked_share=0.1)
     with caplog.at_level(logging.WARNING):
-        metrics = [monitors.metrics(step, run.rewards(), "train") for step in range(1, 7)]
+        metrics = [monitors.metrics(step, run.rewards()) for step in range(1, 7)]
     assert [found["reward_loop/health/warnings"] for found in metrics] == [0, 0, 1, 1, 1, 1]
     (logged,) = caplog.messages
     assert logged.startswith(
@@ -109,24 +108,24 @@ def test_a_warning_is_logged_and_recorded_once(run: Run, tmp_path: Path, caplog:
 
 
 def test_without_records_warnings_are_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards(), "train")
+    run.health(masked_share=0.1, patience=1).metrics(1, run.rewards())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_monitors_that_are_off_read_nothing(run: Run) -> None:
-    assert run.health(enabled=False).metrics(1, run.rewards(), "train") == {}
+    assert run.health(enabled=False).metrics(1, run.rewards()) == {}
     assert run.fetched == []
 
 
 def test_an_error_of_a_monitor_does_not_stop_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     del run.rows["p0_0_0"]["responses"]
-    assert run.health().metrics(7, run.rewards(), "train") == {}
+    assert run.health().metrics(7, run.rewards()) == {}
     assert "failed in step 7" in caplog.text
 
 
 def test_a_bounded_number_of_responses_is_read(run: Run) -> None:
-    run.health(sampled_responses=8).metrics(1, run.rewards(), "train")
-    assert run.fetched == [("rm_scores", 32), ("responses", 8)]
+    run.health(sampled_responses=8).metrics(1, run.rewards())
+    assert run.fetched == [("responses", 8)]
 
 
 def test_whole_groups_are_sampled() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import pytest
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import worker_events
-from reward_loop.verl.progress import Progress, Recovered
+from reward_loop.verl.progress import Progress
 from reward_loop.verl.worker_events import Listener
 from tests.local_ray import local_ray
 
@@ -24,9 +24,10 @@ STALL = "trainer.v1.reward_pipeline.stall_timeout_s"
 
 def listener(
     progress: Progress,
-    *workers: Any,
+    workers: Sequence[Any] = (),
+    *,
     stall_timeout_s: float | None = None,
-    recover: Callable[[Collection[int]], Recovered] = lambda dead: Recovered(),
+    recover: Callable[[Collection[int]], Collection[str]] = lambda dead: (),
     resync: Callable[[], None] = lambda: None,
     poll: Callable[[], None] = lambda: None,
 ) -> Listener:
@@ -75,13 +76,18 @@ def test_events_arrive_also_from_the_replacement_of_a_dead_worker(cluster: None)
     progress = Progress()
     progress.submit(["a", "b", "c", "d"])
 
-    def recover(dead: Collection[int]) -> Recovered:
+    def recover(dead: Collection[int]) -> set[str]:
         assert dead == [1]
         assert progress.pending == 2
         ray.get(other.emit.remote(("generated", "d")))
-        return Recovered({1: other}, received={"b", "c", "d"}, generated_again={"d"}, judged_again={"b"})
+        workers[1] = other
+        return {"b", "c", "d"}
 
-    with listener(progress, *workers, recover=recover, stall_timeout_s=300) as listening:
+    def resync() -> None:
+        if other in workers:  # `b` was judged again, and `d` is generated again
+            progress.record_tags({"b": {"status": "finished"}, "d": {"status": "pending"}}, 0.0)
+
+    with listener(progress, workers, recover=recover, resync=resync, stall_timeout_s=300) as listening:
         ray.get(workers[0].emit.remote(("judging", "a_0"), ("generated", "a")))
         ray.get(workers[1].emit.remote(("judging", "b_0"), ("over", "c"), ("generated", "d"), ("generated", "b")))
         listening.wait("rollouts", lambda: not progress.generating)
@@ -97,14 +103,14 @@ def test_a_recovery_that_fails_ends_the_wait_and_the_missing_prompts_are_named(
 ) -> None:
     import ray
 
-    def recover(dead: Collection[int]) -> Recovered:
+    def recover(dead: Collection[int]) -> set[str]:
         raise RewardLoopError(f"workers {dead} cannot be replaced")
 
     monkeypatch.setattr(worker_events, "ANSWER_S", 120.0)
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     progress = Progress()
     progress.submit(["a", "b"])
-    with listener(progress, *workers, recover=recover, stall_timeout_s=300) as listening:
+    with listener(progress, workers, recover=recover, stall_timeout_s=300) as listening:
         workers[1].die.remote()
         with pytest.raises(RewardLoopError, match=r"workers \[1\] cannot be replaced") as caught:
             listening.wait("rewards", lambda: False)
@@ -146,11 +152,11 @@ def test_the_recovery_from_a_death_may_take_longer_than_a_stall(monkeypatch: pyt
     progress = Progress()
     progress.submit(["a"])
 
-    def recover(dead: Collection[int]) -> Recovered:
+    def recover(dead: Collection[int]) -> set[str]:
         now[0] += 100  # another worker has started
-        return Recovered({}, received={"a"}, generated_again={"a"})
+        return {"a"}
 
-    listening = listener(progress, stall_timeout_s=60, recover=recover)
+    listening = listener(progress, ["other"], stall_timeout_s=60, recover=recover)
     listening._dead = {0}
     answers = chain([False] * 3, repeat(True))
     listening.wait("rollouts", lambda: next(answers))
