@@ -15,7 +15,6 @@ from reward_loop._util.garbage_collector import freeze_and_raise_threshold
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.base import VALIDATE
 from reward_loop.managers.policy import fail_reward
@@ -24,7 +23,7 @@ from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
-from reward_loop.verl.managers import build_manager, post_processing
+from reward_loop.verl.managers import VerlManager, build_manager, post_processing
 from reward_loop.verl.router_address import RouterAddress, address_on_this_node
 from reward_loop.verl.settings import RewardSettings
 
@@ -69,7 +68,7 @@ class RewardWorker:
         manager = self._manager
         if not self._options.audit.reask:
             return None
-        if not isinstance(manager, RewardLoopManagerBase):
+        if isinstance(manager, VerlManager):
             raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
         manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
         return manager.audit
