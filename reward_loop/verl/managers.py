@@ -41,14 +41,14 @@ def build_manager(
     from verl.utils import hf_tokenizer
     from verl.utils.fs import copy_to_local
 
-    def tokenizer(path: str) -> Any:
+    def tokenizer(path: str | None) -> Any:
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
 
     policy = settings.config.actor_rollout_ref.model
     keywords = {
         "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
         "reward_router_address": reward_router_address,
-        "reward_model_tokenizer": None if settings.model_path is None else tokenizer(settings.model_path),
+        "reward_model_tokenizer": None if settings.model is None else tokenizer(settings.model.model_path),
     }
     if settings.scores_by_model:
         score = _model_scoring(settings, limits)

@@ -41,7 +41,7 @@ class RewardWorker:
     """
 
     def __init__(
-        self, settings: RewardSettings, router: RouterAddress | str | None, workers_on_node: int | None = None
+        self, settings: RewardSettings, router: RouterAddress | None, workers_on_node: int | None = None
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options

@@ -117,7 +117,7 @@ class RewardWorkers:
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
+    def __init__(self, settings: RewardSettings, router: RouterAddress | None) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
