@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -110,6 +110,14 @@ class RewardWorker:
             for task in self._running.get(uid, ()):
                 task.cancel()
 
+    @contextlib.contextmanager
+    def _storing_fatal_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
+
     def _store_fatal(self, error: RewardLoopError) -> None:
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"
 
@@ -147,11 +155,8 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         assert self._post_process is not None
-        try:
+        with self._storing_fatal_errors():
             return await self._post_process(rewards, names)
-        except RewardLoopError as error:
-            self._store_fatal(error)
-            raise
 
     async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
@@ -167,20 +172,15 @@ class RewardWorker:
         """
         for _ in range(accepted):
             self._rejections.add(False, None)
-        try:
-            return [
-                fail_reward(
-                    # Drop the other values that the function returned, as for every failed sample.
-                    Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
-                    InvalidScoreError(problem, sample=RewardSample("", uid=name)),
-                    self._rejections,
-                    self._options,
-                )
-                for reward, name, problem in zip(rewards, names, problems, strict=True)
-            ]
-        except RewardLoopError as error:
-            self._store_fatal(error)
-            raise
+        failed = []
+        with self._storing_fatal_errors():
+            for reward, name, problem in zip(rewards, names, problems, strict=True):
+                # Drop the values that the function returned, as for every failed sample.
+                info = {key: value for key, value in reward["reward_extra_info"].items() if key in RESERVED_KEYS}
+                kept = Reward(reward_score=0.0, reward_extra_info=info)
+                error = InvalidScoreError(problem, sample=RewardSample("", uid=name))
+                failed.append(fail_reward(kept, error, self._rejections, self._options))
+        return failed
 
     async def needs_group(self) -> bool:
         """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
@@ -197,8 +197,3 @@ def _without_clash(reward: Reward) -> Reward:
         return reward
     renamed = {"returned_reward" if name == "reward" else name: value for name, value in info.items()}
     return Reward(reward_score=reward["reward_score"], reward_extra_info=renamed)
-
-
-def _reserved(info: dict[str, Any]) -> dict[str, Any]:
-    """Returns only the keys that the reward loop itself adds."""
-    return {name: value for name, value in info.items() if name in RESERVED_KEYS}
