@@ -159,10 +159,7 @@ class RewardWorkers:
         """Raises the fatal error of a worker, like `check_fatal_errors`, but without waiting.
 
         Reads the answers to requests of earlier calls, and sends new requests every `POLL_S` seconds. A worker that
-        does not answer may be busy.
-
-        Raises:
-            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
+        does not answer may be busy; one that died and did not start again is an error.
         """
         _raise_first(self._fatal_errors.answers(0))
         if time.monotonic() - self._polled_at > POLL_S:
@@ -173,10 +170,8 @@ class RewardWorkers:
         """Raises the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
 
         Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
-        loop until its samples are scored. Its answer is read by a later call.
-
-        Raises:
-            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
+        loop until its samples are scored. Its answer is read by a later call. A worker that died and did not start
+        again is an error.
         """
         _raise_first(self._fatal_errors.answers(0))
         self._fatal_errors.send()
@@ -281,8 +276,7 @@ class RewardWorkers:
         """Turns samples with misfitting scores into failed samples; see `RewardWorker.reject`.
 
         Raises:
-            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed; or the worker
-                died too often.
+            RewardLoopError: the run must stop, or the worker died too often.
         """
         (rejected,) = self._call_first("reject", [(rewards, names, problems, accepted)])
         return rejected

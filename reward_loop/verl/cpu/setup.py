@@ -78,9 +78,6 @@ def prepared(config: DictConfig, model: RewardModelConfig | None) -> Iterator[No
         ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + _cpus_of_servers(model)
     if ray_init.object_store_memory is None:
         ray_init.object_store_memory = OBJECT_STORE_BYTES
-    with open_dict(ray_init):
-        # Without the dashboard, Ray starts two processes fewer.
-        ray_init.setdefault("include_dashboard", False)
     if sys.platform != "linux" or OmegaConf.select(ray_init, "runtime_env.py_executable"):
         yield
         return
