@@ -139,6 +139,7 @@ def limiter_service() -> Iterator[tuple[str, int]]:
 
 def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, Any]:
     """Measure each process on the path of a sample, and the memory of samples in flight. Needs Ray."""
+    from reward_loop.verl.router_address import RouterAddress
     from reward_loop.verl.workers import RewardWorkers
 
     tokenizer = save_tokenizer(texts, folder)
@@ -159,7 +160,8 @@ def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, A
         job, pid = stack.enter_context(limiter_service())
         processes.add("limiter service", pid)
         processes.find("Ray's services", "/raylet/raylet")
-        workers = RewardWorkers(configuration(folder, "compute_score", "reward.num_workers=1").with_job(job), address)
+        settings = configuration(folder, "compute_score", "reward.num_workers=1").with_job(job)
+        workers = RewardWorkers(settings, RouterAddress(address))
         workers.wait_until_ready()
         processes.find("reward worker", "ray::RewardWorker")
         result: dict[str, Any] = {"cpu_us": {}, "samples_per_s": {}}

@@ -15,7 +15,7 @@ from typing import Self
 
 import psutil
 
-from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 
 __all__ = ["ROOT", "Node", "RayNodes", "why_no_nodes"]
 

@@ -48,7 +48,7 @@ def ray_address() -> str:
 
     Its workers have the environment of a run on a CPU, as far as it is read when verl is imported.
     """
-    from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 
     platform = {name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ}
     with pytest.MonkeyPatch.context() as patch:

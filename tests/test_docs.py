@@ -469,7 +469,7 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
 
 def test_the_environment_of_a_cpu_run_is_that_of_the_code() -> None:
     pytest.importorskip("verl")
-    from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+    from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 
     rows = [("Variable", "Value"), ("---", "---"), *((f"`{k}`", f"`{v}`") for k, v in CPU_ENVIRONMENT.items())]
     assert between("environment") == table(rows)

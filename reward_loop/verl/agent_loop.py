@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import transfer_queue as tq
@@ -35,8 +35,21 @@ EVENTS_S = 30.0
 """Seconds after which a call of `next_events` returns even if there is no event, so that no call stays open
 indefinitely."""
 
-Session = tuple[str, int]
-"""A prompt's uid, and the index of the session."""
+
+class _Prompt:
+    """A training prompt, and what is left to do for its sessions, which are numbered."""
+
+    def __init__(self, uid: str, sessions: Collection[int]) -> None:
+        self.uid = uid
+        self.generating, self.unpublished, self.unjudged = set(sessions), set(sessions), set(sessions)
+        self.judging: dict[int, asyncio.Task[None]] = {}
+        """The task that judges a session, from the end of generation to the end of judging."""
+        self.rewards: dict[str, dict[str, Any]] = {}
+        """Trajectory key -> its reward, for rewards that have arrived and are not published."""
+
+    def name(self, session: int) -> str:
+        """Returns ``{uid}_{session}``, the start of the keys of the session's trajectories."""
+        return f"{self.uid}_{session}"
 
 
 class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
@@ -44,14 +57,8 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._generating: dict[str, set[int]] = {}
-        """Prompt uid -> its sessions that are being generated; `_unpublished` and `_unjudged` are alike."""
-        self._unpublished: dict[str, set[int]] = {}
-        self._unjudged: dict[str, set[int]] = {}
-        self._judging: dict[Session, asyncio.Task[None]] = {}
-        """The task that judges a session, from the end of generation to the end of judging."""
-        self._rewards: dict[str, dict[str, dict[str, Any]]] = {}
-        """Prompt uid -> trajectory key -> its reward, for rewards that have arrived and are not published."""
+        self._prompts: dict[str, _Prompt] = {}
+        """The unfinished training prompts by uid. Prompts of a validation are not among them."""
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
 
@@ -66,15 +73,12 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
 
     async def unfinished_prompts(self) -> dict[str, str]:
         """Returns, for each unfinished prompt, which sessions are being generated or judged, as text."""
-        judged: dict[str, list[int]] = defaultdict(list)
-        for uid, session in self._judging:
-            judged[uid].append(session)
-        prompts = {}
-        for uid, sessions in self._generating.items():
-            states = {"generated": sorted(sessions), "judged": sorted(judged[uid])}
-            texts = [f"sessions {numbers} are being {state}" for state, numbers in states.items() if numbers]
-            prompts[uid] = ", ".join(texts) or "its results are being written"
-        return prompts
+        texts = {}
+        for uid, prompt in self._prompts.items():
+            states = {"generated": sorted(prompt.generating), "judged": sorted(prompt.judging)}
+            parts = [f"sessions {sessions} are being {state}" for state, sessions in states.items() if sessions]
+            texts[uid] = ", ".join(parts) or "its results are being written"
+        return texts
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -85,46 +89,43 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
         if trajectory["validate"]:
             return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         sessions = range(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n))
-        stages = self._generating, self._unpublished, self._unjudged
-        for stage in stages:
-            stage[uid] = set(sessions)
-        self._rewards[uid] = {}
+        self._prompts[uid] = _Prompt(uid, sessions)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         finally:
-            for stage in stages:
-                del stage[uid]
-            del self._rewards[uid]
+            del self._prompts[uid]
             self._emit(("over", uid))
         return None
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
-        session = (kwargs["uid"], kwargs["session_id"])
+        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
+        if prompt is None:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except Exception as error:
-            if session[1] in self._unpublished.get(session[0], ()):
-                self._emit(("failed", f"{_name(session)}: {type(error).__name__}: {error}"))
+            if session in prompt.unpublished:
+                self._emit(("failed", f"{prompt.name(session)}: {type(error).__name__}: {error}"))
             raise
         finally:
             # A session that failed before it published its trajectory will not publish one.
-            self._end_generation(*session)
-            await self._end_publishing(*session)
-            await self._end_judging(*session)
+            self._end_generation(prompt, session)
+            await self._end_publishing(prompt, session)
+            await _end_judging(prompt, session)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        if validate:
+        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
+        if prompt is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
-        session = (kwargs["uid"], kwargs["session_id"])
-        self._end_generation(*session)
+        self._end_generation(prompt, session)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
-            await self._end_publishing(*session)
-            if session in self._judging:
-                await self._take_reward(output if isinstance(output, list) else [output], session)
+            await self._end_publishing(prompt, session)
+            if session in prompt.judging:
+                await _take_reward(output if isinstance(output, list) else [output], prompt, session)
         finally:
-            if session in self._judging:
-                await self._stop_judging(session)
+            if session in prompt.judging:
+                await self._stop_judging(prompt, session)
         return None
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict, **options: Any) -> None:
@@ -138,87 +139,84 @@ class PipelineAgentLoopWorker(WatchedAgentLoopWorker):
             kwargs: the prompt's columns, uid and session.
             options: further arguments of newer versions of verl, passed on.
         """
-        session = (kwargs["uid"], kwargs["session_id"])
-        if kwargs["uid"] not in self._rewards:
-            return await super()._compute_score(outputs, kwargs, **options)  # a validation sample
+        prompt, session = self._prompts.get(kwargs["uid"]), kwargs["session_id"]
+        if prompt is None:
+            return await super()._compute_score(outputs, kwargs, **options)
         if outputs[-1].reward_score is None and self.reward_loop_worker_handles is not None:
             # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
-            self._judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs, **options))
-            self._emit(("judging", _name(session)))
+            prompt.judging[session] = asyncio.create_task(super()._compute_score(outputs, kwargs, **options))
+            self._emit(("judging", prompt.name(session)))
         return None
 
-    async def _stop_judging(self, session: Session) -> None:
+    async def _stop_judging(self, prompt: _Prompt, session: int) -> None:
         """Ends the task that judges a session. It still runs only if the trajectory could not be written."""
-        judging = self._judging[session]
+        judging = prompt.judging[session]
         try:
             judging.cancel()  # no effect after the reward has arrived
             await asyncio.gather(judging, return_exceptions=True)
         finally:
-            del self._judging[session]
-            self._emit(("judged", _name(session)))
+            del prompt.judging[session]
+            self._emit(("judged", prompt.name(session)))
 
-    def _end_generation(self, uid: str, session_id: int) -> None:
-        if _remove(self._generating, uid, session_id):
-            self._emit(("generated", uid))
+    def _end_generation(self, prompt: _Prompt, session: int) -> None:
+        if _remove_last(prompt.generating, session):
+            self._emit(("generated", prompt.uid))
 
-    async def _end_publishing(self, uid: str, session_id: int) -> None:
-        if _remove(self._unpublished, uid, session_id):
-            await tq.async_kv_put(key=uid, partition_id="train", tag={GENERATED: True})
-            self._emit(("published", uid))
-
-    async def _end_judging(self, uid: str, session_id: int) -> None:
-        """Publishes the rewards of a prompt when the last of its sessions ends.
-
-        One write per group is enough, because the trainer uses only complete groups.
-        """
-        if _remove(self._unjudged, uid, session_id) and (rewards := self._rewards[uid]):
-            fields = list_of_dict_to_tensordict(list(rewards.values()))
-            await tq.async_kv_batch_put(keys=list(rewards), fields=fields, partition_id="train")
-
-    async def _take_reward(self, outputs: list[Any], session: Session) -> None:
-        """Waits for the reward of a session, and stores it.
-
-        If judging raises, the session is masked: its trajectory has been published already, and the other samples of
-        the group stay usable.
-        """
-        final = outputs[-1]
-        try:
-            await self._judging[session]
-        except Exception as error:
-            final.reward_score = 0.0
-            final.extra_fields["reward_extra_info"] = {
-                "reward_outcome": str(Outcome.FAILED),
-                "reward_masked": True,
-                "reward_error": f"{type(error).__name__}: {error}",
-            }
-            self._store_reward(outputs, session)
-            raise
-        self._store_reward(outputs, session)
-
-    def _store_reward(self, outputs: list[Any], session: Session) -> None:
-        final = outputs[-1]
-        for index, output in enumerate(outputs):
-            output.reward_score = final.reward_score
-            output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
-            published = output.as_dict()
-            self._rewards[session[0]][f"{_name(session)}_{index}"] = {
-                "rm_scores": published["rm_scores"],
-                "extra_fields": published["extra_fields"],
-            }
+    async def _end_publishing(self, prompt: _Prompt, session: int) -> None:
+        if _remove_last(prompt.unpublished, session):
+            await tq.async_kv_put(key=prompt.uid, partition_id="train", tag={GENERATED: True})
+            self._emit(("published", prompt.uid))
 
 
-def _remove(stage: dict[str, set[int]], uid: str, session_id: int) -> bool:
-    """Removes a session from a stage. Returns whether it was the last session of its prompt in this stage."""
-    left = stage.get(uid, set())
-    if session_id not in left:
+async def _end_judging(prompt: _Prompt, session: int) -> None:
+    """Publishes the rewards of a prompt when the last of its sessions ends.
+
+    One write per group is enough, because the trainer uses only complete groups.
+    """
+    if _remove_last(prompt.unjudged, session) and prompt.rewards:
+        fields = list_of_dict_to_tensordict(list(prompt.rewards.values()))
+        await tq.async_kv_batch_put(keys=list(prompt.rewards), fields=fields, partition_id="train")
+
+
+def _remove_last(sessions: set[int], session: int) -> bool:
+    """Removes a session. Returns whether it was there, and was the last one."""
+    if session not in sessions:
         return False
-    left.discard(session_id)
-    return not left
+    sessions.remove(session)
+    return not sessions
 
 
-def _name(session: Session) -> str:
-    """Returns ``{uid}_{session}``, the start of the keys of its trajectories."""
-    return f"{session[0]}_{session[1]}"
+async def _take_reward(outputs: list[Any], prompt: _Prompt, session: int) -> None:
+    """Waits for the reward of a session, and stores it.
+
+    If judging raises, the session is masked: its trajectory has been published already, and the other samples of the
+    group stay usable.
+    """
+    final = outputs[-1]
+    try:
+        await prompt.judging[session]
+    except Exception as error:
+        final.reward_score = 0.0
+        final.extra_fields["reward_extra_info"] = {
+            "reward_outcome": str(Outcome.FAILED),
+            "reward_masked": True,
+            "reward_error": f"{type(error).__name__}: {error}",
+        }
+        _store_reward(outputs, prompt, session)
+        raise
+    _store_reward(outputs, prompt, session)
+
+
+def _store_reward(outputs: list[Any], prompt: _Prompt, session: int) -> None:
+    final = outputs[-1]
+    for index, output in enumerate(outputs):
+        output.reward_score = final.reward_score
+        output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
+        published = output.as_dict()
+        prompt.rewards[f"{prompt.name(session)}_{index}"] = {
+            "rm_scores": published["rm_scores"],
+            "extra_fields": published["extra_fields"],
+        }
 
 
 class PipelineAgentLoopManager(ReplacingAgentLoopManager):

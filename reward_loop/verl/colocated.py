@@ -41,7 +41,7 @@ class ColocatedRewardModel:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, groups: Sequence[PlacementGroup]) -> RouterAddress | str:
+    def start(self, groups: Sequence[PlacementGroup]) -> RouterAddress:
         """Starts the servers on the GPUs of these placement groups, and puts them to sleep.
 
         Args:

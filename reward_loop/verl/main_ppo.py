@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.config import RewardModelConfig
@@ -25,35 +24,14 @@ from reward_loop.managers.registry import names as manager_names
 from reward_loop.scoring import ScoringFunction
 from reward_loop.scoring.load import load_function
 from reward_loop.serving.checkpoint import architectures, model_kind
-from reward_loop.serving.models import served_models
 from reward_loop.verl import compat
-from reward_loop.verl.cpu.preload import preloaded
-from reward_loop.verl.cpu.running_ray import joins_running_ray, prepare_to_join
+from reward_loop.verl.cpu.setup import prepared, run_environment
 from reward_loop.verl.defaults import CONFIG_DIR, verl_config_dir
 from reward_loop.verl.ray_start import with_ray
 from reward_loop.verl.resolve import resolve
 from reward_loop.verl.settings import RewardSettings
 
 __all__ = ["main", "run"]
-
-CPU_ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "reward_loop.verl.cpu.plugin",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's default timeout is 30 s, which can be too short on a busy laptop.
-    "RAY_agent_register_timeout_ms": "300000",
-    # By default, Ray runs workers at nice 15, so all other processes of the machine have priority.
-    "RAY_worker_niceness": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQ_CLIENT_ZMQ_IO_THREADS": "1",
-    "TQ_NUM_THREADS": "1",
-}
-"""Environment variables for a run on a CPU. Values that the user has set take precedence."""
-
-OBJECT_STORE_BYTES = 256 * 2**20
-"""The size of Ray's object store in a run on a CPU."""
 
 
 def run(config: DictConfig, task_runner: Any = None) -> None:
@@ -67,22 +45,15 @@ def run(config: DictConfig, task_runner: Any = None) -> None:
         RewardLoopError: an option is wrong, the reward function cannot be loaded, the reward model does not start, or
             the rewards fail in a way that must stop the run.
     """
-    if config.trainer.device == "cpu":
+    on_cpu = config.trainer.device == "cpu"
+    if on_cpu:
         # Do this before loading the user's function: its file may import verl, which chooses its platform at import.
-        for name, value in _cpu_environment(config).items():
-            os.environ.setdefault(name, value)
+        os.environ.update(run_environment(config))
     settings = resolve(config, given=HydraConfig.get().overrides.task if HydraConfig.initialized() else ())
     check_function(settings)
-    cpus_of_servers = 0
     if settings.model is not None:
         _check_model(settings, settings.model)
-        if settings.model.placement == "ray":
-            cpus_of_servers = sum(model.replicas * model.threads for model in served_models(settings.model))
-    if config.trainer.device == "cpu":
-        _prepare_cpu(config, cpus_of_servers)
-        with _preloaded(config):
-            _train(config, settings, task_runner)
-    else:
+    with prepared(config, settings.model) if on_cpu else nullcontext():
         _train(config, settings, task_runner)
 
 
@@ -167,63 +138,6 @@ def _check_manager(settings: RewardSettings) -> None:
             f"reward_model.reward_manager={manager.name}: unknown{did_you_mean(manager.name, known) or '.'} Known: "
             f"{listing(known)}" + (f", and the names that {function.path} registers" if function else "")
         )
-
-
-def _cpu_environment(config: DictConfig) -> dict[str, str]:
-    """Returns `CPU_ENVIRONMENT`, without the loopback interface if ranks on several nodes must reach each other."""
-    environment = dict(CPU_ENVIRONMENT)
-    if config.trainer.nnodes > 1 and joins_running_ray(config.ray_kwargs.ray_init.get("address")):
-        del environment["GLOO_SOCKET_IFNAME"]
-    return environment
-
-
-def _prepare_cpu(config: DictConfig, server_cpus: int) -> None:
-    """Sets the options of a CPU run that the user has not set."""
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if config.trainer.v1.trainer_mode == "separate_async":
-        bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-        if config.trainer.v1.separate_async.parameter_sync_step > 1 and not bypass:
-            # verl saves the old policy with `.cpu()`, which makes no copy on a CPU: it would change with the new one.
-            raise ConfigError(
-                "trainer.v1.separate_async.parameter_sync_step > 1 gives wrong old log-probabilities on a CPU: set it "
-                "to 1, or algorithm.rollout_correction.bypass_mode=True"
-            )
-        rollout = config.actor_rollout_ref.rollout
-        ranks += rollout.n_gpus_per_node * rollout.nnodes
-        if rollout.checkpoint_engine.backend == "naive":
-            rollout.checkpoint_engine.backend = "ray"
-            rollout.checkpoint_engine.custom_backend_module = "reward_loop.verl.cpu.checkpoint"
-    ray_init = config.ray_kwargs.ray_init
-    if joins_running_ray(ray_init.get("address")):
-        prepare_to_join(ray_init, {name: os.environ[name] for name in CPU_ENVIRONMENT if name in os.environ})
-        return
-    # Logical GPUs and CPUs of Ray: verl's actors request them, and verl waits silently if there are too few.
-    if ray_init.num_gpus is None:
-        ray_init.num_gpus = ranks
-    if ray_init.num_cpus is None:
-        ray_init.num_cpus = 8 + 4 * ranks + config.reward.num_workers + server_cpus
-    if ray_init.object_store_memory is None:
-        ray_init.object_store_memory = OBJECT_STORE_BYTES
-    # Without the dashboard, Ray starts two processes fewer.
-    with open_dict(ray_init):
-        ray_init.setdefault("include_dashboard", False)
-
-
-@contextmanager
-def _preloaded(config: DictConfig) -> Iterator[None]:
-    """Makes Ray fork its workers from a process with preloaded modules.
-
-    Has no effect outside Linux, for an existing Ray cluster, or if the user has set ``py_executable``.
-    """
-    ray_init = config.ray_kwargs.ray_init
-    joins = joins_running_ray(ray_init.get("address"))
-    if sys.platform != "linux" or joins or OmegaConf.select(ray_init, "runtime_env.py_executable"):
-        yield
-        return
-    with preloaded() as executable:
-        with open_dict(ray_init):
-            OmegaConf.update(ray_init, "runtime_env.py_executable", executable)
-        yield
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="reward_loop_trainer", version_base=None)

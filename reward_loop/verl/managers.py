@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import dataclass
 from typing import Any
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardFunctionError
-from reward_loop.limits.failures import failure_bound
 from reward_loop.limits.permit import Limits
 from reward_loop.managers import RewardLoopManagerBase, scoring_function
 from reward_loop.managers.base import VALIDATE, last_row, step_of, uid_of
-from reward_loop.managers.policy import apply_policy, reward_after_policy
-from reward_loop.managers.recording import open_events, open_records, record_sample
 from reward_loop.processes.pool import usable_cores
-from reward_loop.records import ActiveSample
 from reward_loop.scoring import ScoringFunction
-from reward_loop.scoring.dense_rewards import check_result
 from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.scoring.normalise import normalise
-from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
+from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl import discriminative
 from reward_loop.verl.discriminative import DiscriminativeRewardLoopManager
 from reward_loop.verl.settings import RewardSettings
@@ -29,7 +26,7 @@ __all__ = ["VerlManager", "build_manager", "post_processing"]
 
 def build_manager(
     settings: RewardSettings, reward_router_address: str | None, limits: Limits, workers_on_node: int
-) -> RewardLoopManagerBase | VerlManager:
+) -> RewardLoopManagerBase:
     """Returns the reward manager of the run, with its tokenizers and the user's function.
 
     Args:
@@ -44,21 +41,21 @@ def build_manager(
     from verl.utils import hf_tokenizer
     from verl.utils.fs import copy_to_local
 
-    def tokenizer(path: str) -> Any:
+    def tokenizer(path: str | None) -> Any:
         return hf_tokenizer(copy_to_local(path), trust_remote_code=True)
 
     policy = settings.config.actor_rollout_ref.model
     keywords = {
         "tokenizer": tokenizer(policy.get("tokenizer_path") or policy.path),
         "reward_router_address": reward_router_address,
-        "reward_model_tokenizer": None if settings.model_path is None else tokenizer(settings.model_path),
+        "reward_model_tokenizer": None if settings.model is None else tokenizer(settings.model.model_path),
     }
     if settings.scores_by_model:
         score = _model_scoring(settings, limits)
         return DiscriminativeRewardLoopManager(settings.config, compute_score=score, **keywords)
     function = None if settings.function is None else settings.function.load()  # may register the manager
     cls = settings.manager.load()
-    manager: RewardLoopManagerBase | VerlManager
+    manager: RewardLoopManagerBase
     if cls is not None and issubclass(cls, RewardLoopManagerBase):
         score = _scoring_function(cls, settings, function, limits, workers_on_node)
         manager = cls(config=settings.config, compute_score=score, **keywords)
@@ -77,14 +74,24 @@ def build_manager(
     return manager
 
 
-def post_processing(manager: RewardLoopManagerBase | VerlManager) -> ScoringFunction | None:
+def post_processing(manager: RewardLoopManagerBase) -> ScoringFunction | None:
     """Returns the manager's function if it has ``post_process_scores``, else ``None``."""
     function = manager.function
     return function if isinstance(function, ScoringFunction) and function.has_post_process else None
 
 
-class VerlManager:
+@dataclass(frozen=True, slots=True)
+class _Rollout(RewardSample):
+    """A sample with its row, which a manager that was written for verl receives."""
+
+    row: Any = None
+    """A ``DataProto``."""
+
+
+class VerlManager(RewardLoopManagerBase):
     """Runs a reward manager that was written for verl, and adds the outcome, the deadline and the failure policy.
+
+    Such a manager calls its function itself.
 
     Args:
         manager: an object with verl's ``run_single``.
@@ -92,22 +99,19 @@ class VerlManager:
         limits: the limits of the worker, which may count failures for the whole job.
     """
 
-    function = None
-    """Such a manager calls its function itself."""
-
     def __init__(self, manager: Any, options: RewardLoopConfig, limits: Limits) -> None:
+        super().__init__(options, limits=limits)
         self._manager = manager
-        self._options = options
-        self._name = f"reward manager {type(manager).__name__}"
-        self._records = open_records(options)
-        self._events = open_events(options)
-        self._failures = failure_bound(options, limits)
-        self.needs_group: bool = getattr(manager, "needs_group", False)
+        self.needs_group = getattr(manager, "needs_group", False)  # type: ignore[misc]
 
-    async def run_single(self, data: Any) -> Reward:
-        """Returns the reward of one rollout; see `RewardLoopManagerBase.run_single`."""
+    @property
+    def name(self) -> str:
+        return f"reward manager {type(self._manager).__name__}"
+
+    async def to_sample(self, data: Any) -> RewardSample:
+        """Returns the sample without its text: only the manager decodes it."""
         row = last_row(data, data.batch["responses"])
-        sample = RewardSample(
+        return _Rollout(
             "",
             data_source=str(row.get("data_source", "")),
             uid=uid_of(row),
@@ -116,41 +120,28 @@ class VerlManager:
             group_size=row.get("group_size"),
             prompt=row.get("raw_prompt"),
             step=step_of(row),
+            row=data,
         )
-        is_recorded = self._records is not None or self._events is not None
-        with ActiveSample(sample, self._name, self._options.watchdog_s, is_recorded) as active:
-            result = check_result(sample, await self._score(data))
-            if self._records is not None:
-                reward, masked = reward_after_policy(result, self._options)
-                record_sample(self._records, active, result, reward, masked, self._options.record.full)
-            if self._events is not None:
-                self._events.send(active, result)
-        self._failures.count(result)
-        return apply_policy(result, self._options)
 
-    async def _score(self, data: Any) -> RewardResult:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+    async def score_one(self, sample: RewardSample) -> RewardResult:
+        """Returns the reward of verl's manager as a result. Its errors become *failed* results."""
+        assert isinstance(sample, _Rollout)
+        started = time.monotonic()
         try:
-            async with asyncio.timeout(self._options.timeout):
-                returned = await self._manager.run_single(data)
+            async with asyncio.timeout(self.options.timeout):
+                returned = await self._manager.run_single(sample.row)
             score, _ = normalise(returned["reward_score"])
             return RewardResult(
                 outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
                 score=score,
                 extra_info=dict(returned.get("reward_extra_info") or {}),
-                seconds=loop.time() - started,
+                seconds=time.monotonic() - started,
             )
         except Exception as error:
-            failure = RewardFunctionError(f"{self._name}: {type(error).__name__}: {error}")
+            failure = RewardFunctionError(f"{self.name}: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            return RewardResult(
-                outcome=Outcome.FAILED,
-                score=None,
-                error=str(failure),
-                exception=failure,
-                seconds=loop.time() - started,
-            )
+            seconds = time.monotonic() - started
+            return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, seconds=seconds)
 
 
 def _scoring_function(

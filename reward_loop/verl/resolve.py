@@ -23,7 +23,7 @@ from reward_loop.managers.registry import get as get_manager
 from reward_loop.managers.registry import names as manager_names
 from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, check_mode, read_mode
-from reward_loop.verl.reward_model import read_reward_model, scores_by_model, warn_of_unused_options
+from reward_loop.verl.reward_model import read_reward_model, warn_of_unused_options
 from reward_loop.verl.settings import FunctionName, ManagerName, RewardSettings
 
 __all__ = ["read", "resolve", "without_reward"]
@@ -144,19 +144,23 @@ def read(config: DictConfig) -> RewardSettings:
     _check_manager_options(config, manager, function, options)
     mode = read_mode(config)
     check_mode(config, mode)
-    return RewardSettings(
+    settings = RewardSettings(
         config=config,
         options=options,
         manager=manager,
         function=function,
         num_workers=reward.num_workers,
-        model=read_reward_model(config, manager, mode),
-        model_path=reward.reward_model.model_path if reward.reward_model.enable else None,
-        scores_by_model=scores_by_model(config, manager),
+        model=read_reward_model(config, mode),
         inside_rollout=config.reward_model.use_reward_loop,
         in_background=bool(config.reward_model.launch_reward_fn_async),
         mode=mode,
     )
+    if settings.scores_by_model and manager.name != "naive":
+        raise ConfigError(
+            f"reward_model.reward_manager={manager.name} with reward_model.enable=True needs a function: set "
+            "custom_reward_function.path. Without a function, the reward is the output of the reward model"
+        )
+    return settings
 
 
 def without_reward(config: DictConfig) -> DictConfig:

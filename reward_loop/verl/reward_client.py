@@ -7,17 +7,18 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
 from reward_loop.managers.policy import apply_policy
 from reward_loop.types import Outcome, Reward, RewardResult
 
-__all__ = ["MAX_TASK_RETRIES", "RewardClient", "raise_if_lost"]
+__all__ = ["MAX_TASK_RETRIES", "RewardClient", "SentSample", "raise_if_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,15 @@ def raise_if_lost(error: RayActorError) -> None:
         raise RewardLoopError(f"a reward worker died, and did not start again: {error}") from error
 
 
+@dataclass(slots=True)
+class SentSample:
+    """A sample, and the call of the worker that scores it."""
+
+    worker: Any
+    data: Any
+    answer: Any
+
+
 class RewardClient:
     """Distributes samples among the reward workers.
 
@@ -48,38 +58,52 @@ class RewardClient:
         self._turn = 0
         self.by_group = False
 
-    def worker_for(self, data: Any) -> Any:
-        """Returns the next worker in turn; with ``by_group``, the worker of the prompt, the same in every process."""
-        if self.by_group:
-            uid = str(data.non_tensor_batch["uid"][-1])
-            return self._workers[zlib.crc32(uid.encode()) % len(self._workers)]
-        self._turn += 1
-        return self._workers[(self._turn - 1) % len(self._workers)]
-
     @property
     def compute_score(self) -> RewardClient:
         """The client itself: verl calls ``compute_score.remote``."""
         return self
 
-    def remote(self, data: Any) -> Coroutine[Any, Any, Reward]:
-        """Returns a coroutine that scores ``data``, one rollout as a ``DataProto``."""
-        return self._score(data)
+    async def remote(self, data: Any) -> Reward:
+        """Scores ``data``, one rollout as a ``DataProto``."""
+        sent = self.send(data)
+        try:
+            return await self.reward_of(sent)
+        except RewardFunctionError as failure:
+            if not isinstance(failure, RayTaskError):  # otherwise, the worker has stored its error itself
+                await self._stop_run(f"{type(failure).__name__}: {failure}", sent.worker)
+            raise
 
-    async def _score(self, data: Any) -> Reward:
-        worker = self.worker_for(data)
+    def send(self, data: Any) -> SentSample:
+        """Sends a sample to the next worker in turn; with ``by_group``, to the worker of its prompt.
+
+        The worker of a prompt is the same in every process.
+        """
+        if self.by_group:
+            turn = zlib.crc32(str(data.non_tensor_batch["uid"][-1]).encode())
+        else:
+            turn = self._turn
+            self._turn += 1
+        worker = self._workers[turn % len(self._workers)]
+        return SentSample(worker, data, worker.compute_score.remote(data))
+
+    async def reward_of(self, sample: SentSample) -> Reward:
+        """Waits for the reward of a sample. Sends it again if the worker dies, up to `MAX_TASK_RETRIES` times.
+
+        Raises:
+            RewardFunctionError: the worker died too often, or stayed unreachable, and the policy is ``raise``.
+            RewardLoopError: the worker did not start again, so its share of all further samples would fail.
+        """
         try:
             for _ in range(MAX_TASK_RETRIES):
                 try:
-                    return await worker.compute_score.remote(data)
+                    return await sample.answer
                 except RayActorError:
-                    await self._until_reachable(worker)
-            return await worker.compute_score.remote(data)
+                    await self._until_reachable(sample.worker)
+                    sample.answer = sample.worker.compute_score.remote(sample.data)
+            return await sample.answer
         except RayActorError as error:
-            try:
-                return self.died(error)
-            except RewardFunctionError as failure:
-                await self._stop_run(f"{type(failure).__name__}: {failure}", worker)
-                raise
+            raise_if_lost(error)
+            return self._failed(error)
 
     async def _stop_run(self, why: str, worker: Any) -> None:
         """Stores a fatal error in a worker, for the trainer, which runs in another process and asks all workers.
@@ -111,14 +135,7 @@ class RewardClient:
             except TimeoutError:  # for example, no node has the resources for a restart
                 raise ActorUnavailableError("it has not restarted in time", None) from None
 
-    def died(self, error: RayActorError) -> Reward:
-        """Returns the reward of a sample whose worker died too often, or stayed unreachable.
-
-        Raises:
-            RewardFunctionError: the policy is ``raise``.
-            RewardLoopError: the worker did not start again, so its share of all further samples would fail.
-        """
-        raise_if_lost(error)
+    def _failed(self, error: RayActorError) -> Reward:
         failure = RewardFunctionError(
             f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or did not restart "
             f"within {self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "

@@ -14,9 +14,8 @@ from reward_loop.serving.engines.engine import normalised
 from reward_loop.serving.models import ENGINES, check_path
 from reward_loop.verl.defaults import defaults
 from reward_loop.verl.mode_options import PIPELINE_MODE, ModeOptions
-from reward_loop.verl.settings import ManagerName
 
-__all__ = ["read_reward_model", "scores_by_model", "warn_of_unused_options"]
+__all__ = ["read_reward_model", "warn_of_unused_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ _HOLDS_ANYWAY = {"rollout.dtype": "float32", "rollout.tensor_model_parallel_size
 """Options that the embedded engine accepts with this value only, because the value is true for it anyway."""
 
 
-def read_reward_model(config: DictConfig, manager: ManagerName, mode: ModeOptions) -> RewardModelConfig | None:
+def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfig | None:
     """Returns the options of the reward model's servers, or ``None`` if there is no reward model.
 
     Raises:
@@ -81,11 +80,6 @@ def read_reward_model(config: DictConfig, manager: ManagerName, mode: ModeOption
     _check(model)
     if not model.enable:
         return None
-    if scores_by_model(config, manager) and manager.name != "naive":
-        raise ConfigError(
-            f"reward_model.reward_manager={manager.name} with reward_model.enable=True needs a function: set "
-            "custom_reward_function.path. Without a function, the reward is the output of the reward model"
-        )
     options = {"model_path": model.model_path, "engine": model.rollout.name}
     if model.rollout.name in _ENGINE_ARGS:
         options |= _engine_options(model.rollout)
@@ -101,12 +95,6 @@ def read_reward_model(config: DictConfig, manager: ManagerName, mode: ModeOption
         served = _colocated(config, served)
         _check_colocated(config, served, mode)
     return served
-
-
-def scores_by_model(config: DictConfig, manager: ManagerName) -> bool:
-    """Returns whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
-    own = manager.is_import_path or manager.name == "composite"
-    return config.reward.reward_model.enable and not config.reward.custom_reward_function.path and not own
 
 
 def _engine_options(rollout: DictConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -15,7 +15,6 @@ from reward_loop._util.garbage_collector import freeze_and_raise_threshold
 from reward_loop.errors import ConfigError, InvalidScoreError, RewardLoopError
 from reward_loop.limits.client import open_limits
 from reward_loop.limits.failures import FailureBound
-from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.audit import Audit
 from reward_loop.managers.base import VALIDATE
 from reward_loop.managers.policy import fail_reward
@@ -24,7 +23,7 @@ from reward_loop.managers.recording import open_records
 from reward_loop.records import watch
 from reward_loop.records.exchange_counts import ExchangeCounts
 from reward_loop.types import PART_KEYS, RESERVED_KEYS, Reward, RewardSample
-from reward_loop.verl.managers import build_manager, post_processing
+from reward_loop.verl.managers import VerlManager, build_manager, post_processing
 from reward_loop.verl.router_address import RouterAddress, address_on_this_node
 from reward_loop.verl.settings import RewardSettings
 
@@ -42,7 +41,7 @@ class RewardWorker:
     """
 
     def __init__(
-        self, settings: RewardSettings, router: RouterAddress | str | None, workers_on_node: int | None = None
+        self, settings: RewardSettings, router: RouterAddress | None, workers_on_node: int | None = None
     ) -> None:
         raise_descriptor_limit()  # a request in flight is an open connection, and so an open file
         self._options = settings.options
@@ -69,7 +68,7 @@ class RewardWorker:
         manager = self._manager
         if not self._options.audit.reask:
             return None
-        if not isinstance(manager, RewardLoopManagerBase):
+        if isinstance(manager, VerlManager):
             raise ConfigError("reward_loop.audit.reask needs a manager of reward_loop, see docs/reward-functions.md")
         manager.audit = Audit(manager.score_one, manager.name, self._options, manager.needs_group)
         return manager.audit
@@ -111,6 +110,14 @@ class RewardWorker:
             for task in self._running.get(uid, ()):
                 task.cancel()
 
+    @contextlib.contextmanager
+    def _storing_fatal_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RewardLoopError as error:
+            self._store_fatal(error)
+            raise
+
     def _store_fatal(self, error: RewardLoopError) -> None:
         self._fatal = self._fatal or f"{type(error).__name__}: {error}"
 
@@ -148,11 +155,8 @@ class RewardWorker:
             RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
         """
         assert self._post_process is not None
-        try:
+        with self._storing_fatal_errors():
             return await self._post_process(rewards, names)
-        except RewardLoopError as error:
-            self._store_fatal(error)
-            raise
 
     async def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples whose ``turn_level_scores`` or ``token_level_scores`` do not fit into failed samples.
@@ -168,20 +172,15 @@ class RewardWorker:
         """
         for _ in range(accepted):
             self._rejections.add(False, None)
-        try:
-            return [
-                fail_reward(
-                    # Drop the other values that the function returned, as for every failed sample.
-                    Reward(reward_score=0.0, reward_extra_info=_reserved(reward["reward_extra_info"])),
-                    InvalidScoreError(problem, sample=RewardSample("", uid=name)),
-                    self._rejections,
-                    self._options,
-                )
-                for reward, name, problem in zip(rewards, names, problems, strict=True)
-            ]
-        except RewardLoopError as error:
-            self._store_fatal(error)
-            raise
+        failed = []
+        with self._storing_fatal_errors():
+            for reward, name, problem in zip(rewards, names, problems, strict=True):
+                # Drop the values that the function returned, as for every failed sample.
+                info = {key: value for key, value in reward["reward_extra_info"].items() if key in RESERVED_KEYS}
+                kept = Reward(reward_score=0.0, reward_extra_info=info)
+                error = InvalidScoreError(problem, sample=RewardSample("", uid=name))
+                failed.append(fail_reward(kept, error, self._rejections, self._options))
+        return failed
 
     async def needs_group(self) -> bool:
         """Returns whether one worker must receive all samples of a prompt. Also used as a health check."""
@@ -198,8 +197,3 @@ def _without_clash(reward: Reward) -> Reward:
         return reward
     renamed = {"returned_reward" if name == "reward" else name: value for name, value in info.items()}
     return Reward(reward_score=reward["reward_score"], reward_extra_info=renamed)
-
-
-def _reserved(info: dict[str, Any]) -> dict[str, Any]:
-    """Returns only the keys that the reward loop itself adds."""
-    return {name: value for name, value in info.items() if name in RESERVED_KEYS}

@@ -22,12 +22,12 @@ __all__ = ["RouterAddress", "address_on_this_node", "router_address", "worker_no
 
 @dataclass(frozen=True, slots=True)
 class RouterAddress:
-    """The address of a router that listens on loopback."""
+    """The address of a router, for reward workers on all nodes."""
 
     address: str
-    """``host:port`` on the router's node."""
-    node: str
-    """The Ray id of the router's node."""
+    """The router's ``host:port``."""
+    node: str | None = None
+    """The Ray id of the router's node, if the router listens on loopback."""
     exit: str | None = None
     """``host:port`` of the tunnel's exit, for other nodes; ``None`` without a tunnel."""
     key: str = field(default="", repr=False)
@@ -43,7 +43,7 @@ def worker_nodes(count: int) -> list[str]:
 
 
 @contextmanager
-def router_address(address: str, served: RewardModelConfig, workers: int) -> Iterator[RouterAddress | str]:
+def router_address(address: str, served: RewardModelConfig, workers: int) -> Iterator[RouterAddress]:
     """Makes a router on this node reachable for reward workers on other nodes, if there are any.
 
     Args:
@@ -51,14 +51,11 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
         served: how the reward model is served.
         workers: the number of reward workers.
 
-    Yields:
-        The argument of :func:`address_on_this_node`. If the user has set `host`, this is ``address`` itself.
-
     Raises:
         ServerStartError: the tunnel's exit could not be opened.
     """
     if served.host != RewardModelConfig.model_fields["host"].default:
-        yield address
+        yield RouterAddress(address)  # the user has chosen an address that all nodes reach
         return
     here = ray.get_runtime_context().get_node_id()
     if set(worker_nodes(workers)) <= {here}:
@@ -72,16 +69,16 @@ def router_address(address: str, served: RewardModelConfig, workers: int) -> Ite
 
 
 @contextmanager
-def address_on_this_node(router: RouterAddress | str | None) -> Iterator[str | None]:
+def address_on_this_node(router: RouterAddress | None) -> Iterator[str | None]:
     """Yields the ``host:port`` at which this process reaches the router; ``None`` if ``router`` is ``None``.
 
     Raises:
         ServerStartError: the router is on another node, and has no tunnel.
     """
-    if not isinstance(router, RouterAddress):
-        yield router
+    if router is None:
+        yield None
         return
-    if ray.get_runtime_context().get_node_id() == router.node:
+    if router.node in (None, ray.get_runtime_context().get_node_id()):
         yield router.address
         return
     if router.exit is None:

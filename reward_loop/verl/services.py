@@ -27,7 +27,7 @@ class RewardServices:
     """The settings of rewards, and the services that run."""
 
     settings: RewardSettings
-    router: RouterAddress | str | None = None
+    router: RouterAddress | None = None
     """The router in front of the reward model, if its servers run."""
     colocated: ColocatedRewardModel | None = None
     """The reward model on the trainer's GPUs, which the trainer starts itself."""
@@ -47,7 +47,7 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
     """
     settings = read(config)
     with ExitStack() as stack:
-        router: RouterAddress | str | None = None
+        router: RouterAddress | None = None
         colocated = None
         model = None if settings.model is None else for_platform(settings.model)
         if model is not None and model.placement == "colocated":

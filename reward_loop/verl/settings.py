@@ -78,16 +78,18 @@ class RewardSettings:
     """The number of reward workers."""
     model: RewardModelConfig | None
     """The servers of the reward model, if there is one."""
-    model_path: str | None
-    """The reward model: its name or path, if there is one."""
-    scores_by_model: bool
-    """Whether the reward is the logit of the reward model, without a function."""
     inside_rollout: bool
     """``reward_model.use_reward_loop``: score each rollout when it ends, and not the whole batch after the rollout."""
     in_background: bool
     """``reward_model.launch_reward_fn_async``: score the batch while log-probabilities are computed."""
     mode: ModeOptions
     """The trainer mode."""
+
+    @property
+    def scores_by_model(self) -> bool:
+        """Whether the reward is the reward model's logit: the user has set neither a function nor a manager."""
+        own = self.manager.is_import_path or self.manager.name == "composite"
+        return self.model is not None and self.function is None and not own
 
     def with_job(self, address: str) -> RewardSettings:
         """Returns these settings with the address of the job's limiter service."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Awaitable, Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.types import Reward
-from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, raise_if_lost
+from reward_loop.verl.reward_client import MAX_TASK_RETRIES, RewardClient, SentSample, raise_if_lost
 from reward_loop.verl.reward_worker import RewardWorker
 from reward_loop.verl.router_address import RouterAddress, worker_nodes
 from reward_loop.verl.settings import RewardSettings
@@ -24,6 +24,8 @@ from reward_loop.verl.settings import RewardSettings
 __all__ = ["RewardWorkers", "longest_quiet_s"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BUSY_S = 5.0
 """Timeout in seconds for the status of a worker that has samples in flight."""
@@ -38,31 +40,44 @@ CHECK_S = 60.0
 """The longest wait for the rewards of a batch between two checks for fatal errors, in seconds."""
 
 
-class _Counts:
-    """Counts of all reward workers.
+class _Requests:
+    """Calls of one method of all reward workers, without waiting for busy workers. A worker has at most one open call.
 
     Args:
         handles: the workers.
-        method: the method that returns the counts of a worker since its last call.
+        method: the name of the method.
     """
 
     def __init__(self, handles: Sequence[Any], method: str) -> None:
         self._handles = handles
         self._method = method
-        self._asked: list[Any] = []
+        self.open: dict[Any, int] = {}
+        """Open call -> the position of its worker."""
 
-    def take(self) -> list[Any]:
-        """Returns the counts of the workers since the last call.
+    def send(self) -> None:
+        """Calls the method of each worker that has no open call."""
+        busy = set(self.open.values())
+        for position, worker in enumerate(self._handles):
+            if position not in busy:
+                self.open[getattr(worker, self._method).remote()] = position
 
-        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
+    def answers(self, timeout: float) -> list[Any]:
+        """Returns the results that arrive within ``timeout`` seconds. A later call returns the others.
+
+        Raises:
+            RewardLoopError: a worker died and did not start again.
         """
-        self._asked += [getattr(worker, self._method).remote() for worker in self._handles]
-        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=COUNTS_S)
-        counts = []
-        for answer in answered:
-            with contextlib.suppress(RayActorError):  # Ray restarts the worker
-                counts.append(ray.get(answer))
-        return counts
+        if not self.open:
+            return []
+        answered, _ = ray.wait(list(self.open), num_returns=len(self.open), timeout=timeout)
+        results = []
+        for call in answered:
+            del self.open[call]
+            try:
+                results.append(ray.get(call))
+            except RayActorError as error:
+                raise_if_lost(error)  # otherwise, Ray restarts the worker, or its samples fail
+        return results
 
 
 def longest_quiet_s(options: RewardLoopConfig, *, by_group: bool) -> float | None:
@@ -91,42 +106,18 @@ def _group_of(row: Any) -> str:
     return str(row.non_tensor_batch["uid"][-1])
 
 
-class _Sample:
-    """A sample of a batch, sent to a worker."""
-
-    def __init__(self, worker: Any, row: Any) -> None:
-        self._worker = worker
-        self._row = row
-        self.send()
-
-    def send(self) -> None:
-        """Sends the sample. Call it again if the worker has died."""
-        self.answer = self._worker.compute_score.remote(self._row)
-
-    def is_lost(self) -> bool:
-        """Returns whether the worker died before it returned a reward. Blocks until the call has ended."""
-        try:
-            ray.get(self.answer)
-        except RayActorError:
-            return True
-        except RayTaskError:
-            pass  # `finish_batch` raises it
-        return False
-
-
 class RewardWorkers:
     """Starts the reward workers, distributed over all nodes, and scores batches with them.
 
     Ray restarts a worker that dies, on another node if its node is lost. Calls without an answer are sent again, up to
-    `MAX_TASK_RETRIES` times each: samples by this class and the client when the worker is reachable again, other calls
-    by Ray.
+    `MAX_TASK_RETRIES` times each: samples by the client when the worker is reachable again, other calls by Ray.
 
     Args:
         settings: the settings of rewards.
         router: how the workers reach the router in front of the reward models; ``None`` without a reward model.
     """
 
-    def __init__(self, settings: RewardSettings, router: RouterAddress | str | None) -> None:
+    def __init__(self, settings: RewardSettings, router: RouterAddress | None) -> None:
         actor = ray.remote(RewardWorker)
         nodes = worker_nodes(settings.num_workers)
         # Keep this reference: without it, Ray frees an argument over 100 KB, and cannot restart a worker.
@@ -143,10 +134,10 @@ class RewardWorkers:
             for node in nodes
         ]
         self.client = RewardClient(self.handles, settings.options)
-        self._asked: list[Any] = []
-        self._asked_at = 0.0
-        self._exchange_counts = _Counts(self.handles, "exchange_counts")
-        self._audit_counts = _Counts(self.handles, "audit_counts")
+        self._fatal_errors = _Requests(self.handles, "fatal_error")
+        self._polled_at = 0.0
+        self._exchange_counts = _Requests(self.handles, "exchange_counts")
+        self._audit_counts = _Requests(self.handles, "audit_counts")
 
     def wait_until_ready(self) -> None:
         """Waits until every worker has loaded the tokenizer and the user's function.
@@ -162,66 +153,48 @@ class RewardWorkers:
         Raises:
             RewardLoopError: a sample had no score and the policy is ``raise``, or too many samples failed.
         """
-        for message in self._ask_all("fatal_error"):
-            if message is not None:
-                raise RewardLoopError(message)
+        _raise_first(self._ask_all("fatal_error"))
 
     def poll_fatal_errors(self) -> None:
         """Raises the fatal error of a worker, like `check_fatal_errors`, but without waiting.
 
         Reads the answers to requests of earlier calls, and sends new requests every `POLL_S` seconds. A worker that
-        does not answer may be busy.
-
-        Raises:
-            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
+        does not answer may be busy; one that died and did not start again is an error.
         """
-        self._take_answers(0)
-        if not self._asked and time.monotonic() - self._asked_at > POLL_S:
-            self._ask()
+        _raise_first(self._fatal_errors.answers(0))
+        if time.monotonic() - self._polled_at > POLL_S:
+            self._fatal_errors.send()
+            self._polled_at = time.monotonic()
 
     def check_fatal_errors_briefly(self) -> None:
         """Raises the fatal error of a worker, like `check_fatal_errors`, while samples are in flight.
 
         Waits at most `BUSY_S` seconds. A worker that does not answer counts as busy: its manager may block the event
-        loop until its samples are scored. Its answer is read by a later call.
-
-        Raises:
-            RewardLoopError: a worker reported that the run must stop, or died and did not start again.
+        loop until its samples are scored. Its answer is read by a later call. A worker that died and did not start
+        again is an error.
         """
-        self._take_answers(0)
-        self._ask()
-        self._take_answers(BUSY_S)
-        if self._asked:
+        _raise_first(self._fatal_errors.answers(0))
+        self._fatal_errors.send()
+        _raise_first(self._fatal_errors.answers(BUSY_S))
+        if self._fatal_errors.open:
             logger.warning(
                 "%d of %d reward workers did not answer within %g s: does the reward manager, or an async function, "
                 "block the event loop?",
-                *(len(self._asked), len(self.handles), BUSY_S),
+                *(len(self._fatal_errors.open), len(self.handles), BUSY_S),
             )
 
-    def _ask(self) -> None:
-        self._asked = [worker.fatal_error.remote() for worker in self.handles]
-        self._asked_at = time.monotonic()
-
-    def _take_answers(self, timeout: float) -> None:
-        if not self._asked:
-            return
-        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=timeout)
-        for answer in answered:
-            try:
-                message = ray.get(answer)
-            except RayActorError as error:
-                raise_if_lost(error)
-                continue  # Ray restarts the worker, or its samples fail
-            if message is not None:
-                raise RewardLoopError(message)
-
     def exchange_counts(self) -> list[dict[str, Any]]:
-        """Returns the counts of exchanges with model servers since the last call, see `_Counts.take`."""
-        return self._exchange_counts.take()
+        """Returns the counts of exchanges with model servers since the last call.
+
+        Waits at most `COUNTS_S` seconds. A later call returns the counts of a worker that does not answer in time.
+        """
+        self._exchange_counts.send()
+        return self._exchange_counts.answers(COUNTS_S)
 
     def audit_counts(self) -> list[dict[str, Any]]:
-        """Returns the counts of second calls since the last call, see `_Counts.take`."""
-        return [counts for counts in self._audit_counts.take() if counts is not None]
+        """Returns the counts of second calls since the last call, in the same way as `exchange_counts`."""
+        self._audit_counts.send()
+        return [counts for counts in self._audit_counts.answers(COUNTS_S) if counts is not None]
 
     def abandon(self, uids: Collection[str]) -> None:
         """Cancels the scoring of the rollouts of these prompts, because the process that requested it has died.
@@ -232,7 +205,7 @@ class RewardWorkers:
             [worker.abandon.remote(uids) for worker in self.handles], num_returns=len(self.handles), timeout=BUSY_S
         )
 
-    def start_batch(self, rows: Sequence[Any]) -> list[_Sample]:
+    def start_batch(self, rows: Sequence[Any]) -> list[SentSample]:
         """Sends ``rows``, one ``DataProto`` per rollout, to the workers; returns the input of :meth:`finish_batch`.
 
         The rollouts of a prompt must all be in ``rows``, if the manager needs whole groups. Those that failed are not
@@ -242,39 +215,33 @@ class RewardWorkers:
             sizes = Counter(_group_of(row) for row in rows)
             for row in rows:
                 row.non_tensor_batch["group_size"] = np.array([sizes[_group_of(row)]] * len(row), dtype=object)
-        return [_Sample(self.client.worker_for(row), row) for row in rows]
+        return [self.client.send(row) for row in rows]
 
-    def finish_batch(self, pending: list[_Sample]) -> list[Reward]:
+    def finish_batch(self, pending: Sequence[SentSample]) -> list[Reward]:
         """Waits for the rewards of a batch, and returns them in the order of its rows.
 
         Raises:
             RewardLoopError: the run must stop; no reward arrived for longer than the timeout of the function and its
                 retries; or a worker does not respond.
         """
-        self._wait_for([sample.answer for sample in pending])
-        for _ in range(MAX_TASK_RETRIES):
-            lost = [sample for sample in pending if sample.is_lost()]
-            if not lost:
-                break
-            self.check_fatal_errors()  # also waits until all workers are reachable
-            for sample in lost:
-                sample.send()
-            self._wait_for([sample.answer for sample in lost])
-        rewards = []
-        for sample in pending:
-            try:
-                rewards.append(self._get(sample.answer))
-            except RayActorError as error:
-                rewards.append(self.client.died(error))
-        return rewards
+        return self._results([self.client.reward_of(sample) for sample in pending])
 
-    def _wait_for(self, pending: list[Any]) -> None:
-        """Waits until all rewards have arrived. Fails if none arrives for longer than `longest_quiet_s` seconds."""
+    def _results(self, pending: Sequence[Awaitable[T]]) -> list[T]:
+        """Waits for calls of workers, and returns their results."""
+        try:
+            return asyncio.run(self._gather(pending))
+        except RayTaskError as error:
+            self.check_fatal_errors()
+            raise RewardLoopError(f"a reward worker failed: {error}") from error
+
+    async def _gather(self, pending: Sequence[Awaitable[T]]) -> list[T]:
+        """Fails if no result arrives for longer than `longest_quiet_s` seconds."""
         options = self.client.options
         patience = longest_quiet_s(options, by_group=self.client.by_group)
-        left, last_arrival = list(pending), time.monotonic()
+        calls = [asyncio.ensure_future(call) for call in pending]
+        left, last_arrival = set(calls), time.monotonic()
         while left:
-            done, left = ray.wait(left, num_returns=len(left), timeout=min(options.worker_answer_timeout_s, CHECK_S))
+            done, left = await asyncio.wait(left, timeout=min(options.worker_answer_timeout_s, CHECK_S))
             quiet = time.monotonic() - last_arrival
             if done:
                 last_arrival += quiet
@@ -282,11 +249,12 @@ class RewardWorkers:
                 self.check_fatal_errors()  # also checks that all workers respond
                 if patience is not None and quiet > patience:
                     raise RewardLoopError(
-                        f"{len(left)} of {len(pending)} rewards are missing, and none arrived for {quiet:.0f} s. With "
+                        f"{len(left)} of {len(calls)} rewards are missing, and none arrived for {quiet:.0f} s. With "
                         "reward_loop.timeout, retry.max_seconds, group.timeout, the max_wait of the limits and "
                         f"worker_answer_timeout_s, one should arrive within {patience:g} s: does the reward manager "
                         "wait without a deadline?"
                     )
+        return await asyncio.gather(*calls)
 
     def have_post_process(self) -> bool:
         """Returns whether the user's class has ``post_process_scores``."""
@@ -302,36 +270,24 @@ class RewardWorkers:
         Raises:
             RewardLoopError: the run must stop, or the worker died too often.
         """
-        worker = self.handles[0]
-        pending = [worker.post_process.remote(rewards, of) for rewards, of in zip(groups, names, strict=True)]
-        self._wait_for(pending)
-        try:
-            return [self._get(group) for group in pending]
-        except RayActorError as error:
-            raise RewardLoopError(f"a reward worker died repeatedly in post_process_scores: {error}") from error
+        return self._call_first("post_process", list(zip(groups, names, strict=True)))
 
     def reject(self, rewards: list[Reward], names: list[str], problems: list[str], accepted: int) -> list[Reward]:
         """Turns samples with misfitting scores into failed samples; see `RewardWorker.reject`.
 
         Raises:
-            RewardLoopError: the run must stop: by the user's policy, or because too many samples failed; or the worker
-                died too often.
+            RewardLoopError: the run must stop, or the worker died too often.
         """
-        pending = self.handles[0].reject.remote(rewards, names, problems, accepted)
-        self._wait_for([pending])
-        try:
-            return self._get(pending)
-        except RayActorError as error:
-            raise RewardLoopError(
-                f"a reward worker died repeatedly while it counted rejected rewards: {error}"
-            ) from error
+        (rejected,) = self._call_first("reject", [(rewards, names, problems, accepted)])
+        return rejected
 
-    def _get(self, answer: Any) -> Any:
+    def _call_first(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of the first worker once for each tuple of arguments, and returns the results."""
+        remote = getattr(self.handles[0], method).remote
         try:
-            return ray.get(answer)
-        except RayTaskError as error:
-            self.check_fatal_errors()
-            raise RewardLoopError(f"a reward worker failed: {error}") from error
+            return self._results([remote(*arguments) for arguments in calls])
+        except RayActorError as error:
+            raise RewardLoopError(f"a reward worker died repeatedly in {method}: {error}") from error
 
     def _ask_all(self, question: str, option: str = "worker_answer_timeout_s") -> list[Any]:
         """Calls a method of all workers, and returns the results.
@@ -361,3 +317,9 @@ class RewardWorkers:
                 f"a reward worker did not answer within {timeout:g} s (reward_loop.{option}): raise it for a slow "
                 "shared file system; otherwise, does the reward function or its manager block the event loop?"
             ) from cause
+
+
+def _raise_first(fatal_errors: Sequence[str | None]) -> None:
+    for message in fatal_errors:
+        if message is not None:
+            raise RewardLoopError(message)

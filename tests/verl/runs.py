@@ -21,7 +21,7 @@ import pytest
 
 from examples.nodes import Node
 from reward_loop.verl.cpu.preload import preloaded
-from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from tests.local_ray import RAY_ENVIRONMENT, module_environment, ray_address, stop_ray
 
 FORKED = Path(__file__).with_name("forked_trainer.py")

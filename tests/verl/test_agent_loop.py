@@ -10,17 +10,26 @@ import pytest
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from reward_loop.verl import agent_loop
-from reward_loop.verl.agent_loop import PipelineAgentLoopWorker
+from reward_loop.verl.agent_loop import PipelineAgentLoopWorker, _Prompt
 from reward_loop.verl.progress import Event
 
 pytestmark = pytest.mark.integration  # it imports verl
 
 
+def training_worker(**prompts: int) -> Any:
+    """A worker with prompts, given as uid and number of sessions."""
+    worker: Any = object.__new__(PipelineAgentLoopWorker)
+    worker._prompts = {uid: _Prompt(uid, range(sessions)) for uid, sessions in prompts.items()}
+    worker._events, worker._has_events = [], asyncio.Event()
+    return worker
+
+
 async def test_unfinished_prompts_are_described() -> None:
-    worker = object.__new__(PipelineAgentLoopWorker)
-    worker._generating = {"a": {1, 0}, "b": set(), "c": set()}
-    task = object()
-    worker._judging = {("a", 2): task, ("b", 1): task, ("b", 0): task}  # type: ignore[dict-item]
+    worker = training_worker(a=3, b=2, c=1)
+    task: Any = object()
+    for uid, generating, judging in [("a", {1, 0}, [2]), ("b", set(), [1, 0]), ("c", set(), [])]:
+        worker._prompts[uid].generating = generating
+        worker._prompts[uid].judging = dict.fromkeys(judging, task)
     assert await worker.unfinished_prompts() == {
         "a": "sessions [0, 1] are being generated, sessions [2] are being judged",
         "b": "sessions [0, 1] are being judged",
@@ -36,24 +45,20 @@ async def test_a_failure_before_publishing_is_an_event(
         raise KeyError("tool")
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_agent_loop", fail)
-    worker = object.__new__(PipelineAgentLoopWorker)
-    worker._generating, worker._unpublished = {"a": {0}}, {"a": {0} if published else {0, 1}}
-    worker._unjudged, worker._rewards = {"a": {0, 1}}, {"a": {}}
-    worker._events, worker._has_events = [], asyncio.Event()
+    worker = training_worker(a=2)
+    prompt = worker._prompts["a"]
+    prompt.generating = {0}
+    prompt.unpublished = {0} if published else {0, 1}
     with pytest.raises(KeyError):
         await worker._run_agent_loop({}, {}, uid="a", session_id=1)
     assert worker._events == events
-    assert worker._unpublished == {"a": {0}}
+    assert prompt.unpublished == {0}
 
 
 async def test_the_end_of_generation_is_an_event_before_the_trajectories_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = object.__new__(PipelineAgentLoopWorker)
-    stages: Any = {"a": {0, 1}}, {"a": {0, 1}}, {"a": {0, 1}}
-    worker._generating, worker._unpublished, worker._unjudged = stages
-    worker._judging, worker._rewards = {}, {"a": {}}
-    worker._events, worker._has_events = [], asyncio.Event()
+    worker = training_worker(a=2)
     written: list[list[Event]] = []
 
     async def write(*args: Any, **kwargs: Any) -> None:
@@ -97,10 +102,7 @@ async def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(verl, "_agent_loop_postprocess", write)
     monkeypatch.setattr(verl, "_compute_score", compute_score)
     monkeypatch.setattr(agent_loop.tq, "async_kv_put", put)
-    worker: Any = object.__new__(PipelineAgentLoopWorker)
-    worker._generating, worker._unpublished, worker._unjudged = {"a": {0}}, {"a": {0}}, {"a": {0}}
-    worker._judging, worker._rewards = {}, {"a": {}}
-    worker._events, worker._has_events = [], asyncio.Event()
+    worker = training_worker(a=1)
     worker.reward_loop_worker_handles = ["the client"]
     worker.written, worker.calls, worker.reward, worker.options = [], [], asyncio.Future(), {}
     return worker
@@ -117,11 +119,14 @@ async def test_a_trajectory_is_published_before_its_reward(judged: Any) -> None:
     assert await judged.unfinished_prompts() == {"a": "sessions [0] are being judged"}
     judged.reward.set_result(0.5)
     await session
-    assert {key: reward["rm_scores"] for key, reward in judged._rewards["a"].items()} == {"a_0_0": 0.5, "a_0_1": 0.5}
+    assert {key: reward["rm_scores"] for key, reward in judged._prompts["a"].rewards.items()} == {
+        "a_0_0": 0.5,
+        "a_0_1": 0.5,
+    }
     events += await judged.next_events()
     assert events == [("generated", "a"), ("judging", "a_0"), ("published", "a"), ("judged", "a_0")]
     assert len(judged.calls) == 1
-    assert not judged._judging
+    assert not judged._prompts["a"].judging
 
 
 async def test_a_session_whose_judging_fails_is_masked(judged: Any) -> None:
@@ -129,7 +134,7 @@ async def test_a_session_whose_judging_fails_is_masked(judged: Any) -> None:
     judged.reward.set_exception(ConnectionError("the client is gone"))
     with pytest.raises(ConnectionError):
         await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
-    info = judged._rewards["a"]["a_0_0"]["extra_fields"]["reward_extra_info"]
+    info = judged._prompts["a"].rewards["a_0_0"]["extra_fields"]["reward_extra_info"]
     assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
     assert "the client is gone" in info["reward_error"]
     assert judged._events[-1] == ("judged", "a_0")
@@ -160,7 +165,7 @@ async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(
     with pytest.raises(OSError, match="TransferQueue is gone"):
         await judged._agent_loop_postprocess(output, False, uid="a", session_id=0)
     assert ended == [True]
-    assert not judged._judging
+    assert not judged._prompts["a"].judging
     assert judged._events[-1] == ("judged", "a_0")
 
 

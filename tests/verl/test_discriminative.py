@@ -15,6 +15,7 @@ from reward_loop.serving import serve_reward_model
 from reward_loop.testing import FakeJudge, Logits, Status
 from reward_loop.verl.discriminative import compute_score
 from reward_loop.verl.reward_worker import RewardWorker
+from reward_loop.verl.router_address import RouterAddress
 from tests.verl.configs import resolved
 from tests.verl.test_workers import rollout
 
@@ -44,7 +45,7 @@ async def test_the_reward_is_the_logit_that_transformers_computes(
     with torch.no_grad():
         (expected,) = model(**tokenizer(TEXT, return_tensors="pt")).logits[0].tolist()
     with serve_reward_model(RewardModelConfig(model_path=str(tiny_discriminative_model))) as served:
-        worker = RewardWorker(resolved(*overrides), served.reward_router_address)
+        worker = RewardWorker(resolved(*overrides), RouterAddress(served.reward_router_address))
         reward = await worker.compute_score(rollout("2" + IM_END, raw_prompt=PROMPT))
     assert reward["reward_extra_info"]["reward_outcome"] == "scored", reward
     assert reward["reward_score"] == pytest.approx(expected, abs=1e-4)
@@ -58,7 +59,7 @@ async def test_the_model_reads_what_it_would_read_in_verl(
     data = rollout("2" + IM_END, raw_prompt=PROMPT)
     async with FakeJudge(logit=0.25) as judge:
         settings = resolved(*overrides)
-        worker = RewardWorker(settings, judge.address)
+        worker = RewardWorker(settings, RouterAddress(judge.address))
         assert (await worker.compute_score(data))["reward_score"] == 0.25
         body = judge.requests[0].body
     manager: Any = worker._manager
@@ -72,7 +73,7 @@ async def test_the_model_reads_what_it_would_read_in_verl(
 
 async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
-        worker = RewardWorker(resolved(*overrides), judge.address)
+        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
         tokenizer: Any = worker._manager.reward_model_tokenizer
         tokenizer.bos_token = "<|im_start|>"
         tokenizer.chat_template = "{{ bos_token }}" + CHATML
@@ -83,7 +84,7 @@ async def test_a_leading_bos_is_left_to_the_server(overrides: list[str]) -> None
 async def test_the_last_of_several_logits_counts(overrides: list[str]) -> None:
     async with FakeJudge() as judge:
         judge.script(Logits((0.5, -1.0)))
-        worker = RewardWorker(resolved(*overrides), judge.address)
+        worker = RewardWorker(resolved(*overrides), RouterAddress(judge.address))
         assert (await worker.compute_score(rollout("2", raw_prompt=PROMPT)))["reward_score"] == -1.0
 
 
@@ -107,7 +108,7 @@ async def test_a_conversation_that_cannot_be_scored_is_a_failed_sample(
 ) -> None:
     async with FakeJudge() as judge:
         judge.script(Status(500))
-        worker = RewardWorker(resolved(*overrides, "reward_loop.retry.max_attempts=1"), judge.address)
+        worker = RewardWorker(resolved(*overrides, "reward_loop.retry.max_attempts=1"), RouterAddress(judge.address))
         manager: Any = worker._manager
         manager.reward_model_tokenizer.chat_template = template
         info = (await worker.compute_score(rollout("2", **columns)))["reward_extra_info"]

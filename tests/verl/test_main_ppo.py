@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
-from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 
 pytestmark = pytest.mark.integration  # starts the command
 

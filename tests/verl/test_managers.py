@@ -12,8 +12,8 @@ from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogR
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.limits.client import open_limits
+from reward_loop.managers import base
 from reward_loop.records.evaluation_events import EvaluationEvents
-from reward_loop.verl import managers
 from reward_loop.verl.managers import VerlManager
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -28,7 +28,7 @@ async def test_scores_of_a_manager_of_verl_are_sent_to_opentelemetry(monkeypatch
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     events = EvaluationEvents(provider.get_logger("reward_loop"))
-    monkeypatch.setattr(managers, "open_events", lambda options: events if options.otel else None)
+    monkeypatch.setattr(base, "open_events", lambda options: events if options.otel else None)
     options = RewardLoopConfig(otel=True)
     limits = open_limits(options)
     row = {"uid": np.array(["q"]), "session_id": np.array([2]), "data_source": np.array(["math"])}

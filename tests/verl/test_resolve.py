@@ -20,12 +20,7 @@ def test_the_default_settings(name: str, engine: str) -> None:
     assert settings.config.actor_rollout_ref.actor.strategy == engine
     assert settings.inside_rollout
     assert not settings.in_background
-    assert (settings.manager.name, settings.function, settings.model, settings.model_path) == (
-        "naive",
-        None,
-        None,
-        None,
-    )
+    assert (settings.manager.name, settings.function, settings.model) == ("naive", None, None)
     assert settings.mode.name == "sync"
 
 

@@ -39,7 +39,7 @@ def on_node_b(monkeypatch: pytest.MonkeyPatch) -> None:
     ("router", "address"),
     [
         (None, None),
-        ("10.0.0.2:1", "10.0.0.2:1"),
+        (RouterAddress("10.0.0.2:1"), "10.0.0.2:1"),
         (RouterAddress("127.0.0.1:1", "b", "10.0.0.1:5", "key"), "127.0.0.1:1"),
         (RouterAddress("127.0.0.1:1", "a", "10.0.0.1:5", "key"), "127.0.0.1:2"),
     ],

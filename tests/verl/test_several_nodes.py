@@ -71,7 +71,6 @@ def test_a_function_written_for_verl_works_on_both_nodes_unchanged(
 @pytest.mark.usefixtures("cluster")
 def test_nothing_is_opened_to_a_second_node_on_which_no_reward_worker_runs(model: RewardModelConfig) -> None:
     with router_address("127.0.0.1:1", model, 1) as router:
-        assert isinstance(router, RouterAddress)
         assert (router.address, router.exit) == ("127.0.0.1:1", None)
 
 
@@ -79,4 +78,4 @@ def test_nothing_is_opened_to_a_second_node_on_which_no_reward_worker_runs(model
 def test_an_address_that_the_user_has_chosen_is_left_as_it_is(model: RewardModelConfig) -> None:
     chosen = model.model_copy(update={"host": "10.0.0.2"})
     with router_address("10.0.0.2:1", chosen, 2) as router:
-        assert router == "10.0.0.2:1"
+        assert router == RouterAddress("10.0.0.2:1")

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from reward_loop.verl.compat import installed_version
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT
 from reward_loop.verl.defaults import CONFIG_DIR
-from reward_loop.verl.main_ppo import CPU_ENVIRONMENT
 from tests.verl import rewards
 from tests.verl.runs import Run, train
 

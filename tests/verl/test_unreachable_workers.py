@@ -105,14 +105,13 @@ def workers(monkeypatch: pytest.MonkeyPatch, *handles: Worker, **changed: Any) -
         return [answer.get() for answer in answers] if isinstance(answers, list) else answers.get()
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
     group: Any = object.__new__(RewardWorkers)
     group.handles, group.client = list(handles), RewardClient(handles, options(**changed))
     return group
 
 
 def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive, lost = Worker(), Worker(compute_score=3, fatal_error=5)
+    alive, lost = Worker(), Worker(compute_score=3, ready=5)
     group = workers(monkeypatch, alive, lost)
     assert group.finish_batch(group.start_batch([None] * 4)) == [REWARD] * 4
     assert (alive.calls.count("compute_score"), lost.calls.count("compute_score")) == (2, 5)

@@ -430,7 +430,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     flag.write_text("x" * 99)
     workers.check_fatal_errors()
     batch = [rollout(f"{i} deaths") for i in range(5)]
-    rewards = workers.finish_batch(workers.start_batch(batch))
+    rewards = await asyncio.to_thread(workers.finish_batch, workers.start_batch(batch))
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
 
 
@@ -578,17 +578,20 @@ def test_a_batch_is_awaited_as_long_as_its_slowest_sample_may_take(
 ) -> None:
     now = [0.0]
 
-    def wait(left: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        now[0] = min(now[0] + timeout, arrival_s)
-        return (left, []) if now[0] == arrival_s else ([], left)
+    async def reward() -> float:
+        return 1.0
 
-    monkeypatch.setattr("reward_loop.verl.workers.ray", SimpleNamespace(wait=wait))
+    async def wait(left: set[Any], *, timeout: float) -> tuple[set[Any], set[Any]]:
+        now[0] = min(now[0] + timeout, arrival_s)
+        return (left, set()) if now[0] == arrival_s else (set(), left)
+
+    monkeypatch.setattr("reward_loop.verl.workers.asyncio.wait", wait)
     monkeypatch.setattr("reward_loop.verl.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
     workers = object.__new__(RewardWorkers)
     client: Any = SimpleNamespace(options=RewardLoopConfig(**options), by_group=by_group)
     workers.client = client
     monkeypatch.setattr(workers, "check_fatal_errors", lambda: None)
-    workers._wait_for(["a reward"])
+    assert workers._results([reward()]) == [1.0]
     assert now[0] == arrival_s
 
 
@@ -744,7 +747,7 @@ async def test_a_group_meets_in_one_of_several_workers(cluster: None, policy: st
     rows.append(rollout("x", uid="validation", group_size=1))
     rewards = await asyncio.gather(*(workers.client.compute_score.remote(row) for row in rows))
     assert [reward["reward_score"] for reward in rewards] == [0] * 6 + [1] * 6 + [2] * 6 + [0]
-    batch = workers.finish_batch(workers.start_batch(rows))
+    batch = await asyncio.to_thread(workers.finish_batch, workers.start_batch(rows))
     assert [reward["reward_score"] for reward in batch] == [reward["reward_score"] for reward in rewards]
 
 
@@ -781,8 +784,7 @@ async def test_a_worker_that_keeps_dying_stops_the_run_under_the_policy_raise(
         f"custom_reward_function.path={function}",
         f"+custom_reward_function.reward_kwargs.flag={tmp_path}/flag",
     )
-    for module in ("workers", "reward_client"):
-        monkeypatch.setattr(f"reward_loop.verl.{module}.MAX_TASK_RETRIES", 1)
+    monkeypatch.setattr("reward_loop.verl.reward_client.MAX_TASK_RETRIES", 1)
     workers = RewardWorkers(config, None)
     with pytest.raises(RewardFunctionError, match="died 2 times"):
         await workers.client.compute_score.remote(rollout("99 deaths"))

@@ -12,7 +12,7 @@ from itertools import groupby
 from reward_loop._util.output import open_standard_streams
 from reward_loop.verl.compat.names import COMMAND, CPU, TRAINING
 from reward_loop.verl.compat.releases import SUPPORTED, installed_version, verl_folder
-from reward_loop.verl.compat.signatures import Finding, findings
+from reward_loop.verl.compat.signatures import findings
 
 __all__ = ["main"]
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {owner}")
             for finding in group:
                 count += 1
-                print(f"    {_line(finding)}")
+                print(f"    {'NO' if finding.problem else 'ok'}  {finding.name}")
                 if finding.problem:
                     problems[finding.problem] = None
     if not problems:
@@ -67,10 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(f"  {problem}")
     return 1
-
-
-def _line(finding: Finding) -> str:
-    return f"{'NO' if finding.problem else 'ok'}  {finding.name}"
 
 
 def _version(package: str) -> str:

@@ -1,14 +1,16 @@
-"""Runs on a CPU that join a running Ray cluster."""
+"""The preparation of a run on a CPU, with a Ray of its own or in a running cluster."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
+from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError
-from reward_loop.verl.cpu.running_ray import joins_running_ray
-from reward_loop.verl.main_ppo import CPU_ENVIRONMENT, _cpu_environment, _prepare_cpu
+from reward_loop.verl.cpu.setup import CPU_ENVIRONMENT, _joins_running_ray, prepared, run_environment
 from tests.verl.configs import settled
 
 
@@ -19,6 +21,10 @@ def last_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
     return tmp_path / "ray" / "ray_current_cluster"
+
+
+def at(address: str | None) -> DictConfig:
+    return OmegaConf.create({"ray_kwargs": {"ray_init": {"address": address}}})
 
 
 @pytest.mark.parametrize(
@@ -41,13 +47,13 @@ def test_an_address_of_a_running_ray_is_recognised(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert joins_running_ray(address) == joins
+    assert _joins_running_ray(at(address)) == joins
 
 
 def test_a_ray_that_was_started_on_this_machine_is_joined_unless_the_address_is_local(last_cluster: Path) -> None:
     last_cluster.write_text("10.0.0.1:6379")
-    assert joins_running_ray(None)
-    assert not joins_running_ray("local")
+    assert _joins_running_ray(at(None))
+    assert not _joins_running_ray(at("local"))
 
 
 def test_a_running_ray_gets_no_resources_but_the_environment_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,16 +61,20 @@ def test_a_running_ray_gets_no_resources_but_the_environment_of_the_run(monkeypa
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = settled("+ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='2'", name="cpu")
-    _prepare_cpu(config, 0)
+    with prepared(config, None):
+        pass
     ray_init = config.ray_kwargs.ray_init
     assert (ray_init.num_cpus, ray_init.num_gpus, ray_init.object_store_memory) == (None, None, None)
     variables = ray_init.runtime_env.env_vars
     assert (variables.GLOO_SOCKET_IFNAME, variables.OMP_NUM_THREADS) == ("eth0", "2")
 
 
-def test_a_ray_of_its_own_gets_resources_for_all_ranks() -> None:
+def test_a_ray_of_its_own_gets_resources_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_loop.verl.cpu.setup.preloaded", lambda: nullcontext("python that forks"))
+    monkeypatch.setattr("reward_loop.verl.cpu.setup.served_models", lambda model: [model])
     config = settled("trainer.n_gpus_per_node=2", "reward.num_workers=3", name="cpu")
-    _prepare_cpu(config, 1)
+    with prepared(config, RewardModelConfig(placement="ray")):
+        assert config.ray_kwargs.ray_init.runtime_env.py_executable == "python that forks"
     ray_init = config.ray_kwargs.ray_init
     assert (ray_init.num_cpus, ray_init.num_gpus, ray_init.object_store_memory) == (20, 2, 256 * 2**20)
     assert "env_vars" not in (ray_init.get("runtime_env") or {})  # missing in verl 0.9.0
@@ -73,10 +83,10 @@ def test_a_ray_of_its_own_gets_resources_for_all_ranks() -> None:
 def test_ranks_use_the_loopback_interface_unless_they_are_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (settled(f"trainer.nnodes={nodes}", name="cpu") for nodes in (1, 2))
     # A Ray of its own has only one node.
-    assert _cpu_environment(one) == _cpu_environment(two) == CPU_ENVIRONMENT
+    assert run_environment(one).keys() == run_environment(two).keys() == CPU_ENVIRONMENT.keys()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert _cpu_environment(one) == CPU_ENVIRONMENT
-    assert _cpu_environment(two).keys() == CPU_ENVIRONMENT.keys() - {"GLOO_SOCKET_IFNAME"}
+    assert run_environment(one).keys() == CPU_ENVIRONMENT.keys()
+    assert run_environment(two).keys() == CPU_ENVIRONMENT.keys() - {"GLOO_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize("option", ["num_cpus", "num_gpus", "object_store_memory", "resources"])
@@ -85,4 +95,4 @@ def test_resources_for_a_running_ray_are_refused(option: str, monkeypatch: pytes
     value = "{small: 1}" if option == "resources" else "8"
     config = settled(f"++ray_kwargs.ray_init.{option}={value}", name="cpu")
     with pytest.raises(ConfigError, match=rf"ray_init.{option}=.* has no effect on a running Ray.*ray start --"):
-        _prepare_cpu(config, 0)
+        prepared(config, None).__enter__()
