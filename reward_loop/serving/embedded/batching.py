@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from typing import Any, Self
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler, SamplingParams
+from reward_loop.serving.embedded.sampling import Generation, RowEndings, RowSampler
+from reward_loop.serving.embedded.sampling_params import SamplingParams
 
-__all__ = ["BatchingEngine", "ContextTooLong", "Generation", "SamplingParams"]
+__all__ = ["BatchingEngine", "ContextTooLong"]
 
 
 class ContextTooLong(ValueError):
@@ -87,7 +88,8 @@ class BatchingEngine:
         self._max_batch_tokens = max_batch_tokens
         text_config = model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
-        self._max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+        """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
         self._random = torch.Generator(model.device)
         if seed is None:
             self._random.seed()
@@ -95,7 +97,7 @@ class BatchingEngine:
             self._random.manual_seed(seed)
         if model.can_generate():
             model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
-        self._groups: dict[Hashable, deque[_Request]] = {}
+        self._groups: dict[str | None, deque[_Request]] = {}
         self._running: list[_Request] = []
         self._arrival = asyncio.Event()
         self._model_lock = asyncio.Lock()
@@ -121,11 +123,6 @@ class BatchingEngine:
         await asyncio.wait([worker])
         await asyncio.to_thread(thread.shutdown)
 
-    @property
-    def max_length(self) -> int | None:
-        """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
-        return self._max_length
-
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
         """Generates a continuation of ``prompt_ids``.
 
@@ -136,7 +133,7 @@ class BatchingEngine:
             ContextTooLong: the prompt and ``params.max_tokens`` exceed the model's context length.
             ValueError: the prompt is empty, or contains an unknown token.
         """
-        return await self._submit(params.distribution, prompt_ids, params)
+        return await self._submit(prompt_ids, params)
 
     async def classify(self, input_ids: list[int]) -> list[float]:
         """Returns the raw logits of a sequence classification model for ``input_ids``, one for each label.
@@ -145,7 +142,7 @@ class BatchingEngine:
             ContextTooLong: the input exceeds the model's context length.
             ValueError: the input is empty, or contains an unknown token.
         """
-        return await self._submit(None, input_ids, None)
+        return await self._submit(input_ids, None)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
@@ -153,13 +150,13 @@ class BatchingEngine:
         async with self._model_lock:
             yield
 
-    async def _submit(self, group: Hashable, token_ids: list[int], params: SamplingParams | None) -> Any:
+    async def _submit(self, token_ids: list[int], params: SamplingParams | None) -> Any:
         if self._worker is None:
             raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
         loop = asyncio.get_running_loop()
         request = _Request(token_ids, params, loop.time(), loop.create_future())
         self._check(request)
-        self._groups.setdefault(group, deque()).append(request)
+        self._groups.setdefault(params and params.distribution, deque()).append(request)
         self._arrival.set()
         return await request.result
 
@@ -169,12 +166,12 @@ class BatchingEngine:
             raise ValueError("the input has no tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token ids must be at least 0 and less than {self._vocab_size}")
-        biased = [token for token, _ in request.params.logit_bias] if request.params else []
+        biased = request.params.logit_bias if request.params else ()
         if biased and (min(biased) < 0 or max(biased) >= self._vocab_size):
             raise ValueError(f"logit_bias: token ids must be at least 0 and less than {self._vocab_size}")
-        if self._max_length is not None and len(ids) + new > self._max_length:
+        if self.max_length is not None and len(ids) + new > self.max_length:
             wanted = f"{len(ids)} input tokens" + (f" and {new} new tokens" if new else "")
-            raise ContextTooLong(f"this model's maximum context length is {self._max_length} tokens, not {wanted}")
+            raise ContextTooLong(f"this model's maximum context length is {self.max_length} tokens, not {wanted}")
 
     async def _work(self) -> None:
         while True:

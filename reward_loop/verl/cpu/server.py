@@ -11,7 +11,8 @@ from typing import Any
 import ray
 import torch
 
-from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
+from reward_loop.serving.embedded.batching import BatchingEngine
+from reward_loop.serving.embedded.sampling_params import SamplingParams
 
 __all__ = ["CPURolloutServer"]
 
