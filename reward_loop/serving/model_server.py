@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from reward_loop.config import ServedModelConfig
 from reward_loop.router.config import BackendConfig
@@ -21,16 +20,12 @@ class ModelServer:
         model: the configuration of its model.
         url: ``None`` until the address is known: in Ray, until the server is ready for the first time.
         router: the client of the router.
-        close: releases the server's address when the server is lost.
     """
 
-    def __init__(
-        self, model: ServedModelConfig, url: str | None, router: RouterClient, close: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, model: ServedModelConfig, url: str | None, router: RouterClient) -> None:
         self.model = model
         self.url = url
         self._router = router
-        self._close = close
         self._asleep = False
         self._lost: str | None = None
         """The reason why the server is no longer restarted; ``None`` while it may be restarted."""
@@ -114,10 +109,7 @@ class ModelServer:
             await self._router.mark_dead(self.url, reason)
 
     async def on_lost(self, reason: str) -> None:
-        """Releases the address, and reports to the router that the server will not be restarted."""
-        # Resets the connections in the backlog, so that the router retries these requests on other servers.
-        if self._close is not None:
-            self._close()
+        """Reports to the router that the server will not be restarted."""
         self._lost = reason
         await self.send_state()
 

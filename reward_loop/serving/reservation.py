@@ -85,6 +85,11 @@ class Place:
             **_in_bundle(self.group, self.bundles[0]),
         }
 
+    @property
+    def reserved(self) -> Accelerator | None:
+        """The type of the accelerators that an actor here reserves; ``None`` if it reserves none."""
+        return self.accelerator if self.gpus and not self.shared else None
+
     async def environment(self) -> dict[str, str]:
         """Returns the environment variables that restrict a server to its shared accelerators, if it has any."""
         if not self.shared or not self.gpus:

@@ -185,19 +185,17 @@ async def test_the_router_has_ended_before_the_servers_are_stopped(
     monkeypatch.setattr("reward_loop.serving.manager._ROUTER_STOPS_WITHIN_S", 60.0)
     ended: list[str] = []
 
-    async def run(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            for _ in range(10 if name == "router" else 0):  # it takes longer than the servers
+    class Server:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def stop(self) -> None:
+            for _ in range(10 if self.name == "router" else 0):  # it takes longer than the servers
                 await asyncio.sleep(0)
-            ended.append(name)
+            ended.append(self.name)
 
     models = RewardModelManager(config())
-    models._tasks = await asyncio.TaskGroup().__aenter__()
-    models._runs = [models._tasks.create_task(run(name)) for name in ("server", "router")]
-    models._router_run = models._runs[1]
-    await asyncio.sleep(0)
+    models._supervisors = {name: Server(name) for name in ("server", "router")}  # type: ignore[misc]
     await models.stop()
     assert ended == ["router", "server"]
 

@@ -156,7 +156,8 @@ class BatchingEngine:
         loop = asyncio.get_running_loop()
         request = _Request(token_ids, params, loop.time(), loop.create_future())
         self._check(request)
-        self._groups.setdefault(params and params.distribution, deque()).append(request)
+        group = params.distribution if params else None
+        self._groups.setdefault(group, deque()).append(request)
         self._arrival.set()
         return await request.result
 
