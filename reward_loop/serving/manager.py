@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -100,9 +99,7 @@ class RewardModelManager:
         logger.info("reward model %s is ready at %s", names, self.reward_router_address)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -102,9 +101,7 @@ class RayServer:
         except RayError as error:
             raise ServerStartError(f"{self.name} cannot be started: {_cause(error)}") from error
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def wait(self) -> ServerDiedError:

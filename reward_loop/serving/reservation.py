@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,17 +35,13 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The resources that the servers of one model need.
-
-    Args:
-        servers: the number of servers.
-        gpus: the number of accelerators of each server, all on one node.
-        cpus: the number of CPU cores of each server.
-    """
+    """The resources that the servers of one model need."""
 
     servers: int
     gpus: int
+    """The number of accelerators of each server, all on one node."""
     cpus: int
+    """The number of CPU cores of each server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +157,14 @@ class GpuReservation:
         """
         if not ray.is_initialized():
             raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
-        bundles = [self._bundle(demand) for demand in demands for _ in range(demand.servers)]
+        resource = self._accelerator.resource
+        bundles: list[Bundle] = [
+            {"CPU": demand.cpus, **({resource: demand.gpus} if demand.gpus else {})}
+            for demand in demands
+            for _ in range(demand.servers)
+        ]
         if not bundles:
-            return [[] for _ in demands]
+            return []
         # Servers without accelerators do not compete with `others`.
         others = self._others if any(demand.gpus for demand in demands) else ()
         arithmetic = self._arithmetic(demands, others, await asyncio.to_thread(_nodes))
@@ -184,15 +185,8 @@ class GpuReservation:
         if group is not None:
             _remove(group)
 
-    def _bundle(self, demand: Demand) -> Bundle:
-        cpus: Bundle = {"CPU": demand.cpus}
-        return cpus | ({self._accelerator.resource: demand.gpus} if demand.gpus else {})
-
     async def _reserve(self, bundles: list[Bundle], others: Sequence[Others], arithmetic: str) -> None:
-        """Creates the servers' placement group.
-
-        Temporary groups for ``others`` are created as well, all in order of size, and then removed.
-        """
+        """Creates the servers' placement group, while temporary groups hold what ``others`` need."""
         resource = self._accelerator.resource
         # Each piece must be on one node. The largest comes first, before smaller pieces split the nodes.
         wanted: list[tuple[float, int, Others | None]] = [
@@ -335,23 +329,22 @@ class SharedGpus:
         Raises:
             ConfigError: the groups have too few bundles.
         """
-        return [list(self._places(demand)) for demand in demands]
+        return [self._places(demand) for demand in demands]
 
-    def _places(self, demand: Demand) -> Iterator[Place]:
+    def _places(self, demand: Demand) -> list[Place]:
         size = max(1, demand.gpus)  # A server without an accelerator also gets one bundle as its place.
-        slots = [
-            (group, tuple(range(first, first + size)))
+        places = [
+            Place(group, tuple(range(first, first + size)), demand.gpus, demand.cpus, True, self._accelerator)
             for group in self._groups
             for first in range(0, group.bundle_count - size + 1, size)
         ]
-        if demand.servers > len(slots):
+        if demand.servers > len(places):
             counts = ", ".join(str(group.bundle_count) for group in self._groups)
             raise ConfigError(
                 f"{demand.servers} server(s) of {size} GPU(s), each on one node, do not fit on the GPUs that they "
                 f"share ({counts} a node): lower replicas, tensor_parallel_size or data_parallel_size"
             )
-        for group, bundles in slots[: demand.servers]:
-            yield Place(group, bundles, demand.gpus, demand.cpus, shared=True, accelerator=self._accelerator)
+        return places[: demand.servers]
 
     def release(self) -> None:
         """Does nothing, because nothing is reserved."""

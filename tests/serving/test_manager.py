@@ -164,15 +164,15 @@ async def test_if_a_server_does_not_fall_asleep_the_error_follows_the_sleep_of_t
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = []
-    post_to_server = model_server.post
+    send_to_server = model_server.send
 
-    async def posted(url: str, path: str, timeout_s: float) -> None:
+    async def sent(url: str, path: str, timeout_s: float) -> None:
         if url == models._servers[0].url:
             raise ServerError("no sleep")
-        await post_to_server(url, path, timeout_s)
+        await send_to_server(url, path, timeout_s)
         asleep.append(url)
 
-    monkeypatch.setattr(model_server, "post", posted)
+    monkeypatch.setattr(model_server, "send", sent)
     async with RewardModelManager(config(replicas=2, enable_sleep_mode=True)) as models:
         with pytest.raises(ServerError, match="no sleep"):
             await models.sleep()
@@ -195,7 +195,7 @@ async def test_the_router_has_ended_before_the_servers_are_stopped(
             ended.append(self.name)
 
     models = RewardModelManager(config())
-    models._supervisors = {name: Server(name) for name in ("server", "router")}  # type: ignore[misc]
+    models._supervisors = {name: Server(name) for name in ("server", "router")}
     await models.stop()
     assert ended == ["router", "server"]
 

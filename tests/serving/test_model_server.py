@@ -24,21 +24,18 @@ class RecordingRouter(RouterClient):
     async def _request(self, method: str, path: str, body: Any = None) -> None:
         self.requests.append(f"{method} {path}" if body is None else f"{method} {path} {body['url']}")
 
-    async def sleep(self, url: str) -> None:
-        self.requests.append(f"sleep {url}")
-
-    async def resume(self, url: str) -> None:
-        self.requests.append(f"resume {url}")
+    async def require(self, action: str, url: str) -> None:
+        self.requests.append(f"{action} {url}")
 
 
 @pytest.fixture
 async def router(monkeypatch: pytest.MonkeyPatch) -> RecordingRouter:
     router = RecordingRouter()
 
-    async def post(url: str, path: str, timeout_s: float) -> None:
+    async def send(url: str, path: str, timeout_s: float) -> None:
         router.requests.append(f"POST {url}{path}")
 
-    monkeypatch.setattr(model_server, "post", post)
+    monkeypatch.setattr(model_server, "send", send)
     return router
 
 

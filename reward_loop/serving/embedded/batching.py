@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -109,9 +108,7 @@ class BatchingEngine:
         self._worker = asyncio.create_task(self._work(), name="batching-engine")
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         worker, self._worker = self._worker, None
         thread, self._thread = self._thread, None
         assert worker is not None
