@@ -73,13 +73,8 @@ class Place:
     @property
     def resources(self) -> dict[str, Any]:
         """The options of a Ray actor that runs here."""
-        if self.shared:
-            return {"num_gpus": 0, "num_cpus": 0, **_in_bundle(self.group, self.bundles[0])}
-        return {
-            **(self.accelerator.options(self.gpus) if self.gpus else {"num_gpus": 0}),
-            "num_cpus": self.cpus,
-            **_in_bundle(self.group, self.bundles[0]),
-        }
+        options = self.reserved.options(self.gpus) if self.reserved else {"num_gpus": 0}
+        return {**options, "num_cpus": 0 if self.shared else self.cpus, **_in_bundle(self.group, self.bundles[0])}
 
     @property
     def reserved(self) -> Accelerator | None:

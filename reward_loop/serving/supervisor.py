@@ -110,8 +110,7 @@ class Supervisor:
     as before, restart limit reached      awaits ``on_lost(reason)``  ends
     ====================================  ==========================  ==================================================
 
-    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s. With ``at_once``, the
-    first restart within the window has no pause.
+    The pause is 0.2 s, doubles with each restart within the policy's window, and is at most 30 s.
 
     Args:
         new_process: creates the next run of the server.

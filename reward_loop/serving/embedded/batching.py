@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -49,7 +49,7 @@ class BatchingEngine:
 
     Requests with the same sampling parameters, except length and seed, share a batch. The group with the oldest request
     runs first. The engine owns the model: it replaces the model's ``generation_config`` by a neutral one, so that only
-    the sampling parameters of a request apply. Weights may be changed in place inside :meth:`exclusive`.
+    the sampling parameters of a request apply. Weights may be changed in place under `model_lock`.
 
     Args:
         model: a transformers ``*ForCausalLM`` or ``*ForSequenceClassification`` in eval mode. A decoder with a
@@ -99,7 +99,8 @@ class BatchingEngine:
         self._groups: dict[str | None, deque[_Request]] = {}
         self._running: list[_Request] = []
         self._arrival = asyncio.Event()
-        self._model_lock = asyncio.Lock()
+        self.model_lock = asyncio.Lock()
+        """Held by the running batch. While a caller holds it, the model is idle, and its weights may be changed."""
         self._thread: ThreadPoolExecutor | None = None
         self._worker: asyncio.Task[None] | None = None
 
@@ -141,12 +142,6 @@ class BatchingEngine:
         """
         return await self._submit(input_ids, None)
 
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        """Keeps the model idle inside the block: waits for the running batch, and delays the next one."""
-        async with self._model_lock:
-            yield
-
     async def _submit(self, token_ids: list[int], params: SamplingParams | None) -> Any:
         if self._worker is None:
             raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
@@ -174,7 +169,7 @@ class BatchingEngine:
     async def _work(self) -> None:
         while True:
             group = await self._next_group()
-            async with self._model_lock:
+            async with self.model_lock:
                 self._running = self._take_batch(group)
                 if self._running:
                     await self._run(self._running)

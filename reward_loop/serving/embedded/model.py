@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
 
@@ -51,7 +50,8 @@ class EmbeddedModel:
             text_config.pad_token_id = next((token for token in candidates if token is not None), 0)
         self._template_options = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self._answered = 0
-        self._asleep: AsyncExitStack | None = None
+        self.asleep = False
+        """Whether the weights are freed and requests wait."""
         self._changing = asyncio.Lock()
         self.engine = BatchingEngine(
             self._model,
@@ -103,18 +103,13 @@ class EmbeddedModel:
         self._answered += 1
         return envelope("classify", "list", self.name, sum(map(len, inputs)), 0) | {"data": data}
 
-    @property
-    def asleep(self) -> bool:
-        """Whether the weights are freed and requests wait."""
-        return self._asleep is not None
-
     async def sleep(self) -> None:
         """Frees the memory of the weights after the running batch has ended. Requests wait until :meth:`wake_up`."""
         async with self._changing:
-            if self._asleep is not None:
+            if self.asleep:
                 return
-            self._asleep = AsyncExitStack()
-            await self._asleep.enter_async_context(self.engine.exclusive())
+            await self.engine.model_lock.acquire()
+            self.asleep = True
             for tensor in self._model.state_dict(keep_vars=True).values():
                 tensor.data = tensor.data.new_empty(0)
             self._print("asleep")
@@ -122,14 +117,14 @@ class EmbeddedModel:
     async def wake_up(self) -> None:
         """Loads the weights again, and resumes the requests that wait."""
         async with self._changing:
-            if self._asleep is None:
+            if not self.asleep:
                 return
             weights = (await asyncio.to_thread(self._read)).state_dict()
             for name, tensor in self._model.state_dict(keep_vars=True).items():
                 tensor.data = weights[name]
             self._print("awake")
-            await self._asleep.aclose()
-            self._asleep = None
+            self.asleep = False
+            self.engine.model_lock.release()
 
     def _read(self) -> Any:
         """Returns the model of the directory, in float32 and eval mode."""

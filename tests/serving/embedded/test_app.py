@@ -417,7 +417,7 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
 
     engine = scorer.model.engine
     engine._model.register_forward_pre_hook(count)
-    async with engine.exclusive():
+    async with engine.model_lock:
         async with aiohttp.ClientSession(scorer.session._base_url) as leaver:
             request = asyncio.create_task(leaver.post("/classify", json={"input": "x"}))
             async with asyncio.timeout(60):
