@@ -44,12 +44,10 @@ class ServerProcess:
 
     The address is fixed before the child starts, and later runs can use the same one. `bound` has two forms:
 
-    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (a pipe) are added to the command. The child
-      must exit at the pipe's end of file (:func:`reward_loop._util.parent_death_pipe.exit_with_parent`). Connections
-      made before the server is ready wait in the backlog.
+    - A listening socket: ``--fd N`` (the socket) and ``--parent-pipe N`` (see `parent_death_pipe`) are added to the
+      command. Connections made before the server is ready wait in the backlog.
     - A reserved address (:func:`reward_loop._util.sockets.reserve`): the command contains the port, and runs as a child
-      of :mod:`reward_loop.serving.reaper`, which kills it at the pipe's end of file. Connections made before the server
-      is ready are refused.
+      of :mod:`reward_loop.serving.reaper`. Connections made before the server is ready are refused.
 
     Args:
         name: the server's name in messages.

@@ -37,9 +37,6 @@ class RayServer:
     loopback address of its node. `url` is a loopback address of this node: if the server runs on another node, a tunnel
     forwards connections. `url` is set on entry, and may differ from the URL of the previous run.
 
-        async with server.placed(), server:
-            ...
-
     If the node of the server is lost, Ray moves the place of the server to another node when one has the resources:
     :meth:`placed` waits for it.
 
@@ -143,14 +140,13 @@ class _Host:
     async def start(
         self, spec: ServerSpec, devices: dict[str, str], reserved: Accelerator | None, users_node: str, tunnel_key: str
     ) -> tuple[str, str | None, int | None, float | None]:
-        """Starts the server.
+        """Starts the server, and the exit of a tunnel if its user is on another node.
 
         Args:
-            spec: the server.
+            spec, tunnel_key: as for :class:`RayServer`.
             devices: the environment variables that assign shared accelerators to the server.
             reserved: the type of accelerator that the actor reserves for the server; ``None`` if it reserves none.
             users_node: the id of the node that sends the requests.
-            tunnel_key: the key of the tunnel, which is opened if ``users_node`` is another node.
 
         Returns:
             the server's URL on this node, the tunnel exit's ``host:port`` or ``None``, the server's process id, and

@@ -125,7 +125,7 @@ class GpuReservation:
     - All accelerators of a server are on one node. The servers are on as few nodes as possible, so that whole nodes
       stay free. Servers without accelerators are spread over the nodes.
     - The servers never take the resources that `others` need: while the servers' group is placed, temporary groups hold
-      these resources. Groups are placed in order of size, the largest first. Then the temporary groups are removed.
+      these resources.
     - The reservation is kept when servers restart, until :meth:`release`.
     - Ray must be initialised.
 
@@ -195,16 +195,10 @@ class GpuReservation:
                 if other is None:
                     strategy = "PACK" if any(bundle.get(resource, 0) for bundle in bundles) else "SPREAD"
                     self._group = placement_group(bundles, strategy=strategy)
-                    await _until_ready(self._group, deadline, arithmetic)
+                    await self._until_ready(self._group, deadline, arithmetic)
                 else:
                     held.append(placement_group([dict(other.bundle)] * other.bundles, strategy="STRICT_PACK"))
-                    await _until_ready(held[-1], deadline, arithmetic)
-        except TimeoutError:
-            self.release()
-            raise ServerStartError(
-                f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
-                f"(placement_timeout_s). {arithmetic}"
-            ) from None
+                    await self._until_ready(held[-1], deadline, arithmetic)
         except BaseException:
             self.release()
             raise
@@ -212,6 +206,16 @@ class GpuReservation:
             for group in held:
                 _remove(group)
             await asyncio.to_thread(_wait_until_removed, held)
+
+    async def _until_ready(self, group: PlacementGroup, deadline: float, arithmetic: str) -> None:
+        while (left := deadline - time.monotonic()) > 0:
+            if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
+                return
+            logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
+        raise ServerStartError(
+            f"Ray did not have enough free resources for the reward model servers within {self._timeout_s:g} s "
+            f"(placement_timeout_s). {arithmetic}"
+        )
 
     def _arithmetic(self, demands: Sequence[Demand], others: Sequence[Others], nodes: list[_Node]) -> str:
         """Returns a message with the requested resources and those of each node.
@@ -276,19 +280,6 @@ def _nodes() -> list[_Node]:
 
 def _amounts(each: Mapping[str, float], resource: str) -> str:
     return " and ".join(f"{each.get(name, 0):g} {name}(s)" for name in (resource, "CPU"))
-
-
-async def _until_ready(group: PlacementGroup, deadline: float, arithmetic: str) -> None:
-    """Waits until the resources of a group are reserved.
-
-    Raises:
-        TimeoutError: they are not reserved by the deadline (`time.monotonic`).
-    """
-    while (left := deadline - time.monotonic()) > 0:
-        if await asyncio.to_thread(group.wait, math.ceil(min(_PROGRESS_S, left))):
-            return
-        logger.info("the reward model servers wait for free resources in Ray. %s", arithmetic)
-    raise TimeoutError
 
 
 def _wait_until_removed(groups: Sequence[PlacementGroup]) -> None:

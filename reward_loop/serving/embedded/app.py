@@ -38,10 +38,8 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
         return JSONResponse(error.body, error.code)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code in (404, 405):
-            return await api_error(request, ApiError(404, f"there is no {request.method} {request.scope['path']}"))
-        return await api_error(request, ApiError(error.status_code, str(error.detail)))
+    async def no_route(request: Request, error: HTTPException) -> JSONResponse:
+        return await api_error(request, ApiError(404, f"there is no {request.method} {request.scope['path']}"))
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -78,14 +76,8 @@ def create_app(model: EmbeddedModel, *, can_sleep: bool = False) -> FastAPI:
         return await _answer(request, ClassifyRequest, model.classify)
 
     if can_sleep:
-
-        @app.post("/sleep")
-        async def sleep() -> None:
-            await model.sleep()
-
-        @app.post("/wake_up")
-        async def wake_up() -> None:
-            await model.wake_up()
+        app.post("/sleep")(model.sleep)
+        app.post("/wake_up")(model.wake_up)
 
         @app.get("/is_sleeping")
         async def is_sleeping() -> dict[str, bool]:
