@@ -113,7 +113,9 @@ class RewardModelManager:
                 await asyncio.wait(stopping, timeout=_ROUTER_STOPS_WITHIN_S)
         finally:
             try:
-                await asyncio.gather(*stopping, *(server.stop() for server in supervisors.values()))
+                # With return_exceptions, a cancelled gather also waits until all have ended.
+                stopping += [asyncio.create_task(server.stop()) for server in supervisors.values()]
+                await asyncio.gather(*stopping, return_exceptions=True)
             finally:
                 if self._gpus:
                     self._gpus.release()
